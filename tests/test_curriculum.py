@@ -13,7 +13,7 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.plugin_api import Builder
 from insitu.registry import TRAINER
-from insitu.runs.store import read_curriculum_state
+from insitu.runs.resume import read_curriculum_state
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
 Rewards = dict[str, list[float]]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pairs_plugin import pairs_of
 
+from insitu.disk.json_files import dump_lines
 from insitu.errors import TrajectoryError
 from insitu.integrations.customizer.records import (
-    json_lines,
     single_pairs,
     split_records,
 )
@@ -65,7 +65,7 @@ def test_formats(training_type: str, full_history: bool, expected: list[dict[str
     records = sorted([*split.training, *split.validation], key=json.dumps)
     assert records == sorted(expected * (2 // len(expected)), key=json.dumps)
     assert split.shortened_prompts == (0 if full_history else 2)
-    assert [json.loads(line) for line in json_lines(records).splitlines()] == records
+    assert [json.loads(line) for line in dump_lines(records).splitlines()] == records
 
 
 def test_a_prompt_of_text_is_one_message_of_the_history() -> None:

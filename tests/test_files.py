@@ -14,20 +14,9 @@ from pathlib import Path
 import pytest
 from factories import disk_space, power_failures
 
-from insitu.disk.files import (
-    Block,
-    LineFile,
-    delete_drafts,
-    delete_folder,
-    new_file,
-    new_folder,
-    read_block,
-    read_line,
-    whole_lines,
-    writable_folder,
-    write_file,
-)
+from insitu.disk.files import delete_drafts, delete_folder, new_file, new_folder, writable_folder, write_file
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
+from insitu.disk.json_files import Block, LineFile, read_block, read_line, whole_lines
 from insitu.errors import ConfigError, InsituError
 
 

@@ -18,7 +18,7 @@ from test_view import of_epoch, shown, write_run
 
 from insitu.runs.files import INDEX
 from insitu.runs.index import RunIndex
-from insitu.runs.progress import RunProgress
+from insitu.runs.records import RunProgress
 from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
 

@@ -16,14 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from insitu.collect.groups import GroupRecord
-from insitu.disk.files import Block, read_block
 from insitu.disk.folder_lock import FolderLock
+from insitu.disk.json_files import Block, read_block
 from insitu.errors import ConfigError, InsituError
-from insitu.runs import plot as plot_module
+from insitu.runs import store as store_module
 from insitu.runs.files import RUN_FILES
-from insitu.runs.plot import RewardPlot
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
-from insitu.runs.store import RunStore, set_aside
+from insitu.runs.store import RewardPlot, RunStore, set_aside
 from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
@@ -118,7 +117,7 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is interrupted while its plot is drawn draws it again at its end."""
     drawing, begun, may_end = [], threading.Event(), threading.Event()
-    draw = plot_module._draw
+    draw = store_module._draw
 
     def watched(path: Path, *records: Any) -> None:
         drawing.append("begin")
@@ -127,7 +126,7 @@ def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch:
         draw(path, *records)
         drawing.append("end")
 
-    monkeypatch.setattr(plot_module, "_draw", watched)
+    monkeypatch.setattr(store_module, "_draw", watched)
     plot = RewardPlot(tmp_path / "reward_plot.png")
     rewards = [{"epoch": 1, "avg_reward": 0.5}]
 

@@ -23,7 +23,7 @@ from test_inspection import Run, call, episode, failed, user
 
 from insitu.backend.model import load_model
 from insitu.runs.files import INDEX
-from insitu.runs.progress import RunProgress
+from insitu.runs.records import RunProgress
 from insitu.view.opened import OpenedFolder
 from insitu.view.server import HEADERS, ViewServer
 from insitu.wire.http_access import AccessPolicy
@@ -664,7 +664,7 @@ def test_a_run_that_is_running_and_is_then_killed(tmp_path: Path) -> None:
     code = f"""if True:
         import sys, time
         from pathlib import Path
-        from insitu.runs.progress import RunProgress
+        from insitu.runs.records import RunProgress
         from insitu.runs.store import RunStore
         store = RunStore(Path({str(tmp_path / "run")!r}))
         store.write("run.json", {{"run_id": "r"}})

@@ -123,7 +123,7 @@ def warm_up() -> None:
     from openai.types.chat import ChatCompletion
 
     from insitu.backend.model import load_model
-    from insitu.runs.plot import _draw
+    from insitu.runs.store import _draw
 
     example = Path(__file__).parents[2] / "examples/tic_tac_toe/model"
     loaded = load_model(str(example))  # transformers compiles 900 regular expressions of tensors' names

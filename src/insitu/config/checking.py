@@ -17,7 +17,7 @@ from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, references, secret_values, takes_reward, unknown_keys
 from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once
 from insitu.config.yaml_loader import expand, value_type
-from insitu.disk.file_names import file_name_problem
+from insitu.disk.files import file_name_problem
 from insitu.errors import ConfigError
 from insitu.registry import Kind, not_found, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel

@@ -1,29 +1,23 @@
-"""Durable files: synced replacement, appended lines, tolerant reading.
+"""Durable files and folders: complete or absent at any time, even after a power failure.
 
-write_file, new_folder    complete or absent at any time, even after a power failure
-new_file                  the same for a file of lines that is written bit by bit
-LineFile, whole_lines     appended lines; a last line torn by a crash is reported and dropped
-read_block                lines that were appended compressed
+write_file    replaces a file
+new_folder    yields a folder that appears when it is complete
+new_file      the same for a file that is written bit by bit
+LineFile      (in `json_files`) appends lines
 
-All have ordinary permissions, those that the umask leaves; `write_file` and `LineFile` leave secrets out (`redaction`).
+All have ordinary permissions, those that the umask leaves; `write_file` leaves secrets out (`redaction`).
 """
 
 import contextlib
 import errno
-import gzip
-import json
 import logging
 import os
 import shutil
 import stat
 import tempfile
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import orjson
 
 from insitu.errors import ConfigError, InsituError
 from insitu.wire.redaction import redact_bytes
@@ -32,12 +26,34 @@ logger = logging.getLogger(__name__)
 
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 """Errors of file systems without fsync or locks."""
-_COMPRESSION = 6
-"""A level of gzip. Level 1 takes half the time for files that are 15 % larger."""
+MAX_NAME_BYTES = 200
+"""Length of a name that becomes a file's or folder's; file systems allow 255 bytes."""
+
+
+def file_name_problem(name: str) -> str | None:
+    """Why a name cannot be part of a file's name, in words that follow the name; None if it can."""
+    if not name or name in (".", "..") or any(character in "/\\\0" for character in name):
+        return "cannot be the name of a file; allowed: text without / and \\"
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        return f"is too long for the name of a file; allowed: {MAX_NAME_BYTES} bytes"
+    return None
 
 
 def cannot_write(path: Path, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be written: {error.strerror or error}")
+
+
+def cannot_read(path: Path, error: OSError) -> InsituError:
+    return InsituError(f"{path} cannot be read: {error.strerror}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises InsituError naming the file, or folder, if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def writable_folder(folder: Path, key: str) -> Path:
@@ -65,7 +81,7 @@ def write_file(path: Path, content: bytes) -> Path:
         with draft.open("wb") as file:
             file.write(redact_bytes(content))
             file.flush()
-            _sync(file.fileno())
+            sync_descriptor(file.fileno())
         draft.replace(path)
         sync_path(path.parent)
     except OSError as error:
@@ -110,12 +126,10 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
         yield draft
         if target.exists() and not overwrite:
             raise InsituError(f"{target} exists already; it is not overwritten")
-        try:
+        with writing(target):
             sync_path(draft)
             draft.replace(target)
             sync_path(target.parent)
-        except OSError as error:
-            raise cannot_write(target, error) from error
     finally:
         draft.unlink(missing_ok=True)
 
@@ -150,191 +164,14 @@ def sync_path(path: Path) -> None:
     """Makes a file, or the entries of a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        _sync(descriptor)
+        sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def sync_descriptor(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:  # pipes and devices, folders on some file systems
             raise
-
-
-class Block(NamedTuple):
-    """Where compressed lines are in a file, in bytes."""
-
-    offset: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.size
-
-
-class LineFile:
-    """Appends whole lines to a file that this process owns, or compressed blocks of lines.
-
-    Appended lines survive the end of the process; after `sync` they survive a power failure. A last line that was torn
-    by a crash is removed first; in a file of blocks, what follows its first `size` bytes. Raises InsituError.
-    """
-
-    def __init__(self, path: Path, size: int | None = None) -> None:
-        self._path = path
-        self._unsynced = False
-        try:
-            created = not path.exists()
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            self._size = self._remove_torn_line() if size is None else os.fstat(self._descriptor).st_size
-            if size is not None:
-                self.truncate(size)
-            if created:
-                sync_path(path.parent)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return self._size
-
-    def truncate(self, size: int) -> None:
-        """Removes what was appended after the file had `size` bytes. Raises InsituError if it is shorter."""
-        if size > self._size:
-            raise InsituError(shorter_than_written(self._path, self._size, size))
-        if size == self._size:
-            return
-        try:
-            os.ftruncate(self._descriptor, size)
-            _sync(self._descriptor)
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
-        self._size = size
-
-    def append(self, lines: bytes) -> None:
-        """Appends all of the lines, or none. Raises InsituError."""
-        self._append(redact_bytes(lines))
-
-    def append_block(self, lines: bytes) -> Block:
-        """Appends all of the lines, or none, as a gzip member, so that `zcat` reads the file. Raises InsituError."""
-        offset = self._size
-        self._append(gzip.compress(redact_bytes(lines), _COMPRESSION, mtime=0))
-        return Block(offset, self._size - offset)
-
-    def _append(self, data: bytes) -> None:
-        rest = memoryview(data)
-        self._unsynced = True
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
-            raise cannot_write(self._path, error) from error
-        self._size += len(data)
-
-    def sync(self) -> None:
-        """Raises InsituError."""
-        try:
-            if self._unsynced:
-                _sync(self._descriptor)
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
-        self._unsynced = False
-
-    def close(self) -> None:
-        """Syncs and closes. Raises InsituError."""
-        try:
-            self.sync()
-        finally:
-            os.close(self._descriptor)
-
-    def _remove_torn_line(self) -> int:
-        """Returns the size of the file."""
-        size = kept = os.fstat(self._descriptor).st_size
-        while kept and os.pread(self._descriptor, 1, kept - 1) != b"\n":
-            start = max(kept - 4096, 0)
-            kept = start + os.pread(self._descriptor, kept - start, start).rfind(b"\n") + 1
-        if kept < size:
-            logger.warning("%s: removed an incomplete last line (%d bytes), torn by a crash", self._path, size - kept)
-            os.ftruncate(self._descriptor, kept)
-        return kept
-
-
-def whole_lines(path: Path, offset: int = 0, first: int = 1) -> Iterator[tuple[int, bytes]]:
-    """Numbers and bytes of the lines of a file, without an incomplete last one, which is reported.
-
-    Starts at a byte `offset`, where the line with number `first` begins.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        for number, line in enumerate(file, first):
-            if line.endswith(b"\n"):
-                yield number, line
-            else:
-                logger.warning("%s: skipped an incomplete last line: it is being written, or a crash tore it", path)
-
-
-def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The records of a file of lines with their line numbers, without the first line, which names the format.
-
-    Empty if the file does not exist. Raises InsituError naming the file and the line.
-    """
-    for number, line in whole_lines(path) if path.is_file() else ():
-        record = read_line(path, number, line)
-        if record.keys() != {"format"}:
-            yield number, record
-
-
-def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
-    """The JSON objects in a block of lines. Raises InsituError naming the file and the block."""
-    where = f"{path}, bytes {block.offset} to {block.end}"
-    try:
-        with path.open("rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) < block.end:
-                raise InsituError(shorter_than_written(path, size, block.end))
-            file.seek(block.offset)
-            lines = gzip.decompress(file.read(block.size))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InsituError(f"{where} are damaged: {error}") from None
-    except OSError as error:
-        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
-    return [_as_object(f"{where}, line {number}", line) for number, line in enumerate(lines.splitlines(), 1)]
-
-
-def shorter_than_written(path: Path, found: int, written: int) -> str:
-    """What to say of a file that has lost bytes at its end."""
-    return f"{path} has {found} bytes, but {written} were written: the file is damaged"
-
-
-def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The JSON object in a line. Raises InsituError naming the file and the line."""
-    return _as_object(f"{path}, line {number}", line)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InsituError naming the file."""
-    try:
-        return _as_object(str(path), path.read_bytes())
-    except OSError as error:
-        raise InsituError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _as_object(where: str, data: bytes) -> dict[str, Any]:
-    try:
-        value = load_json(data)
-    except (ValueError, RecursionError) as error:
-        raise InsituError(f"{where} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InsituError(f"{where} is not a JSON object: {value!r:.80}")
-    return value
-
-
-def load_json(data: bytes) -> Any:
-    """Parses JSON, also with a byte order mark, lone surrogates or NaN. Raises ValueError."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return json.loads(data)

@@ -7,8 +7,8 @@ differ between releases, so a local folder is checked before they read it. For t
 from pathlib import Path
 from typing import Any
 
-from insitu.disk.file_names import file_name_problem
-from insitu.disk.files import read_object
+from insitu.disk.files import file_name_problem
+from insitu.disk.json_files import read_object
 from insitu.errors import BackendError
 
 NO_CODE = {"trust_remote_code": False}

@@ -23,7 +23,7 @@ from insitu.doctor.prefixes import Decoder
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.runs.files import CHECKPOINTS
 from insitu.runs.inspection import load_decoder
-from insitu.runs.progress import new_run_id
+from insitu.runs.records import new_run_id
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import TrainingStatusEnum, TrajectoryCollection

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.algorithms.paired_test import PairedComparison, compare_paired, fewest_rows
-from insitu.disk.files import delete_drafts, delete_folder, read_object, sync_path
+from insitu.disk.files import delete_drafts, delete_folder, sync_path
 from insitu.disk.folder_lock import FolderLock
-from insitu.disk.json_files import dump_json
+from insitu.disk.json_files import dump_json, read_object
 from insitu.errors import ConfigError, InsituError
 from insitu.release.model_export import Source, export_model, open_source
 from insitu.runs.checkpoints import checkpoint_of_run

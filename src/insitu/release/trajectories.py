@@ -26,8 +26,8 @@ from insitu.collect.dialogues import (
     openai_messages,
     template_messages,
 )
-from insitu.disk.files import LineFile, new_file
-from insitu.disk.json_files import dump_json
+from insitu.disk.files import new_file
+from insitu.disk.json_files import LineFile, dump_json
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import Duplicates, best_of_group, desirable

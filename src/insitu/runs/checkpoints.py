@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from insitu.config import Config, Moved, moved_path
-from insitu.disk.files import read_object
+from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, CHECKPOINTS, RUN_FILES
 from insitu.runs.store import OUTPUT_DIR

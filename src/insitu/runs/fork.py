@@ -19,17 +19,12 @@ from insitu.disk.checkpoint_files import (
     read_record,
     write_record,
 )
-from insitu.disk.files import (
-    cannot_write,
-    new_folder,
-    read_object,
-    shorter_than_written,
-    writable_folder,
-)
+from insitu.disk.files import cannot_write, new_folder, writable_folder
+from insitu.disk.json_files import read_object, shorter_than_written
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
-from insitu.runs.progress import EpochState, RunProgress, new_run_id
 from insitu.runs.reader import RunReader
+from insitu.runs.records import EpochState, RunProgress, new_run_id
 from insitu.runs.resume import find_run
 from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from insitu.disk.files import Block, read_block, read_line, shorter_than_written
+from insitu.disk.json_files import AppendedLines, Block, FileReplaced, Line, read_block, read_line, shorter_than_written
 from insitu.errors import InsituError
-from insitu.runs.appended import AppendedLines, FileReplaced, Line
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
 from insitu.runs.index_database import IndexDatabase, Outdated, Values
 from insitu.runs.inspection import TrainingStatus

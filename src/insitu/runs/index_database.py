@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.disk.folder_lock import locked_elsewhere
-from insitu.runs.appended import Position
+from insitu.disk.json_files import Position
 from insitu.runs.files import INDEX
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.disk.checkpoint_files import TrainingRecord, saved_checkpoints
-from insitu.disk.files import (
+from insitu.disk.json_files import (
+    AppendedLines,
     Block,
+    Line,
     load_json,
     read_block,
     read_line,
@@ -23,9 +25,7 @@ from insitu.disk.files import (
 )
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
-from insitu.runs.appended import AppendedLines, Line
-from insitu.runs.progress import EpochState, RunProgress, first_problem, restore_journaled
-from insitu.runs.records import restore_calls
+from insitu.runs.records import EpochState, RunProgress, first_problem, restore_calls, restore_journaled
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 
 T = TypeVar("T")
@@ -290,8 +290,7 @@ class RunReader:
         return model if (model / "tokenizer.json").is_file() else None
 
     def _lines(self, name: str) -> Iterator[tuple[int, bytes]]:
-        path = self.folder / name
-        return whole_lines(path) if path.is_file() else iter(())
+        return whole_lines(self.folder / name)
 
     def _numbered(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         path = self.folder / name

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.disk.files import read_block
+from insitu.disk.json_files import read_block
 from insitu.errors import ConfigError, InsituError, RequestRefused
 from insitu.runs.files import ADVANTAGES, EPISODES, GROUPS
 from insitu.runs.index import QUERY, RunIndex, stored_group

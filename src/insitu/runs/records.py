@@ -1,37 +1,67 @@
-"""Episodes and model calls as records of a run's files, and back."""
+"""What the lines of a run's files hold: episodes, model calls, and the point from which a run continues.
 
+`RunProgress` is the state after the last complete epoch: where a run continues. `EpochState` is what is known of the
+earlier epochs only after them: where a fork can begin. The journal has the finished episodes of the epoch in progress,
+which are not run again. Lines of the other files that were written after that point are removed when the run
+continues, and written again.
+"""
+
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, Literal
 
-from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from pydantic import BaseModel, ValidationError
+
+from insitu.algorithms.curriculum import CurriculumState
+from insitu.runs.files import PROGRESS_HISTORY
+from insitu.schemas.episodes import (
+    FORMAT_VERSION,
+    CandidateStep,
+    DropReason,
+    Episode,
+    EpisodeKey,
+    ModelCall,
+    Outcome,
+    StepLog,
+)
+from insitu.schemas.finetuning import TrainingJobStatus
+from insitu.schemas.steps import IntermediateStep, IntermediateStepType
+
+Phase = Literal["collected", "submitted"]
+RunStatus = Literal["running", "completed", "interrupted", "failed", "forked"]
+
+_KEY_FIELDS = ("epoch", "row_id", "generation", "attempt")
+_key_values = itemgetter(*_KEY_FIELDS)
+_EPISODE_FIELDS = (
+    *("outcome", "reason", "error", "output", "reward", "step_rewards", "rewarded_functions", "scores", "reasoning"),
+    *("failed_requests", "seconds"),
+)
+_episode_values = attrgetter(*_EPISODE_FIELDS)
+_CALL_FIELDS = tuple(field.name for field in fields(ModelCall))
+_call_values = attrgetter(*_CALL_FIELDS)
+_CANDIDATE_FIELDS = tuple(field.name for field in fields(CandidateStep))
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
     """The record of one episode, from which every table, plot and total is derived."""
-    calls = episode.calls
-    versions = {call.policy_version for call in calls if call.policy_version is not None}
+    versions: set[int] = set()
+    prompt_tokens = sampled_tokens = 0
+    for call in episode.calls:
+        prompt_tokens += len(call.prompt_token_ids or ())
+        sampled_tokens += len(call.token_ids or ())
+        if call.policy_version is not None:
+            versions.add(call.policy_version)
     return {
         "episode": episode.key.text(),
-        "epoch": episode.key.epoch,
-        "row_id": episode.key.row_id,
-        "generation": episode.key.generation,
-        "attempt": episode.key.attempt,
-        "outcome": episode.outcome,
-        "reason": episode.reason,
-        "error": episode.error,
-        "output": episode.output,
-        "reward": episode.reward,
-        "step_rewards": episode.step_rewards,
-        "rewarded_functions": episode.rewarded_functions,
-        "scores": episode.scores,
-        "reasoning": episode.reasoning,
-        "policy_versions": sorted(versions),
-        "calls": len(calls),
-        "failed_requests": episode.failed_requests,
-        "prompt_tokens": sum([len(call.prompt_token_ids or ()) for call in calls]),
-        "sampled_tokens": sum([len(call.token_ids or ()) for call in calls]),
+        **dict(zip(_KEY_FIELDS, episode.key[1:5], strict=True)),
+        **dict(zip(_EPISODE_FIELDS, _episode_values(episode), strict=True)),
         "seconds": round(episode.seconds, 4),
+        "policy_versions": sorted(versions),
+        "calls": len(episode.calls),
+        "prompt_tokens": prompt_tokens,
+        "sampled_tokens": sampled_tokens,
         **({"candidates": [*map(_candidate_record, episode.candidates)]} if episode.candidates else {}),
         **({"source": episode.source} if episode.source else {}),
     }
@@ -39,28 +69,14 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 
 def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episode:
     """The episode of a line of `episodes.jsonl.gz`, without its steps and costs, which are not recorded."""
-    own = (record["epoch"], record["row_id"], record["generation"], record["attempt"])
+    own = _key_values(record)
     run_id = record["episode"].removesuffix("/" + "/".join(map(str, own)))
-    return Episode(
-        EpisodeKey(run_id, *own),
-        Outcome(record["outcome"]),
-        output=record["output"],
-        calls=calls,
-        reason=DropReason(record["reason"]) if record["reason"] else None,
-        error=record["error"],
-        seconds=record["seconds"],
-        reward=record["reward"],
-        reasoning=record["reasoning"],
-        scores=record["scores"],
-        step_rewards=record["step_rewards"],
-        rewarded_functions=record["rewarded_functions"],
-        failed_requests=record["failed_requests"],
-        candidates=[_restore_candidate(candidate, calls) for candidate in record.get("candidates", ())],
-        source=record.get("source"),
-    )
-
-
-_CANDIDATE_FIELDS = tuple(f.name for f in fields(CandidateStep))
+    values = {name: record[name] for name in _EPISODE_FIELDS}
+    values["outcome"] = Outcome(record["outcome"])
+    values["reason"] = DropReason(record["reason"]) if record["reason"] else None
+    candidates = [_restore_candidate(candidate, calls) for candidate in record.get("candidates", ())]
+    key, source = EpisodeKey(run_id, *own), record.get("source")
+    return Episode(key, calls=calls, candidates=candidates, source=source, **values)
 
 
 def _candidate_record(candidate: CandidateStep) -> dict[str, Any]:
@@ -76,9 +92,6 @@ def _restore_candidate(record: Mapping[str, Any], calls: Sequence[ModelCall]) ->
     return CandidateStep(**{**record, "prompt": prompt})
 
 
-_CALL_FIELDS = tuple(f.name for f in fields(ModelCall))
-
-
 def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
     """Calls as stored: `continues` is the index of an earlier call whose messages and tokens are a prefix of this.
 
@@ -87,16 +100,30 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
     `restore_calls` is the inverse.
     """
     records = []
+    prompts: list[Any] = [call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls]
     for index, call in enumerate(calls):
-        record = {"episode": episode, **{name: getattr(call, name) for name in _CALL_FIELDS}}
+        record = {"episode": episode, **dict(zip(_CALL_FIELDS, _call_values(call), strict=True))}
+        messages, prompt = call.messages, prompts[index]
         for earlier in range(index - 1, -1, -1):
-            before = calls[earlier]
-            if (rest := _rest_of_messages(before, call)) is not None and _tokens_continue(before, call):
-                key, record["messages"] = rest
-                record[key] = earlier
-                if call.prompt_token_ids is not None:
-                    record["prompt_token_ids"] = call.prompt_token_ids[len(_tokens(before)) :]
-                break
+            before, start = calls[earlier], prompts[earlier]
+            n = len(before.messages)
+            if n < len(messages) and messages[:n] == before.messages:
+                key, rest = "continues", messages[n:]
+            elif (
+                (isinstance(start, str) and isinstance(prompt, str))
+                and 0 < len(start) < len(prompt)
+                and prompt.startswith(start)
+            ):
+                key, rest = "continues_prompt", [{**messages[0], "content": prompt[len(start) :]}]
+            else:
+                continue
+            if call.prompt_token_ids is not None:
+                tokens = _tokens(before)
+                if before.token_ids is None or call.prompt_token_ids[: len(tokens)] != tokens:
+                    continue
+                record["prompt_token_ids"] = call.prompt_token_ids[len(tokens) :]
+            record["messages"], record[key] = rest, earlier
+            break
         records.append(record)
     return records
 
@@ -125,21 +152,88 @@ def _tokens(call: ModelCall) -> list[int]:
     return (call.prompt_token_ids or []) + (call.token_ids or [])
 
 
-def _tokens_continue(before: ModelCall, call: ModelCall) -> bool:
-    """Whether the tokens of a call, if they are known, begin with those of an earlier one."""
-    if call.prompt_token_ids is None:
-        return True
-    tokens = _tokens(before)
-    return before.token_ids is not None and call.prompt_token_ids[: len(tokens)] == tokens
+def new_run_id() -> str:
+    return f"insitu_run_{uuid.uuid4().hex[:8]}"
 
 
-def _rest_of_messages(before: ModelCall, call: ModelCall) -> tuple[str, list[dict[str, Any]]] | None:
-    """The key that names the earlier call, and what a call adds to its messages; None if it does not continue them."""
-    n = len(before.messages)
-    if len(call.messages) > n and call.messages[:n] == before.messages:
-        return "continues", call.messages[n:]
-    if n == len(call.messages) == 1:
-        old, new = before.messages[0].get("content"), call.messages[0].get("content")
-        if isinstance(old, str) and isinstance(new, str) and len(new) > len(old) > 0 and new.startswith(old):
-            return "continues_prompt", [{**call.messages[0], "content": new[len(old) :]}]
-    return None
+class RunProgress(BaseModel):
+    """`progress.json`.
+
+    `epoch` is the last complete one (0: none), `policy_version` the version served after it, `sizes` the bytes that
+    each file of lines had then. A run whose process was killed is left as `running`.
+    """
+
+    format: int = FORMAT_VERSION
+    run_id: str
+    status: RunStatus = "running"
+    error: str | None = None
+    epoch: int = 0
+    policy_version: int | None = None
+    warmed_up: bool = False
+    curriculum: CurriculumState | None = None
+    epochs_before: int = 0
+    """Epochs of the earlier run whose curriculum this one continues."""
+    rewards: list[dict[str, Any]] = []
+    jobs: list[TrainingJobStatus] = []
+    """Of each epoch that trained."""
+    submitted_epoch: int = 0
+    """The epoch whose job may have been submitted; its job and episodes are recorded once `epoch` is as high."""
+    phase: Phase | None = None
+    """How far a run with a single job is. None: it is collecting, or it has a job per epoch."""
+    sizes: dict[str, int] = {}
+
+
+class EpochState(BaseModel):
+    """A line of `progress_history.jsonl`: the state after an epoch, as in `progress.json`.
+
+    `jobs` is the number of its jobs so far. With its rewards, they are the first of those in `progress.json`.
+    """
+
+    epoch: int
+    policy_version: int | None
+    warmed_up: bool
+    curriculum: CurriculumState | None
+    jobs: int
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, progress: RunProgress) -> "EpochState":
+        sizes = {name: size for name, size in progress.sizes.items() if name != PROGRESS_HISTORY}
+        fields = progress.model_dump(include=cls.model_fields.keys() - {"jobs", "sizes"})
+        return cls(**fields, jobs=len(progress.jobs), sizes=sizes)
+
+    def restore(self, progress: RunProgress) -> RunProgress:
+        """The progress as it was after this epoch."""
+        return progress.model_copy(
+            update={
+                **{name: getattr(self, name) for name in EpochState.model_fields},
+                "rewards": [rewards for rewards in progress.rewards if rewards["epoch"] <= self.epoch],
+                "jobs": progress.jobs[: self.jobs],
+            }
+        )
+
+
+def journal_record(episode: Episode) -> dict[str, Any]:
+    """A finished episode whose group may be incomplete: with the steps that its group may need."""
+    steps = [step for step in episode.steps.reported() if step.event_type is IntermediateStepType.TTC_END]
+    return {
+        "episode": episode_record(episode),
+        "calls": call_records(episode.key.text(), episode.calls),
+        "steps": [step.model_dump(mode="json") for step in steps],
+        "abandoned_attempts": episode.abandoned_attempts,
+    }
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of what is wrong with a record, in words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, first["loc"]))
+    return f"{field and field + ': '}{first['msg']}"
+
+
+def restore_journaled(record: Mapping[str, Any]) -> Episode:
+    """The inverse of `journal_record`."""
+    episode = restore_episode(record["episode"], restore_calls(record["calls"]))
+    episode.steps = StepLog(IntermediateStep.model_validate(step) for step in record["steps"])
+    episode.abandoned_attempts = record["abandoned_attempts"]
+    return episode

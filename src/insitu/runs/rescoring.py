@@ -19,8 +19,8 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR
 from insitu.runs.files import RESCORES, RUN
-from insitu.runs.store import RunStore, dataset_record
-from insitu.runs.stored import StoredRun
+from insitu.runs.store import RunStore
+from insitu.runs.stored import StoredRun, dataset_record
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 

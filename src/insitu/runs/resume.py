@@ -8,14 +8,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from insitu.builder import Builder
+from pydantic import ValidationError
+
+from insitu.algorithms.curriculum import CurriculumState
+from insitu.builder import Builder, name_being_built
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
-from insitu.runs.progress import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.reader import RunReader
+from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus, first_problem
 from insitu.runs.store import RunStore, open_store
 from insitu.schemas.episodes import Episode
 from insitu.schemas.parts import code_digests
@@ -78,6 +81,34 @@ def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | No
             "--force to continue with these"
         )
     return harmless + serious
+
+
+def read_curriculum(config: Config, path: Path) -> dict[str, Any]:
+    """The state of the run whose curriculum the trainer that is being built continues. Raises ConfigError."""
+    key = f"trainers.{name_being_built()}.curriculum_state"
+    if not config.finetuning.curriculum_learning.enabled:
+        raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
+    return read_curriculum_state(config.find_path(path, key), key)
+
+
+def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:
+    """The `_curriculum_state` in which an earlier run ended, from its `curriculum_state.json`.
+
+    Raises ConfigError naming `key`, the configuration key of the path, if the file cannot be used.
+    """
+    try:
+        state = CurriculumState.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{key}: {path} is not a curriculum state: {first_problem(error)}") from None
+    ranked, included = len(state.reward_sums), len(state.included_groups & state.reward_sums.keys())
+    if state.epoch < 1 or state.total_groups != ranked or len(state.included_groups) not in range(1, included + 1):
+        raise ConfigError(
+            f"{key}: {path} holds no curriculum to continue: epoch {state.epoch}, {state.total_groups} examples, "
+            f"{ranked} of them ranked, {len(state.included_groups)} included, {included} of these ranked"
+        )
+    return dict(state)
 
 
 class ResumableRun:

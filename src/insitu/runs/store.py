@@ -1,30 +1,24 @@
-"""The only writer of the files in a run's directory (see `files`)."""
+"""The only writer of the files in a run's directory (see `files`), its plot included."""
 
-import hashlib
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import orjson
-from pydantic import ValidationError
-
 from insitu.advantages.credit import CallAdvantages
-from insitu.algorithms.curriculum import CurriculumState
-from insitu.builder import Builder, name_being_built
-from insitu.collect.datasets import dataset_file
+from insitu.builder import Builder
 from insitu.collect.groups import GroupRecord
-from insitu.config import Config
-from insitu.disk.files import Block, LineFile, writable_folder
+from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
-from insitu.disk.json_files import dump_json, write_json
+from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record
-from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.finetuning import Trajectory
 
@@ -33,6 +27,12 @@ logger = logging.getLogger(__name__)
 OUTPUT_DIR = "finetuning.output_dir"
 ORPHAN_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
+_SHARE_OF_TIME = 0.02
+"""Drawing the plot takes at most this share of a run's time."""
+_AXES = (0.1, 0.115, 0.88, 0.815)
+"""Left, bottom, width, height; a layout computed from the labels would double the time of drawing."""
+
+Records = Sequence[Mapping[str, Any]]
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -115,18 +115,12 @@ class RunStore:
             logger.warning("%s is not kept up to date: %s; a reader makes it", self._path / files.INDEX, error)
             self._indexes = False
 
-    def append(self, name: str, records: Iterable[Any]) -> None:
-        """Appends whole lines to a file, after a first line with the format's version."""
-        file = self._open(name)
+    def append(self, name: str, records: Iterable[Any]) -> Block:
+        """Appends whole lines to a file, after a first line with the format's version; returns where they are."""
+        file, compressed = self._open(name), name in files.BLOCKS
         if file.size == 0 and name not in files.PLAIN_LINES:
-            file.append(_FORMAT)
-        file.append(b"".join(map(_line, records)))
-
-    def _append_block(self, name: str, records: Iterable[Any]) -> Block:
-        file = self._open(name)
-        if file.size == 0:
-            file.append_block(_FORMAT)
-        return file.append_block(b"".join(map(_line, records)))
+            file.append(dump_lines([{"format": FORMAT_VERSION}]), compressed=compressed)
+        return file.append(dump_lines(records), compressed=compressed)
 
     def _open(self, name: str, size: int | None = None) -> LineFile:
         """Blocks are appended to a new file, or to one of known `size`."""
@@ -172,14 +166,14 @@ class RunStore:
 
         Other paths, such as those on another machine, are returned as they are.
         """
-        inside = path is not None and Path(path).is_absolute() and Path(path).is_relative_to(self._path)
+        inside = path is not None and Path(path).is_relative_to(self._path)
         return str(Path(path).relative_to(self._path)) if path is not None and inside else path
 
     def append_group(self, record: GroupRecord, epoch: int) -> None:
-        calls = (line for e in record.episodes for line in call_records(e.key.text(), e.calls))
+        calls = [line for e in record.episodes for line in call_records(e.key.text(), e.calls)]
         blocks = {
-            files.CALLS: self._append_block(files.CALLS, calls),
-            files.EPISODES: self._append_block(files.EPISODES, map(episode_record, record.episodes)),
+            files.CALLS: self.append(files.CALLS, calls),
+            files.EPISODES: self.append(files.EPISODES, map(episode_record, record.episodes)),
         }
         group = {
             "epoch": epoch,
@@ -215,61 +209,57 @@ class RunStore:
         self.append(files.ADVANTAGES, records)
 
 
-def _line(record: Any) -> bytes:
-    return dump_json(record, orjson.OPT_APPEND_NEWLINE)
+class RewardPlot:
+    """`reward_plot.png`, of training and held-out reward over the epochs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._drawn = (0, 0)
+        self._due = 0.0
+        self._drawing: asyncio.Future[None] | None = None
+
+    async def update(self, rewards: Records, validations: Records) -> None:
+        """Draws the plot, unless that was done a moment ago; `finish` then draws what is missing."""
+        if time.monotonic() >= self._due:
+            await self.finish(rewards, validations)
+
+    async def finish(self, rewards: Records, validations: Records) -> None:
+        """Draws the plot if there is anything new. Raises InsituError if it cannot be written."""
+        if self._drawing is not None:  # a run that is interrupted meanwhile does not end its thread
+            await asyncio.gather(self._drawing, return_exceptions=True)
+        given = (len(rewards), len(validations))
+        if given == self._drawn:
+            return
+        started = time.monotonic()
+        self._drawing = asyncio.ensure_future(asyncio.to_thread(_draw, self._path, [*rewards], [*validations]))
+        try:
+            await asyncio.shield(self._drawing)
+        finally:
+            if self._drawing.done():
+                self._drawing = None
+        ended = time.monotonic()
+        self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
 
 
-_FORMAT = _line({"format": FORMAT_VERSION})
+def _draw(path: Path, rewards: Records, validations: Records) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-
-def dataset_record(file: Path) -> dict[str, str]:
-    """A dataset as `run.json` names it."""
-    with file.open("rb") as opened:
-        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def provenance(builder: Builder, stored: StoredRun | None) -> dict[str, Any]:
-    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
-    config, finetuning = builder.config, builder.config.finetuning
-    if stored is not None:
-        dataset = stored.files.settings().get("dataset")
-    else:
-        path = builder.request.dataset if builder.request is not None else None
-        has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
-        dataset = dataset_record(dataset_file(config, path, builder.moved)[0]) if has_rows else None
-    llms, model = sorted(config.trained_llms()), finetuning.target_model
-    return {
-        "dataset": dataset,
-        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
-        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
-    }
-
-
-def read_curriculum(config: Config, path: Path) -> dict[str, Any]:
-    """The state of the run whose curriculum the trainer that is being built continues. Raises ConfigError."""
-    key = f"trainers.{name_being_built()}.curriculum_state"
-    if not config.finetuning.curriculum_learning.enabled:
-        raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
-    return read_curriculum_state(config.find_path(path, key), key)
-
-
-def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:
-    """The `_curriculum_state` in which an earlier run ended, from its `curriculum_state.json`.
-
-    Raises ConfigError naming `key`, the configuration key of the path, if the file cannot be used.
-    """
-    try:
-        state = CurriculumState.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{key}: {path} is not a curriculum state: {field and field + ': '}{first['msg']}") from None
-    ranked, included = len(state.reward_sums), len(state.included_groups & state.reward_sums.keys())
-    if state.epoch < 1 or state.total_groups != ranked or len(state.included_groups) not in range(1, included + 1):
-        raise ConfigError(
-            f"{key}: {path} holds no curriculum to continue: epoch {state.epoch}, {state.total_groups} examples, "
-            f"{ranked} of them ranked, {len(state.included_groups)} included, {included} of these ranked"
-        )
-    return dict(state)
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.add_axes(_AXES)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    trained = [(r["epoch"], r["avg_reward"]) for r in rewards if r["avg_reward"] is not None]
+    if trained:
+        axes.plot(*zip(*trained, strict=True), ".-", color="0.6", label="training")
+    scored = [v for v in validations if "error" not in v]
+    if scored:
+        means = [v["avg_reward"] for v in scored]
+        errors = [[abs(m - v["ci95"][side]) for m, v in zip(means, scored, strict=True)] for side in (0, 1)]
+        axes.errorbar([v["epoch"] for v in scored], means, errors, fmt="o-", capsize=3, label="held out, 95 % CI")
+    axes.set(xlabel="epoch", ylabel="mean reward")
+    axes.grid(alpha=0.3)
+    if trained or scored:
+        axes.legend(loc="lower right")
+    with writing(path), new_file(path, overwrite=True) as draft:
+        FigureCanvasAgg(figure).print_figure(str(draft), format="png", dpi=110)

@@ -1,6 +1,7 @@
 """The recorded episodes of a run as input: of which epochs, and with whose scores as rewards."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from insitu.builder import Builder
+from insitu.collect.datasets import dataset_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import CALLS
 from insitu.runs.reader import RunReader, StoredGroup
@@ -127,3 +129,26 @@ def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> S
     """The run that a trajectory builder reads. Raises ConfigError naming the key in its `block`."""
     key = f"{block}.episodes_from"
     return StoredRun(builder.config.find_path(stored.run, key, builder.moved), key, stored.reward, stored.epochs)
+
+
+def dataset_record(file: Path) -> dict[str, str]:
+    """A dataset as `run.json` names it."""
+    with file.open("rb") as opened:
+        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def provenance(builder: Builder, stored: StoredRun | None) -> dict[str, Any]:
+    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
+    config, finetuning = builder.config, builder.config.finetuning
+    if stored is not None:
+        dataset = stored.files.settings().get("dataset")
+    else:
+        path = builder.request.dataset if builder.request is not None else None
+        has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = dataset_record(dataset_file(config, path, builder.moved)[0]) if has_rows else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
+    return {
+        "dataset": dataset,
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
+    }

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from insitu.disk.checkpoint_files import OPTIMIZER_FILE
-from insitu.disk.files import shorter_than_written
 from insitu.disk.folder_lock import locked_by
+from insitu.disk.json_files import shorter_than_written
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES
-from insitu.runs.progress import RunProgress
 from insitu.runs.reader import Problems, RunReader
+from insitu.runs.records import RunProgress
 
 DEFAULT_FOLDERS = ("runs", ".tmp")
 """Where to look for runs, in the working directory: that of the examples, and that of the default `output_dir`."""

@@ -22,10 +22,10 @@ from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
-from insitu.runs.plot import RewardPlot
-from insitu.runs.progress import journal_record, new_run_id
+from insitu.runs.records import journal_record, new_run_id
 from insitu.runs.resume import ResumableRun
-from insitu.runs.store import RunStore, provenance
+from insitu.runs.store import RewardPlot, RunStore
+from insitu.runs.stored import provenance
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,

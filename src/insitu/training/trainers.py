@@ -12,7 +12,7 @@ from insitu.config.code import LoadedPart, call_with, load_part
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, distinct_pairs, labeled_episodes, sampled_pairs
 from insitu.registry import register_trainer
-from insitu.runs.store import read_curriculum
+from insitu.runs.resume import read_curriculum
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
 from insitu.schemas.parts import AdvantagesPart
 from insitu.training.checks import check_takes_advantages

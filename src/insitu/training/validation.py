@@ -10,9 +10,10 @@ from insitu.collect.datasets import dataset_file, load_dataset
 from insitu.collect.validation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
-from insitu.runs.progress import RunProgress
 from insitu.runs.reader import RowScores, RunReader
-from insitu.runs.store import RunStore, dataset_record
+from insitu.runs.records import RunProgress
+from insitu.runs.store import RunStore
+from insitu.runs.stored import dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.report import Report

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from insitu.builder import name_being_built
 from insitu.config import Config
-from insitu.disk.files import read_line
+from insitu.disk.json_files import read_line
 from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.schemas.episodes import TrainingRow
 from insitu.training.checks import new_version

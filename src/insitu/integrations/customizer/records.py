@@ -7,16 +7,15 @@
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from insitu.disk.files import numbered_records
 from insitu.disk.json_files import dump_json
 from insitu.errors import TrajectoryError
 from insitu.preferences.selection import pair_item
+from insitu.runs.files import PAIRS
+from insitu.runs.reader import RunReader
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
 _TURN_KEYS = ("row_id", "example_id", "generation", "turn_id")
@@ -97,16 +96,12 @@ def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
     ]
 
 
-def read_pairs(path: Path, run_id: str) -> TrajectoryCollection:
-    """The pairs of `pairs.jsonl`, in the groups in which they were collected."""
+def read_pairs(run: Path, run_id: str) -> TrajectoryCollection:
+    """The pairs of `pairs.jsonl` in a run's directory, in the groups in which they were collected."""
     groups: dict[int, list[Trajectory]] = {}
-    for _, record in numbered_records(path):
+    for record in RunReader(run).records(PAIRS):
         groups.setdefault(record["group"], []).append(Trajectory.model_validate(record))
     return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, epoch=1)
-
-
-def json_lines(records: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in records)
 
 
 def _records(pairs: Sequence[Trajectory], training_type: str, full_history: bool) -> list[dict[str, Any]]:

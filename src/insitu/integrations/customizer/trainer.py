@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.disk.files import load_json, read_object
+from insitu.disk.json_files import load_json, read_object
 from insitu.errors import ConfigError, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import distinct_pairs, sampled_pairs
 from insitu.runs.files import BY_EPOCH, COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS, SUBMISSION
-from insitu.runs.progress import RunProgress
+from insitu.runs.records import RunProgress
 from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -118,7 +118,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         """Collects the pairs, unless this run has them already, and submits the job."""
         resumed = self._durable.progress.phase is not None
         if resumed:
-            collection = await asyncio.to_thread(read_pairs, self.store.folder / PAIRS, run_id)
+            collection = await asyncio.to_thread(read_pairs, self.store.folder, run_id)
             self.report.note(f"run {run_id} continues: its pairs have been collected")
         else:
             collected = await self._collect_all(run_id)

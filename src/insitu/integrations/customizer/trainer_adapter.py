@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from insitu.builder import Builder, builder_at_work
 from insitu.disk.files import writable_folder, write_file
+from insitu.disk.json_files import dump_lines
 from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.integrations.customizer.deployment import check_name_is_free, deploy
-from insitu.integrations.customizer.records import Split, json_lines, single_pairs, split_records
+from insitu.integrations.customizer.records import Split, single_pairs, split_records
 from insitu.integrations.customizer.services import NeMoServices, ServiceJob, Store
 from insitu.schemas.finetuning import (
     FinetuneConfig,
@@ -180,8 +181,8 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
     async def _upload(self, submission: _Submission, split: Split) -> None:
         namespace, name = self.config.namespace, submission.name
         files = {
-            "training/training.jsonl": json_lines(split.training),
-            "validation/validation.jsonl": json_lines(split.validation),
+            "training/training.jsonl": dump_lines(split.training),
+            "validation/validation.jsonl": dump_lines(split.validation),
         }
         await asyncio.to_thread(self._write, name, files)
         try:

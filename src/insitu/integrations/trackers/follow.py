@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from insitu.disk.files import read_object, write_file
+from insitu.disk.files import write_file
+from insitu.disk.json_files import read_object
 from insitu.errors import InsituError
 from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS

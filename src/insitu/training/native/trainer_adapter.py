@@ -12,8 +12,9 @@ import orjson
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
 from insitu.collect.recovery import recover_collection
-from insitu.disk.files import read_object, writable_folder, write_file
+from insitu.disk.files import writable_folder, write_file
 from insitu.disk.folder_lock import FolderLock
+from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
 from insitu.runs.checkpoints import NAMES, find_checkpoint

@@ -18,8 +18,8 @@ from insitu.backend.inference.sampler import ServedModel, WeightVersion
 from insitu.backend.learner.jobs import delete_versions
 from insitu.backend.learner.learner import Learner
 from insitu.backend.protocols import Services
-from insitu.disk.file_names import MAX_NAME_BYTES
-from insitu.disk.files import LineFile, read_line, whole_lines
+from insitu.disk.files import MAX_NAME_BYTES
+from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
@@ -39,7 +39,7 @@ class MetricsLog:
         self._path = folder / "history.jsonl"
         self._records: list[dict[str, Any]] = []
         self._writing = asyncio.Lock()
-        for number, line in whole_lines(self._path) if self._path.exists() else ():
+        for number, line in whole_lines(self._path):
             record = read_line(self._path, number, line)
             if not isinstance(record.get("step"), int):
                 raise InsituError(f"{self._path}, line {number} has no step")
