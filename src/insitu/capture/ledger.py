@@ -7,8 +7,10 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -56,29 +58,17 @@ SCORING = CallSite(Invocation(ROOT_INVOCATION), is_explicit=True)
 OnCall = Callable[[ModelCall, CallSite], None]
 
 
-class IdPool:
-    """0, 1, 2, ...; a released id is the next one acquired, the smallest first."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._released: list[int] = []
-
-    def acquire(self) -> int:
-        if self._released:
-            return heapq.heappop(self._released)
-        self._next += 1
-        return self._next - 1
-
-    def release(self, id_: int) -> None:
-        heapq.heappush(self._released, id_)
-
-
 class PendingCall(NamedTuple):
-    """A request in flight: the indices of its choices, and how often its prompt had been sent before."""
+    """A request in flight: the indices of its choices, and how often its prompt had been sent before.
+
+    `seed` has 31 bits, determined by the episode's seed, the prompt and the repetition: sampling depends neither on
+    other episodes nor on the order in which parallel calls are sent.
+    """
 
     indices: range
     prompt_digest: bytes
     repetition: int
+    seed: int
     server: str
     llm: str | None
     started: float
@@ -120,7 +110,8 @@ class CallLedger:
         self.training = training
         self._on_call = on_call
         self._next_index = 0
-        self._repetitions: defaultdict[bytes, IdPool] = defaultdict(IdPool)  # by prompt digest
+        self._repetitions: Counter[bytes] = Counter()  # by prompt digest
+        self._abandoned: defaultdict[bytes, list[int]] = defaultdict(list)  # heaps of repetitions, by prompt digest
         self._pending: dict[PendingCall, None] = {}  # in the order of their start
         self._callers: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
@@ -134,10 +125,16 @@ class CallLedger:
         digest = hashlib.blake2b(prompt_key, digest_size=16).digest()
         with self._lock:
             self.requested[server] += choices
-            start, self._next_index = self._next_index, self._next_index + choices
-            repetition = self._repetitions[digest].acquire()
-            indices = range(start, self._next_index)
-            pending = PendingCall(indices, digest, repetition, server, llm, time.monotonic())
+            indices = range(self._next_index, self._next_index + choices)
+            self._next_index = indices.stop
+            if self._abandoned[digest]:
+                repetition = heapq.heappop(self._abandoned[digest])
+            else:
+                repetition = self._repetitions[digest]
+                self._repetitions[digest] += 1
+            seed = hashlib.blake2b(f"{self._seed}|{repetition}|".encode() + digest, digest_size=4).digest()
+            sampling_seed = int.from_bytes(seed, "big") >> 1
+            pending = PendingCall(indices, digest, repetition, sampling_seed, server, llm, time.monotonic())
             self._pending[pending] = None
             return pending
 
@@ -154,38 +151,37 @@ class CallLedger:
         more = f", and {len(pending) - 1} later calls" if len(pending) > 1 else ""
         return f"its call to {model} at {host} has taken {time.monotonic() - oldest.started:.0f} s{more}"
 
-    def sampling_seed(self, pending: PendingCall) -> int:
-        """31 bits determined by the episode's seed, the prompt, and how often it has been sent before.
-
-        Sampling then depends neither on other episodes nor on the order in which parallel calls are sent.
-        """
-        text = f"{self._seed}|{pending.repetition}|".encode() + pending.prompt_digest
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
-
-    def end_call(self, pending: PendingCall) -> None:
-        """The request is no longer in flight."""
-        with self._lock:
-            self._pending.pop(pending, None)
-
     def abandon(self, pending: PendingCall, reason: str, *, by_server: bool) -> None:
         """Counts a failed request. If the client retries it, that is the same call, with the same seed."""
         with self._lock:
             self._pending.pop(pending, None)
             self.failed_attempts[reason] += 1
             self.server_failure = reason if by_server else None
-            self._repetitions[pending.prompt_digest].release(pending.repetition)
+            heapq.heappush(self._abandoned[pending.prompt_digest], pending.repetition)
             if self._next_index == pending.indices.stop:  # else a later request already has the next index
                 self._next_index = pending.indices.start
 
-    def record(self, calls: Sequence[ModelCall], site: CallSite) -> bool:
-        """Returns False, and records nothing, if there are none or the episode has ended."""
+    def fail_capture(self, pending: PendingCall, error: CaptureError) -> None:
+        """The response of a request lacks what training needs: the episode fails."""
         with self._lock:
+            self._pending.pop(pending, None)
+            self.capture_error = error
+
+    def record(self, calls: Sequence[ModelCall], site: CallSite, pending: PendingCall | None = None) -> bool:
+        """The calls of a request that is no longer `pending`.
+
+        Returns False, and records nothing, if there are none or the episode has ended.
+        """
+        with self._lock:
+            if pending is not None:
+                self._pending.pop(pending, None)
             if self.closed or not calls:
                 return False
             self.calls.extend(calls)
             self.server_failure = None
-            if not site.is_explicit and (caller := _current_task()) is not None:
-                self._callers.add(caller)
+            with suppress(RuntimeError):  # a thread without an event loop
+                if not site.is_explicit and (caller := asyncio.current_task()) is not None:
+                    self._callers.add(caller)
         if self._on_call is not None:
             for call in calls:
                 self._on_call(call, site)
@@ -206,11 +202,4 @@ class CallLedger:
         """Later calls are not recorded."""
         with self._lock:
             self.closed = True
-            self.calls.sort(key=lambda call: call.index)
-
-
-def _current_task() -> "asyncio.Task[Any] | None":
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # a thread without an event loop
-        return None
+            self.calls.sort(key=attrgetter("index"))

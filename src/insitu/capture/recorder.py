@@ -6,6 +6,9 @@
     ... return `body` to the client ...
 
 It does not depend on an HTTP library: `transport` hooks it into this process's HTTP clients, the gateway into a proxy.
+
+POST /chat/completions  messages    choice.message, choice.logprobs.content, prompt_token_ids of the response
+POST /completions       prompt      choice.text, choice.logprobs.token_logprobs, prompt_token_ids of each choice
 """
 
 import logging
@@ -13,18 +16,11 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import orjson
 
-from insitu.capture.completion_format import (
-    CHAT,
-    CompletionRequest,
-    ResponseFilter,
-    choice_message,
-    parse_completion_request,
-)
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
@@ -40,6 +36,9 @@ from insitu.wire.http_format import (
 
 logger = logging.getLogger(__name__)
 
+CHAT = "chat/completions"
+TEXT = "completions"
+
 _NON_SAMPLING_FIELDS = frozenset(("model", "messages", "prompt", "tools", "stream", "stream_options"))
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
@@ -48,6 +47,53 @@ _HINTS = {
     "token ids": "the server must support `return_token_ids` (vLLM 0.10.2 or later, or `insitu backend`)",
     "logprobs": "the server must support `logprobs: true` (vLLM: started without `--max-logprobs 0`)",
 }
+
+
+class CompletionRequest(NamedTuple):
+    """The prompts of a request, each as messages, and the number `n` of choices per prompt.
+
+    A text prompt is one user message; a prompt of token ids is one with the ids as JSON. `prompt_key` is equal for
+    requests with equal prompts, apart from the ids of tool calls, which servers choose at random.
+    """
+
+    route: str
+    prompts: list[list[dict[str, Any]]]
+    n: int
+    prompt_key: bytes
+
+    @classmethod
+    def parse(cls, path: str, body: Any) -> "CompletionRequest | None":
+        """None for other requests and for malformed ones, which the server rejects."""
+        if not isinstance(body, dict):
+            return None
+        is_chat = path.endswith(f"/{CHAT}")
+        prompt: Any = body.get("messages" if is_chat else "prompt")
+        if not path.endswith(f"/{TEXT}") or not isinstance(prompt, list if is_chat else str | list):
+            return None
+        prompts: list[Any] = [prompt]
+        if not is_chat:  # `prompt` is a text, token ids, or a list of either
+            texts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
+            texts = [text if isinstance(text, str) else orjson.dumps(text).decode() for text in texts]
+            prompts = [[{"role": "user", "content": text}] for text in texts]
+        n = body.get("n")
+        n = n if isinstance(n, int) and n > 0 else 1
+        return cls(CHAT if is_chat else TEXT, prompts, n, _prompt_key(prompt)) if prompts else None
+
+
+def _prompt_key(prompt: str | list[Any]) -> bytes:
+    key = orjson.dumps(prompt)
+    if b'"tool_call' in key and isinstance(prompt, list):
+        key = orjson.dumps([_without_call_ids(part) if isinstance(part, dict) else part for part in prompt])
+    return key
+
+
+def _without_call_ids(message: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in message.items() if name != "tool_call_id"}
+    if isinstance(calls := kept.get("tool_calls"), list):
+        kept["tool_calls"] = [
+            {k: v for k, v in call.items() if k != "id"} if isinstance(call, dict) else call for call in calls
+        ]
+    return kept
 
 
 class Recorder:
@@ -106,15 +152,16 @@ class Recorder:
             body = orjson.loads(content)
         except orjson.JSONDecodeError:
             return None  # invalid JSON: the server rejects it
-        parsed = parse_completion_request(path, body)
-        if parsed is None:
+        request = CompletionRequest.parse(path, body)
+        if request is None:
             return None
         if ledger is None:
+            completions = len(request.prompts) * request.n
             with self._lock:
-                self.outside_completions += parsed.num_choices
-                self.stray_completions += 0 if site.is_explicit else parsed.num_choices
+                self.outside_completions += completions
+                self.stray_completions += 0 if site.is_explicit else completions
             return None
-        return Exchange(self, ledger, site, body, parsed)
+        return Exchange(self, ledger, site, body, request)
 
 
 class Exchange:
@@ -138,24 +185,23 @@ class Exchange:
             )
         self.streamed = bool(body.get("stream"))
         logprobs = body.get("logprobs")
-        self._filter = ResponseFilter(
-            token_ids=not body.get("return_token_ids"),
-            # text completions may request `logprobs: 0`: those of the sampled tokens only
-            logprobs=not logprobs and (request.route == CHAT or logprobs is None or logprobs is False),
-        )
-        self._call = ledger.begin_call(request.prompt_key, request.num_choices, recorder.server, recorder.llm)
+        self._strips_token_ids = not body.get("return_token_ids")
+        # text completions may request `logprobs: 0`: those of the sampled tokens only
+        self._strips_logprobs = not logprobs and (request.route == CHAT or logprobs is None or logprobs is False)
+        self._num_choices = len(request.prompts) * request.n
+        self._call = ledger.begin_call(request.prompt_key, self._num_choices, recorder.server, recorder.llm)
         if "max_tokens" in recorder.forced_params:
             body.pop("max_completion_tokens", None)  # the newer name of the same limit
         body.update(recorder.forced_params)
         if recorder.current_model is not None:
             body["model"] = recorder.current_model()
         if self._is_trained:
-            if self._filter.logprobs:
-                body["logprobs"] = request.logprobs_option
+            if self._strips_logprobs:
+                body["logprobs"] = True if request.route == CHAT else 0
             body["return_token_ids"] = True
         if body.get("seed") is None:
-            body["seed"] = ledger.sampling_seed(self._call)
-        self._stream = StreamAssembler(self._filter) if self.streamed else None
+            body["seed"] = self._call.seed
+        self._stream = StreamAssembler(self._strip) if self.streamed else None
         self._started_at = time.time()
         self.content = orjson.dumps(body)
 
@@ -176,14 +222,25 @@ class Exchange:
             self.fail("malformed response", by_server=True)
             self.parse_error = repr(error)
             return content
-        return orjson.dumps(response) if self._filter.apply(response) else content
+        return orjson.dumps(response) if self._strip(response) else content
+
+    def _strip(self, body: dict[str, Any]) -> bool:
+        """Removes what only insitu requested from a response, or an event of a stream; returns whether it changed."""
+        changed = self._strips_token_ids and body.pop("prompt_token_ids", None) is not None
+        for choice in body.get("choices") or ():
+            for name in ("token_ids", "prompt_token_ids") if self._strips_token_ids else ():
+                changed |= choice.pop(name, None) is not None
+            if self._strips_logprobs and choice.get("logprobs") is not None:
+                choice["logprobs"] = None
+                changed = True
+        return changed
 
     def _rejected_option(self, error: bytes) -> str | None:
         """What only insitu requested, if the error is about that; other bad requests are the agent's."""
         about = error_param(error)  # the text may quote what the agent has sent
-        if self._filter.token_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
+        if self._strips_token_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
             return "token ids"
-        ours = self._filter.logprobs and not self._body.get("top_logprobs")
+        ours = self._strips_logprobs and not self._body.get("top_logprobs")
         return "logprobs" if ours and (about == "logprobs" if about else _NAMES_LOGPROBS.search(error)) else None
 
     def feed(self, chunk: bytes) -> bytes:
@@ -218,7 +275,7 @@ class Exchange:
     @property
     def all_choices_finished(self) -> bool:
         """Whether all choices of a streamed response have finished."""
-        return self._stream is not None and self._stream.all_choices_finished(self._request.num_choices)
+        return self._stream is not None and self._stream.all_choices_finished(self._num_choices)
 
     @property
     def done_received(self) -> bool:
@@ -235,30 +292,36 @@ class Exchange:
             self._ledger.abandon(self._call, reason, by_server=by_server)
 
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
-        calls = [] if self._ledger.closed else list(self._calls(response, headers, error))
+        calls = [] if self._ledger.closed else self._calls(response, headers, error)
         self._pending = False
-        self._ledger.end_call(self._call)
         for call in calls:
             if self._is_trained and error is None:
                 self._check(call)
-        if not self._ledger.record(calls, self._site):
+        if not self._ledger.record(calls, self._site, self._call):
             self._recorder.report_late_call(self._ledger, "not recorded")
 
-    def _calls(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None) -> Iterator[ModelCall]:
+    def _calls(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None) -> list[ModelCall]:
         version = str(response.get("policy_version", headers.get("x-policy-version")))  # "None" if absent
         sampling = {name: value for name, value in self._body.items() if name not in _NON_SAMPLING_FIELDS}
         ended = self._started_at + time.monotonic() - self._call.started  # the clock may have been set meanwhile
+        prompts, calls = self._request.prompts, []
         for position, (index, choice) in enumerate(zip(self._call.indices, response["choices"], strict=False)):
-            messages, choice_number = self._request.prompt_for_choice(choice.get("index", position))
-            yield ModelCall(
+            number = choice.get("index", position)
+            prompt, number = divmod(number, self._request.n) if len(prompts) > 1 else (0, number)
+            message = choice.get("message")
+            if isinstance(text := choice.get("text"), str):
+                message = {"role": "assistant", "content": text}
+            if not isinstance(message, dict | None):
+                raise TypeError(f"the message is a JSON {type(message).__name__}")
+            call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),
-                messages=messages,
+                messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
                 sampling=sampling,
-                message=choice_message(choice),
-                choice=choice_number,
+                message=message,
+                choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),
                 token_ids=choice_token_ids(choice),
                 logprobs=choice_logprobs(choice),
@@ -270,22 +333,25 @@ class Exchange:
                 usage=response.get("usage"),
                 error=error,
             )
+            calls.append(call)
+        return calls
 
     def _check(self, call: ModelCall) -> None:
-        if call.logprobs is None:
+        logprobs = call.logprobs
+        if logprobs is None:
             raise self._missing_error("logprobs", "did not return them")
         if call.token_ids is None or call.prompt_token_ids is None:
             if self._ledger.needs_token_ids:
                 raise self._missing_error("token ids", "did not return them")
-        elif len(call.logprobs) != len(call.token_ids):
-            counts = f"returned {len(call.logprobs)} for {len(call.token_ids)} token ids"
-            raise self._missing_error("logprobs", counts)
+        elif len(logprobs) != len(call.token_ids):
+            raise self._missing_error("logprobs", f"returned {len(logprobs)} for {len(call.token_ids)} token ids")
         for ids in (call.prompt_token_ids or [], call.token_ids or []):
             if not {int}.issuperset(map(type, ids)) or min(ids, default=0) < 0:
                 bad_id = next(i for i in ids if type(i) is not int or i < 0)
                 raise self._capture_error(f"{self._source} returned the token id {bad_id!r}")
-        if not {int, float}.issuperset(map(type, call.logprobs)) or not _are_logprobs(call.logprobs):
-            bad = next(p for p in call.logprobs if type(p) not in (int, float) or not _are_logprobs([p]))
+        are_numbers = {int, float}.issuperset(map(type, logprobs))
+        if not are_numbers or not math.isfinite(sum(logprobs)) or max(logprobs, default=0) > _ROUNDING:
+            bad = next(p for p in logprobs if type(p) not in (int, float) or not -math.inf < p <= _ROUNDING)
             raise self._capture_error(f"{self._source} returned the logprob {bad!r}; allowed: finite, at most 0")
 
     @property
@@ -300,9 +366,5 @@ class Exchange:
     def _capture_error(self, message: str) -> CaptureError:
         """Builds the error and stores it in the ledger, so the episode fails even if the workflow swallows it."""
         error = self._recorder.make_error(message)
-        self._ledger.capture_error = error
+        self._ledger.fail_capture(self._call, error)
         return error
-
-
-def _are_logprobs(values: list[float]) -> bool:
-    return math.isfinite(sum(values)) and max(values, default=0) <= _ROUNDING

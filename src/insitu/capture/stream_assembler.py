@@ -1,23 +1,23 @@
 """Assembles a streamed completion while its server-sent events pass through."""
 
 import codecs
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
-from insitu.capture.completion_format import ResponseFilter, choice_delta
 from insitu.wire.http_format import DONE, error_message, parse_lenient_json
 
 
 class StreamAssembler:
     """Builds the response that the server would have sent without streaming.
 
-    Events are forwarded as soon as they are complete, byte for byte unless the filter removes a field, a tool call
-    lacks its `index`, or the data has several lines.
+    Events are forwarded as soon as they are complete, byte for byte unless `strip` removes a field (it returns whether
+    it has), a tool call lacks its `index`, or the data has several lines.
     """
 
-    def __init__(self, response_filter: ResponseFilter) -> None:
-        self._filter = response_filter
+    def __init__(self, strip: Callable[[dict[str, Any]], bool]) -> None:
+        self._strip = strip
         self._partial_line = b""
         self._data_lines: list[bytes] = []  # of the event being received
         self._top_level_fields: dict[str, Any] = {}
@@ -69,13 +69,14 @@ class StreamAssembler:
         changed = False
         for choice in event.get("choices") or ():
             changed |= self._add_choice(choice)
-        return self._filter.apply(event) or changed
+        return self._strip(event) or changed
 
     def _add_choice(self, chunk_choice: dict[str, Any]) -> bool:
         """Adds a choice delta; returns whether it was changed: `merge_delta` fills in missing tool-call indices."""
         index = chunk_choice.get("index", 0)
         choice = self._choices.setdefault(index, {"index": index, "message": {"role": "assistant", "content": None}})
-        delta = choice_delta(chunk_choice)
+        text = chunk_choice.get("text")
+        delta: dict[str, Any] = {"content": text} if isinstance(text, str) else chunk_choice.get("delta") or {}
         changed = any(part.get("index") is None for part in delta.get("tool_calls") or ())
         merge_delta(choice["message"], delta)
         for field in ("finish_reason", "prompt_token_ids"):

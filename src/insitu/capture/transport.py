@@ -8,9 +8,9 @@ import asyncio
 import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import orjson
@@ -62,11 +62,13 @@ class _RecordingTransport:
         content = await request.aread()
         exchange = self._recorder.begin(request.method, request.url.path, content)
         async with AsyncExitStack() as cleanup:
-            with _translated_errors(self.http, request, exchange):
+            try:
                 session = self._session_of_this_loop(cleanup)
-                answer = await _send(session, request, content if exchange is None else exchange.content)
+                answer = await session.request(**_arguments(request, content if exchange is None else exchange.content))
                 streams = exchange is None or (exchange.streamed and answer.status < 400)
                 received = b"" if streams else await answer.read()
+            except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
+                self._fail(exchange, request, error)
             headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
             extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
             if streams:
@@ -87,12 +89,14 @@ class _RecordingTransport:
         request = self.http.Request(
             request.method, request.url, headers=headers, content=exchange.content, extensions=request.extensions
         )
-        with _translated_errors(self.http, request, exchange):
+        try:
             answer = self._sync_transport.handle_request(request)
             if exchange.streamed and answer.status_code < 400:
                 answer.stream = self.sync_stream(answer.stream, answer.headers, exchange)
                 return answer
             received = answer.read()
+        except BaseException as error:  # always re-raised
+            self._fail(exchange, request, error)
         headers = [pair for pair in answer.headers.raw if pair[0].lower() not in _REWRITTEN]
         return self._completed(exchange, answer.status_code, answer.headers, headers, received, answer.extensions)
 
@@ -112,6 +116,15 @@ class _RecordingTransport:
             status, body = 502, orjson.dumps(error_body(problem, 502))
             headers = [(b"Content-Type", b"application/json")]
         return self.http.Response(status, headers=headers, content=body, extensions=extensions)
+
+    def _fail(self, exchange: Exchange | None, request: Any, error: BaseException) -> NoReturn:
+        """Fails the exchange, and raises the error, one of the connection as that of the client's library."""
+        translated = _translated(self.http, request, error)
+        if exchange is not None:
+            exchange.fail(type(translated or error).__name__, by_server=translated is not None)
+        if translated is None:
+            raise error
+        raise translated from error
 
     def _session_of_this_loop(self, cleanup: AsyncExitStack) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -149,16 +162,18 @@ class _AsyncStream:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            with _translated_errors(self.http, self._request, None):
-                async for chunk in self._answer.content.iter_any():
-                    passed = chunk if self._exchange is None else self._exchange.feed(chunk)
-                    if self._exchange is not None and self._exchange.done_received:
-                        self._end()
-                    if passed:
-                        yield passed
-        except self.http.TransportError as error:
-            self._end(f"the stream was cut off: {error!r}")
-            raise
+            async for chunk in self._answer.content.iter_any():
+                passed = chunk if self._exchange is None else self._exchange.feed(chunk)
+                if self._exchange is not None and self._exchange.done_received:
+                    self._end()
+                if passed:
+                    yield passed
+        except Exception as error:  # of aiohttp, which has many; re-raised
+            translated = _translated(self.http, self._request, error)
+            if translated is None:
+                raise
+            self._end(f"the stream was cut off: {translated!r}")
+            raise translated from error
         self._end()
 
     async def aclose(self) -> None:
@@ -204,22 +219,25 @@ def _new_session() -> aiohttp.ClientSession:
     )
 
 
-async def _send(session: aiohttp.ClientSession, request: Any, content: bytes) -> aiohttp.ClientResponse:
+def _arguments(request: Any, content: bytes) -> dict[str, Any]:
+    """A request of the client's library for aiohttp."""
     raw = request.headers.raw
     headers: CIMultiDict[str] = CIMultiDict(
         [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw if name.lower() not in _REWRITTEN]
     )
     headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
     limits = request.extensions.get("timeout") or {}
-    url = split_userinfo(str(request.url))[0]  # the client's library has made a header of `user:password@`
-    return await session.request(
-        request.method,
-        URL(url, encoded=True),
-        headers=headers,
-        data=content or None,
-        allow_redirects=False,
-        timeout=_timeout(limits.get("connect"), limits.get("read")),
-    )
+    url = str(request.url)
+    if request.url.userinfo:  # the client's library has made a header of it
+        url, _ = split_userinfo(url)
+    return {
+        "method": request.method,
+        "url": URL(url, encoded=True),
+        "headers": headers,
+        "data": content or None,
+        "allow_redirects": False,
+        "timeout": _timeout(limits.get("connect"), limits.get("read")),
+    }
 
 
 @lru_cache
@@ -227,22 +245,16 @@ def _timeout(connect: float | None, read: float | None) -> aiohttp.ClientTimeout
     return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
 
 
-@contextmanager
-def _translated_errors(http: Any, request: Any, exchange: Exchange | None) -> Iterator[None]:
-    """Fails the exchange on an error, and raises aiohttp's errors as those of the client's library."""
-    try:
-        yield
-    except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
-        if is_own := isinstance(error, http.TransportError):  # of the synchronous transport
-            kind: Any = type(error)
-        else:
-            kind = getattr(http, _error_name(error) or "", None)
-        if exchange is not None:
-            exchange.fail((kind or type(error)).__name__, by_server=kind is not None)
-        if kind is None:
-            raise
-        message = str(error) if is_own else f"{type(error).__name__}: {error}"
-        raise _unavailable(kind)(message, request=request) from error
+def _translated(http: Any, request: Any, error: BaseException) -> Exception | None:
+    """An error of the connection as one of the client's library; None for other errors."""
+    is_own = isinstance(error, http.TransportError)  # of the synchronous transport
+    kind: Any = type(error) if is_own else getattr(http, _error_name(error) or "", None)
+    if kind is None:
+        return None
+    translated: Exception = _unavailable(kind)(
+        str(error) if is_own else f"{type(error).__name__}: {error}", request=request
+    )
+    return translated
 
 
 @lru_cache

@@ -1,6 +1,6 @@
 """The APIs that agents use, each translated to the completions that model servers offer."""
 
-from insitu.capture.completion_format import CHAT, TEXT
+from insitu.capture.recorder import CHAT, TEXT
 from insitu.gateway.dialects.anthropic import MessagesTranslation
 from insitu.gateway.dialects.base import ChatTranslation, StreamTranslator, TextTranslation, Translation
 from insitu.gateway.dialects.responses import ResponsesTranslation

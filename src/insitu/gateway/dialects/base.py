@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.completion_format import CHAT, TEXT
+from insitu.capture.recorder import CHAT, TEXT
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import error_body, error_message, format_event, parse_events
 
