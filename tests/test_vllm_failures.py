@@ -225,6 +225,21 @@ async def test_a_version_that_no_server_takes_fails_its_job(loaded: LoadedModel,
         assert (await complete(parts.sampler)).version == 0
 
 
+async def test_a_server_that_refuses_a_version_while_its_health_is_checked_responds(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """Otherwise the version would be the latest, and its job would wait for a server that takes it."""
+    async with sampling(loaded, tmp_path) as parts:
+        (replica,) = parts.sampler._fleet.replicas
+        parts.vllm.health_gate.clear()
+        before = parts.vllm.num_health_checks
+        checks = [asyncio.create_task(replica.responds()) for _ in range(2)]
+        await until(lambda: parts.vllm.num_health_checks >= before + 2)
+        await replica.leave_out("a test")
+        parts.vllm.health_gate.set()
+        assert await asyncio.gather(*checks) == [True, True]
+
+
 async def test_an_older_version_that_cannot_be_loaded_fails_its_own_call_only(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +373,7 @@ async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded:
         servers._failures[replica] = 2000
         await replica.leave_out("a test")
         assert (await complete(parts.sampler)).version == 0
+        await fleet.cancelled(servers._watching)  # the next check is the only one
         await replica.leave_out("another test")
         await servers._check(0)
         assert replica.ready, "the delay after earlier failures has ended with them"

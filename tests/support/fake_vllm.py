@@ -77,7 +77,11 @@ class FakeVllm:
         """What log-probabilities of prompts are multiplied by."""
         self.gate = asyncio.Event()
         """Completions wait while it is not set."""
-        self.gate.set()
+        self.health_gate = asyncio.Event()
+        """Health checks wait while it is not set."""
+        for gate in (self.gate, self.health_gate):
+            gate.set()
+        self.num_health_checks = 0
         self._port = 0
         self._runner: web.AppRunner | None = None
 
@@ -89,7 +93,7 @@ class FakeVllm:
         """With the weights that it has at every start."""
         self.tag, self.adapters = "default", {}  # type: dict[str, str]
         app = web.Application()
-        app.router.add_get("/health", self._nothing)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weight_info)
@@ -119,6 +123,11 @@ class FakeVllm:
         await self.stop()
 
     async def _nothing(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.num_health_checks += 1
+        await self.health_gate.wait()
         return web.json_response({})
 
     async def _version(self, request: web.Request) -> web.Response:

@@ -73,8 +73,10 @@ class Replica:
         self._idle.set()
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        connector = _connector(socket)
-        self._connection = Connection(name, headers, HEALTH_SECONDS, 0.0, connector=connector)
+        self._connection, self._health = (
+            Connection(name, headers, HEALTH_SECONDS, 0.0, connector=_connector(socket)) for _ in range(2)
+        )
+        """Health checks have a connection that leaving the server out does not close: it would fail them."""
 
     def take_back(self) -> None:
         """Gives it completions from now on."""
@@ -100,7 +102,7 @@ class Replica:
                 self._idle.set()
 
     async def leave_out(self, problem: str) -> None:
-        """Gives it no completions until it has been checked again; ends those that it has."""
+        """Gives it no completions until it has been checked again; ends those that it has, and changes of weights."""
         if not self._reported:
             logger.warning("%s is left out: %s", self.name, problem)
         self.ready, self.problem, self._reported = False, problem, True
@@ -108,10 +110,13 @@ class Replica:
 
     async def close(self) -> None:
         await self._connection.close()
+        await self._health.close()
 
     async def check_health(self) -> None:
         """Raises BackendUnavailable if it does not respond."""
-        await self._json("GET", "/health")
+        async with self._health.open("GET", self._url + "/health") as response:
+            if response.status != 200:
+                raise self._error("/health", response, await response.read())
 
     async def responds(self) -> bool:
         try:
