@@ -24,7 +24,7 @@ from insitu.advantages.credit import (
 )
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.config import InsituTrainerConfig
+from insitu.training.trainers import InsituTrainerConfig
 
 CENTRED = AdvantageConfig(baseline="mean", scale="none")
 LEFT_OUT = AdvantageConfig(baseline="leave_one_out", scale="none")

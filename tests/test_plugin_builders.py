@@ -43,8 +43,7 @@ from insitu.plugin_api import (
     register_function,
 )
 from insitu.schemas.episodes import ModelCall
-from insitu.training.config import EpisodesBuilderConfig
-from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.episodes_builder import EpisodesBuilder, EpisodesBuilderConfig
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 

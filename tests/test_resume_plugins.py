@@ -16,10 +16,8 @@ from pathlib import Path
 
 from insitu.plugin_api import Trainer, TrainerConfig, TrajectoryBuilderConfig
 from insitu.plugin_api import register_trainer, register_trajectory_builder
-from insitu.training.config import InsituTrainerConfig
-from insitu.training.trainers import InsituTrainer
-from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.config import EpisodesBuilderConfig
+from insitu.training.trainers import InsituTrainer, InsituTrainerConfig
+from insitu.training.episodes_builder import EpisodesBuilder, EpisodesBuilderConfig
 
 
 class QuietConfig(EpisodesBuilderConfig, name="quiet"):

@@ -23,7 +23,7 @@ from insitu.doctor.prefixes import Decoder, about_prefixes, rows_per_episode
 from insitu.errors import ConfigError
 from insitu.registry import TRAJECTORY_BUILDER
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training.config import CollectingBuilderConfig
+from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.metrics import collected_metrics
 from insitu.training.runtime import prepared, ready_run
 

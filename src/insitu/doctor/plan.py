@@ -15,7 +15,7 @@ from insitu.doctor.findings import Finding, Severity
 from insitu.registry import TRAINER, TRAJECTORY_BUILDER
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig
-from insitu.training.config import CollectingBuilderConfig
+from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.metrics import share_of
 
 _MANY = 0.5

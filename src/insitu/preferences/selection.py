@@ -38,6 +38,14 @@ def sampled_pairs(collection: TrajectoryCollection, count: int, seed: int) -> Tr
     return drop_trajectories(collection, lambda pair: None if id(pair) in kept else DropReason.MAX_PAIRS)
 
 
+def chosen_pairs(
+    collection: TrajectoryCollection, *, distinct: bool, count: int | None, seed: int
+) -> TrajectoryCollection:
+    """At most `count` pairs, without repetitions if they have to be `distinct`."""
+    collection = distinct_pairs(collection) if distinct else collection
+    return collection if count is None else sampled_pairs(collection, count, seed)
+
+
 def pair_item(pair: Trajectory) -> DPOItem:
     """The documented form of a pair. Raises TrajectoryError if a trajectory is not a pair."""
     if len(pair.episode) != 1 or not isinstance(pair.episode[0], DPOItem):

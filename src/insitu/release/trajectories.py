@@ -37,7 +37,6 @@ from insitu.runs.table import write_table
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.config import SFTTrainerConfig
 from insitu.training.preference_builders import (
     DPOFromGroupsConfig,
     DPOTrajectoryBuilderConfig,
@@ -45,6 +44,7 @@ from insitu.training.preference_builders import (
     episode_candidate,
 )
 from insitu.training.report import counts
+from insitu.training.trainers import SFTTrainerConfig
 
 Records = Iterator[dict[str, Any]]
 Group = list[tuple[Episode, Trajectory]]

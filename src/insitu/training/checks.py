@@ -37,10 +37,11 @@ _COMPLETED, _STARTED = "vllm:request_success_total", "process_start_time_seconds
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
-def check_components(trainer: Trainer, method: str) -> None:
+def check_components(trainer: Trainer, method: str, *, computes_advantages: bool) -> None:
     """Raises ConfigError or PluginError unless the trainer's builder and adapter give it what it needs.
 
-    `method` is the `training.method` of adapters that have several.
+    `method` is the `training.method` of adapters that have several. Some backends ignore the advantages that a trainer
+    computes.
     """
     builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
     for component, interface in ((builder, TrajectoryBuilder), (adapter, TrainerAdapter)):
@@ -61,15 +62,11 @@ def check_components(trainer: Trainer, method: str) -> None:
         raise ConfigError(
             f"trainer_adapters: training.method is {configured}, but the trainer {name} trains with {method}"
         )
-
-
-def check_takes_advantages(trainer: Trainer) -> None:
-    """Raises ConfigError if the backend would ignore the advantages that the trainer computes."""
-    if isinstance(trainer.trainer_adapter, RewardAdapter):
-        name, adapter_name = trainer.trainer_config.type, trainer.trainer_adapter.adapter_config.type
+    if computes_advantages and isinstance(adapter, RewardAdapter):
+        service = adapter.adapter_config.type
         raise ConfigError(
-            f"trainers: {name} computes advantages, but the backend of {adapter_name} computes its own; use the "
-            f"trainer made for {adapter_name}"
+            f"trainers: {name} computes advantages, but the backend of {service} computes its own; use the trainer "
+            f"made for {service}"
         )
 
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
+from pydantic import Field
+
 from insitu.advantages.targeting import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
@@ -25,11 +27,10 @@ from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
-from insitu.runs.stored import StoredRun, open_stored
+from insitu.runs.stored import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
-from insitu.training.config import CollectingBuilderConfig, EpisodesBuilderConfig
+from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.training.interfaces import TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,30 @@ logger = logging.getLogger(__name__)
 _REHEARSED_ROWS = 3
 
 
+class CollectingBuilderConfig(TrajectoryBuilderConfig):
+    """What all builders that run episodes themselves have in common."""
+
+    num_generations: int = Field(default=1, ge=1)
+    """Episodes per row and epoch (the group size)."""
+    rows_per_epoch: int | None = Field(default=None, ge=1)
+    """Rows per epoch, taken in a seeded order over the dataset; none: all rows. A curriculum can only include rows it
+    has seen: a row first seen between two expansions waits for the next."""
+    episodes_from: StoredEpisodesConfig | None = None
+    """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
+    The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
+
+
+class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
+    """Runs several episodes per row, grouped by row."""
+
+    num_generations: int = Field(default=8, ge=1)
+    """Episodes per row and epoch (the group size)."""
+
+
 class _Started(NamedTuple):
     """A collection that a plugin's trainer has started."""
 
-    plan: Plan
-    groups: asyncio.Task[list[GroupRecord]]
+    task: asyncio.Task[TrajectoryCollection]
     errors: list[str]
     """Of its episodes so far."""
 
@@ -213,24 +233,24 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
         plan, run, errors = self.plan(run_id, self._last_epoch), run_of(self._builder), list[str]()
 
-        async def gather(plan: Plan) -> list[GroupRecord]:
+        async def gather(plan: Plan) -> TrajectoryCollection:
             groups = []
             async with aclosing(collect(plan, self._builder, run)) as completed:
                 async for group in completed:
                     errors.extend(episode.error for episode in group.episodes if episode.error is not None)
                     groups.append(group._replace(episodes=[]))
-            return groups
+            return collection_of(groups, run_id, plan.epoch)
 
         collecting = partial(meta.get("gather", gather), plan)
         task = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
-        self._started[run_id] = _Started(plan, task, errors)
+        self._started[run_id] = _Started(task, errors)
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         if run_id not in self._started:
             raise TrajectoryError(f"run {run_id} has not been started")
-        plan, task, errors = self._started[run_id]
+        task, errors = self._started[run_id]
         try:
-            collection = collection_of(await task, run_id, plan.epoch)
+            collection = await task
         finally:
             await self._cancel(run_id)
         if not collection.trajectories:  # a plugin's trainer may ignore an empty collection
@@ -241,7 +261,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         return collection
 
     async def _cancel(self, run_id: str) -> None:
-        task = self._started.pop(run_id).groups
+        task = self._started.pop(run_id).task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""The loop of the built-in trainers: collects, trains and validates, epoch by epoch."""
+"""The loop of the built-in trainers: collects, selects, trains and validates, epoch by epoch."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from insitu import __version__
 from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
+from insitu.algorithms.selection import apply_selection
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.groups import GroupRecord, collection_of
+from insitu.collect.groups import collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
+from insitu.config.code import LoadedPart, call_with
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
 from insitu.runs.records import journal_record, new_run_id
@@ -49,13 +51,7 @@ from insitu.training.checks import (
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
-from insitu.training.metrics import (
-    EpochResult,
-    collected_metrics,
-    likely_causes,
-    why_no_pairs,
-    without_variance,
-)
+from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, why_no_pairs, without_variance
 from insitu.training.report import Report
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
@@ -71,6 +67,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     """
 
     method = "grpo"
+    computes_advantages = False
+    """Whether it decides what each row weighs, so that the backend must not."""
 
     def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
@@ -82,29 +80,31 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self._plot: RewardPlot | None = None
         self._causes: list[str] = []  # why the latest epoch that trained nothing had no variance
         self._durable = ResumableRun(self.run_id)
+        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self._earlier_curriculum: dict[str, Any] | None = None  # that this run's curriculum continues
         self._warm_up: WarmUp | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        check_components(self, self.method)
+        check_components(self, self.method, computes_advantages=self.computes_advantages)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
         self.report.notes(await asyncio.to_thread(self._open_run, folder))
+        progress = self._durable.progress
         if self._durable.continues:
-            self.run_id, self.reward_history = self._durable.progress.run_id, [*self._durable.progress.rewards]
+            self.run_id, self.reward_history = progress.run_id, [*progress.rewards]
         self._plot = RewardPlot(folder / files.PLOT)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(self._durable.progress.curriculum or self._earlier_curriculum or fresh)
+        self._curriculum_state = dict(progress.curriculum or self._earlier_curriculum or fresh)
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
             if self._durable.continues:
-                await asyncio.to_thread(self.validation.restore, self._durable.progress)
+                await asyncio.to_thread(self.validation.restore, progress)
         if self._durable.continues:
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
@@ -133,24 +133,39 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             await self._start_new(num_epochs)
         with self._durable.recorded_end():
             self._durable.mark_running()
-            statuses = await self._run_epochs(num_epochs)
+            await self._before_training(num_epochs)
+            statuses = [*self._durable.progress.jobs]
+            for epoch in range(self._durable.next_epoch, num_epochs + 1):
+                status = await self._complete_epoch(epoch, num_epochs)
+                statuses += [status] if status is not None else []
+                await self._durable.commit(
+                    epoch=epoch,
+                    policy_version=self.results[epoch].metrics["policy_version"],
+                    curriculum=CurriculumState(**self._curriculum_state),
+                    rewards=[*self.reward_history],
+                    jobs=[*statuses],
+                )
             await self._conclude(statuses)
         return statuses
-
-    async def _start_new(self, num_epochs: int) -> None:
-        self._write_run_file(num_epochs)
-        before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
-        version = await self._served_version()
-        await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
-        await self._rehearse()
 
     async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Like `run`, which continues the run that `initialize` has opened."""
         return await self.run(num_epochs)
 
-    async def _run_epochs(self, num_epochs: int) -> list[TrainingJobStatus]:
+    async def _start_new(self, num_epochs: int) -> None:
+        """Records the settings of a new run, and plays one row."""
+        self._write_run_file(num_epochs)
+        before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
+        version = await self._served_version()
+        await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
+        with self.report.phase("playing one row before the first epoch"):
+            problem = await self.trajectory_builder.rehearse(self.run_id)
+        if problem is not None:
+            self.report.note(problem)
+
+    async def _before_training(self, num_epochs: int) -> None:
+        """Validates the initial weights, and trains on demonstrations, unless an earlier process has done so."""
         progress = self._durable.progress
-        statuses = [*progress.jobs]
         self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
             await self.validation.run(0)
@@ -158,50 +173,30 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             result = await self._warm_up.run(self.trainer_adapter, self.run_id, progress.policy_version, self.report)
             self.store.write(files.WARM_UP, result)
             await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
-        for epoch in range(progress.epoch + 1, num_epochs + 1):
-            try:
-                status = await self._complete_epoch(epoch, num_epochs)
-            except BaseException:  # reported, then re-raised
-                self.report.end_run()
-                self.report.note(
-                    f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/ (the "
-                    "same command with --resume continues the run)"
-                )
-                raise
-            if status is not None:
-                statuses.append(status)
-            await self._durable.commit(
-                epoch=epoch,
-                policy_version=self.results[epoch].policy_version,
-                curriculum=CurriculumState(**self._curriculum_state),
-                rewards=[*self.reward_history],
-                jobs=[*statuses],
-            )
-        self.report.end_run()
-        return statuses
-
-    async def _rehearse(self) -> None:
-        with self.report.phase("playing one row before the first epoch"):
-            problem = await self.trajectory_builder.rehearse(self.run_id)
-        if problem is not None:
-            self.report.note(problem)
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
-        ref = await self.run_epoch(epoch, self.run_id)
         try:
-            status = await self._wait(epoch, ref) if ref is not None else None
-            if self.validation is not None and (epoch % self.validation.config.interval == 0 or epoch == num_epochs):
-                record = await self.validation.run(epoch)
-                self.results[epoch] = self.results[epoch].with_seconds("validate", record["seconds"])
-        finally:  # record the epoch even if its job or its validation fails
-            self.log_progress(epoch, self.results[epoch].metrics())
-        if self._plot is not None:
-            await self._plot.update(self.reward_history, self._validations)
-        self.report.epoch(
-            epoch, num_epochs, self.results[epoch].metrics(), PAIRS if isinstance(self, PairTrainer) else EPISODES
-        )
-        return status
+            ref = await self.run_epoch(epoch, self.run_id)
+            metrics = self.results[epoch].metrics
+            try:
+                status = await self._wait(epoch, ref) if ref is not None else None
+                validation = self.validation
+                if validation is not None and (epoch % validation.config.interval == 0 or epoch == num_epochs):
+                    metrics["seconds"]["validate"] = (await validation.run(epoch))["seconds"]
+            finally:  # record the epoch even if its job or its validation fails
+                self.log_progress(epoch, metrics)
+            if self._plot is not None:
+                await self._plot.update(self.reward_history, self._validations)
+            self.report.epoch(epoch, num_epochs, metrics, PAIRS if isinstance(self, PairTrainer) else EPISODES)
+            return status
+        except BaseException:  # reported, then re-raised
+            self.report.end_run()
+            self.report.note(
+                f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/ (the "
+                "same command with --resume continues the run)"
+            )
+            raise
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
@@ -209,32 +204,35 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         endpoint = await self.trainer_adapter.policy_endpoint()
         if endpoint is not None and self._durable.finished(epoch):  # an earlier process may even have trained the epoch
             endpoint = replace(endpoint, version=self._durable.progress.policy_version)
-        collection, leftovers = await self._collect(epoch, run_id, endpoint)
-        trajectories = [t for group in collection.trajectories for t in group]
-        result = self.results[epoch] = EpochResult(
-            collected=self._record_rewards(epoch, run_id, collection) | leftovers._asdict(),
-            trained={},
-            dropped=collection.dropped,
-            policy_version=endpoint.version if endpoint is not None else None,
-            seconds={"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
-        )
-        check_sampled(self, collection, endpoint)
-        everything = collection
-        collection, advantages, reported = self.select(self.apply_curriculum_learning(collection, epoch))
+        collected, leftovers = await self._collect(epoch, run_id, endpoint)
+        statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
+        statistics |= collected_metrics(collected.trajectories)
+        rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
+        self.reward_history.append({key: statistics[key] for key in rewards})
+        check_sampled(self, collected, endpoint)
+        collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
+        trajectories = [t for group in collected.trajectories for t in group]
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
-        state = self.get_curriculum_state() if self.curriculum_config.enabled else None
-        trained = {
-            "curriculum_percentile": state and state["current_percentile"],
-            "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
-            "filtered_trajectories": sum(map(len, collection.trajectories)),
-            "filtered_groups": len(collection.trajectories),
-            "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
-        }
         await asyncio.to_thread(self.store.sync)
-        result = replace(result, trained=trained, dropped=collection.dropped, reported={"selection": reported})
-        self.results[epoch] = result.with_seconds("collect", time.perf_counter() - started)
+        state = self.get_curriculum_state() if self.curriculum_config.enabled else None
+        self.results[epoch] = EpochResult(
+            {
+                **statistics,
+                **leftovers._asdict(),
+                "curriculum_percentile": state and state["current_percentile"],
+                "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
+                "filtered_trajectories": sum(map(len, collection.trajectories)),
+                "filtered_groups": len(collection.trajectories),
+                "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
+                "dropped": dict(sorted(collection.dropped.items())),
+                "policy_version": endpoint.version if endpoint is not None else None,
+                "job": None,
+                "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
+            }
+        )
+        self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
-            alike = without_variance(everything, collection.drop_reasons)
+            alike = without_variance(collected, collection.drop_reasons)
             causes = why_no_pairs(collection.dropped) if isinstance(self, PairTrainer) else likely_causes(alike)
             self._causes = [str(cause) for cause in causes]
             nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
@@ -246,38 +244,13 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
     ) -> tuple[TrajectoryCollection, Leftovers]:
-        builder, traffic = self.trajectory_builder, PolicyTraffic(self._builder, served)
-        errors: Counter[str] = Counter()
-        with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
-            await traffic.start()
-
-            async def gather(plan: Plan) -> list[GroupRecord]:
-                vocab_size = served.vocab_size if served is not None else None
-                plan = replace(plan, vocab_size=vocab_size, finished=self._durable.finished(epoch))
-                return await self._store_groups(plan, traffic, errors)
-
-            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
-                plan = builder.plan(run_id, epoch)
-                groups = await run_of(self._builder).watchdog.watch(lambda: gather(plan))
-                collection = collection_of(groups, run_id, epoch)
-            else:
-                await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
-                collection = await builder.finalize(run_id, {"epoch": epoch})
-                collection = with_recovered_calls(collection, run_id, epoch)
-        leftovers, warning = await traffic.finish()
-        if warning is not None:
-            self.report.note(f"epoch {epoch}: {warning}")
-        for error, count in errors.most_common(3):
-            self.report.note(f"epoch {epoch}: {count} x {error}")
-        check_collected(self, epoch, collection, errors, self.store.folder)
-        return collection, leftovers
-
-    async def _store_groups(self, plan: Plan, traffic: PolicyTraffic, errors: Counter[str]) -> list[GroupRecord]:
-        """Collects the groups of an epoch and writes each to the run's files; returns them without their episodes.
+        """The groups of an epoch, each written to the run's files as it completes, and what their episodes left over.
 
         Finished episodes are journaled before their group is complete, so that a resumed run need not run them again.
         """
-        journaled = {episode.key for episode in plan.finished}
+        builder, traffic = self.trajectory_builder, PolicyTraffic(self._builder, served)
+        finished, errors = self._durable.finished(epoch), Counter[str]()
+        journaled = {episode.key for episode in finished}
 
         def on_episode(episode: Episode) -> None:
             self.report.advance()
@@ -285,13 +258,31 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             if episode.key not in journaled:
                 self.store.append(files.JOURNAL, [journal_record(episode)])
 
-        stored = []
-        async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as groups:
-            async for group in groups:
-                self.store.append_group(group, plan.epoch)
-                errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
-                stored.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
-        return stored
+        async def gather(plan: Plan) -> TrajectoryCollection:
+            plan = replace(plan, vocab_size=served.vocab_size if served is not None else None, finished=finished)
+            groups = []
+            async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
+                async for group in completed:
+                    self.store.append_group(group, plan.epoch)
+                    errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
+                    groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
+            return collection_of(groups, run_id, epoch)
+
+        with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
+            await traffic.start()
+            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+                plan = builder.plan(run_id, epoch)
+                collection = await run_of(self._builder).watchdog.watch(lambda: gather(plan))
+            else:
+                await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
+                collection = await builder.finalize(run_id, {"epoch": epoch})
+                collection = with_recovered_calls(collection, run_id, epoch)
+        leftovers, warning = await traffic.finish()
+        problems = [warning] if warning is not None else []
+        for problem in problems + [f"{count} x {error}" for error, count in errors.most_common(3)]:
+            self.report.note(f"epoch {epoch}: {problem}")
+        check_collected(self, epoch, collection, errors, self.store.folder)
+        return collection, leftovers
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -299,34 +290,39 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         number, seed = self._durable.progress.epochs_before + epoch, self._full_config.general.seed
         return apply_curriculum(trajectory_collection, self.curriculum_config, self._curriculum_state, number, seed)
 
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows."""
+        metrics: dict[str, Any] = {}
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
+        for key, (function, _) in self._selections.items():
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
+            metrics |= own
+        return estimate_epoch(collection, self._estimator)._replace(metrics=metrics)
+
+    @cached_property
+    def _estimator(self) -> AdvantageEstimator:
+        raise NotImplementedError
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `select` depends on, for the header of the run."""
+        selections = [settings for _, settings in self._selections.values()]
+        return self._estimator.settings() | ({"selection": selections} if selections else {})
+
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
-        started = time.perf_counter()
+        started, result = time.perf_counter(), self.results[epoch]
         with self.report.phase(f"epoch {epoch}: training"):
             status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
-        metadata = status.metadata or {}
-        result = self.results[epoch].with_job(status).with_seconds("train", time.perf_counter() - started)
-        self.results[epoch] = result
+        result.add_job(status)
+        result.metrics["seconds"]["train"] = time.perf_counter() - started
         if result.not_finite:
             self.report.note(f"epoch {epoch}: these metrics are not finite: {', '.join(result.not_finite)}")
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
-        version = new_version(epoch, result.policy_version, await self.trainer_adapter.policy_endpoint())
-        self.results[epoch] = replace(result, policy_version=version)
+        before, endpoint = result.metrics["policy_version"], await self.trainer_adapter.policy_endpoint()
+        result.metrics["policy_version"] = version = new_version(epoch, before, endpoint)
         if self.validation is not None:
-            self.validation.checkpoints[version] = metadata.get("checkpoint")
+            self.validation.checkpoints[version] = (status.metadata or {}).get("checkpoint")
         return status
-
-    def _record_rewards(self, epoch: int, run_id: str, collection: TrajectoryCollection) -> dict[str, Any]:
-        statistics = {
-            "epoch": epoch,
-            "timestamp": datetime.now(UTC).isoformat(),
-            "run_id": run_id,
-            **collected_metrics(collection.trajectories),
-        }
-        self.reward_history.append(
-            {k: statistics[k] for k in ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")}
-        )
-        return statistics
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self.store.append(files.METRICS, [metrics])
@@ -342,8 +338,17 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         return self.validation.history if self.validation else []
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        last = self.results[max(self.results)].metrics() if self.results else {}
+        last = self.results[max(self.results)].metrics if self.results else {}
         return {"run_id": run_id, "rewards": self.reward_history, "validations": self._validations, "last": last}
+
+    async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
+        """Draws the plot and prints the summary. Raises InsituError if no epoch trained, or a validation failed."""
+        self.report.end_run()
+        if self._plot is not None:
+            await self._plot.finish(self.reward_history, self._validations)
+        self.report.summary(self._validations, self.validation.best if self.validation else None, self.store.folder)
+        dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
+        check_results(statuses, self._validations, dropped, self._causes, self.store.folder)
 
     async def cleanup(self) -> None:
         self.report.end_run()
@@ -378,23 +383,3 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         if training := self.trainer_adapter.training_settings():
             settings["training"] = without_secrets(training)
         return settings
-
-    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
-        """What the epoch trains on, with its rows."""
-        return estimate_epoch(collection, self._estimator())
-
-    def _selection_settings(self) -> dict[str, Any]:
-        """The settings that `select` depends on, for the header of the run."""
-        return self._estimator().settings()
-
-    def _estimator(self) -> AdvantageEstimator:
-        raise NotImplementedError
-
-    async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
-        """Draws the plot and prints the summary. Raises InsituError if no epoch trained, or a validation failed."""
-        history = self._validations
-        if self._plot is not None:
-            await self._plot.finish(self.reward_history, history)
-        self.report.summary(history, self.validation.best if self.validation else None, self.store.folder)
-        dropped = sum((Counter(result.dropped) for result in self.results.values()), Counter[str]())
-        check_results(statuses, history, dropped, self._causes, self.store.folder)

@@ -17,8 +17,7 @@ from insitu.registry import register_trajectory_builder
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
-from insitu.training.config import CollectingBuilderConfig
-from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 
 
 class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder"):

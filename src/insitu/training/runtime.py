@@ -16,21 +16,10 @@ from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
 from insitu.collect.validation import held_out_config
 from insitu.config import Config, requested_config
-from insitu.errors import (
-    ConfigError,
-    InsituError,
-    JobFailed,
-    PluginError,
-    TrajectoryError,
-    describe_error,
-)
+from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
 from insitu.runs.files import RUN_FILES
-from insitu.schemas.finetuning import (
-    FinetuneRunConfig,
-    TrainingJobStatus,
-    TrainingStatusEnum,
-)
+from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
 from insitu.training.trackers import check_trackers, reported

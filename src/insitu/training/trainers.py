@@ -1,41 +1,98 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
 from collections.abc import AsyncIterator
-from functools import partial
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from insitu.advantages.credit import AdvantageConfig, Credit
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, FunctionEstimator, GroupRelativeEstimator
-from insitu.algorithms.selection import apply_selection
 from insitu.builder import Builder, name_being_built
-from insitu.config.code import LoadedPart, call_with, load_part
+from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError
-from insitu.preferences.selection import best_episodes, distinct_pairs, labeled_episodes, sampled_pairs
+from insitu.preferences.selection import best_episodes, chosen_pairs, labeled_episodes
 from insitu.registry import register_trainer
 from insitu.runs.resume import read_curriculum
-from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
-from insitu.schemas.parts import AdvantagesPart
-from insitu.training.checks import check_takes_advantages
-from insitu.training.config import DPOTrainerConfig, InsituTrainerConfig, KTOTrainerConfig, SFTTrainerConfig
-from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
+from insitu.schemas.parts import AdvantagesPart, SelectionPart
+from insitu.training.interfaces import GroupTrainer, PairTrainer
 from insitu.training.loop import LoopTrainer
-from insitu.training.warm_up import read_warm_up
+from insitu.training.warm_up import WarmUpConfig, read_warm_up
 
 
-class RowTrainer(LoopTrainer):
-    """Trainer that decides what each row weighs, so that the backend must not."""
-
-    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
-        await super().bind_components(trajectory_builder, trainer_adapter)
-        check_takes_advantages(self)
+def _tag_of_advantages(value: Any) -> str:
+    kind = value.get("_type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<group>" if kind in (None, "group_relative") else "<part>"
 
 
-class InsituTrainer(RowTrainer, GroupTrainer):
+class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
+    """Collects, trains and validates, one epoch at a time."""
+
+    advantages: Annotated[AdvantageConfig, Tag("<group>")] | Annotated[AdvantagesPart, Tag("<part>")] = Field(
+        default_factory=AdvantageConfig, discriminator=Discriminator(_tag_of_advantages)
+    )
+    """How rewards of a group become advantages: `group_relative` (the default), or a
+    [function](../guides/extend.md#advantages), for which `credit` and `discount` have no effect."""
+    selection: list[SelectionPart] | None = None
+    """[Functions](../guides/extend.md#a-selection) that leave out groups or episodes, one after the other, after the
+    curriculum: `no_variance`, `random_subsample`, or yours."""
+    credit: Literal["episode", "step", "function"] = "episode"
+    """`episode`: every call gets its episode's advantage. `step`: the return of each call is compared with those of all
+    calls in the group. `function`: with those of the same function in the group's other episodes."""
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
+    curriculum_state: Path | None = None
+    """Path of an earlier run's `curriculum_state.json`. The curriculum resumes from it: included examples, difficulty
+    ranking and schedule position."""
+
+    sft: WarmUpConfig | None = None
+    """Supervised finetuning on demonstrations before the first epoch."""
+
+    @model_validator(mode="after")
+    def _baseline_matches_credit(self) -> "InsituTrainerConfig":
+        if isinstance(self.advantages, AdvantagesPart):
+            return self
+        if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
+            raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
+        return self
+
+
+class DPOTrainerConfig(TrainerConfig, name="insitu_dpo_trainer"):
+    """Collects preference pairs with the newest weights and trains on them, once per epoch (on-policy DPO)."""
+
+    deduplicate_pairs: bool = True
+    """Train pairs with the same prompt and responses once per epoch."""
+    max_pairs: int | None = Field(default=None, ge=1)
+    """Pairs per epoch to train, a seeded random sample; none: all."""
+
+
+class KTOTrainerConfig(TrainerConfig, name="insitu_kto_trainer"):
+    """Collects episodes and trains on which of them are desirable, without pairing them."""
+
+    desirable_above: float | None = None
+    """Episodes with a higher reward are desirable, with a lower one undesirable; none: the mean reward of the row's
+    episodes."""
+
+
+class SFTTrainerConfig(TrainerConfig, name="insitu_sft_trainer"):
+    """Collects episodes and trains on the best of each row (rejection sampling)."""
+
+    best_per_row: int = Field(default=1, ge=1)
+    """Episodes of each row to train."""
+    min_reward: float | None = None
+    """Train episodes with at least this reward; none: any."""
+
+
+class InsituTrainer(LoopTrainer, GroupTrainer):
     """Trains on the advantages of episodes over the others of their row (GRPO and its variants)."""
+
+    computes_advantages = True
+    trainer_config: InsituTrainerConfig
 
     def __init__(self, trainer_config: InsituTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, builder, **kwargs)
-        self.config = trainer_config
         key, folder = f"trainers.{name_being_built()}", self._full_config.folder
         parts = {f"{key}.selection.{number}": part for number, part in enumerate(trainer_config.selection or ())}
         self._selections = {where: load_part(part, where, folder) for where, part in parts.items()}
@@ -51,31 +108,22 @@ class InsituTrainer(RowTrainer, GroupTrainer):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self._earlier_curriculum is not None and not self._durable.continues:
-            last_epoch, path = self._earlier_curriculum["epoch"], self.config.curriculum_state
+            last_epoch, path = self._earlier_curriculum["epoch"], self.trainer_config.curriculum_state
             self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
 
-    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
-        metrics: dict[str, Any] = {}
-        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
-        for key, (function, _) in self._selections.items():
-            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
-            metrics |= own
-        return super().select(collection)._replace(metrics=metrics)
-
-    def _selection_settings(self) -> dict[str, Any]:
-        selections = [settings for _, settings in self._selections.values()]
-        return super()._selection_settings() | ({"selection": selections} if selections else {})
-
+    @cached_property
     def _estimator(self) -> AdvantageEstimator:
-        config, targets = self.config, self.run_config.target_functions
+        config, targets = self.trainer_config, self.run_config.target_functions
         if self._advantages is not None:
             return FunctionEstimator(self._advantages.function, {"advantages": self._advantages.settings})
         assert isinstance(config.advantages, AdvantageConfig)
         return GroupRelativeEstimator(config.advantages, Credit(config.credit, config.discount, targets))
 
 
-class SelectingTrainer(RowTrainer):
-    """Trains on a selection of what was collected, without advantages."""
+class SelectingTrainer(LoopTrainer):
+    """Trains on a selection of what was collected, without advantages; a subclass defines `select`."""
+
+    computes_advantages = True
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         if run_config.curriculum_learning.enabled:
@@ -90,12 +138,6 @@ class SelectingTrainer(RowTrainer):
     def _selection_settings(self) -> dict[str, Any]:
         return self.trainer_config.model_dump(exclude={"type", "reward"})
 
-    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
-        return EstimatedEpoch(self._selected(collection), [])
-
-    def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
-        raise NotImplementedError
-
 
 class InsituDPOTrainer(SelectingTrainer, PairTrainer):
     """Trains preference pairs (Rafailov et al., arXiv:2305.18290)."""
@@ -103,12 +145,10 @@ class InsituDPOTrainer(SelectingTrainer, PairTrainer):
     method = "dpo"
     trainer_config: DPOTrainerConfig
 
-    def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
-        if self.trainer_config.deduplicate_pairs:
-            collection = distinct_pairs(collection)
-        if self.trainer_config.max_pairs is not None:
-            collection = sampled_pairs(collection, self.trainer_config.max_pairs, self._full_config.general.seed)
-        return collection
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        config, seed = self.trainer_config, self._full_config.general.seed
+        unique, count = config.deduplicate_pairs, config.max_pairs
+        return EstimatedEpoch(chosen_pairs(collection, distinct=unique, count=count, seed=seed), [])
 
 
 class InsituKTOTrainer(SelectingTrainer):
@@ -117,8 +157,8 @@ class InsituKTOTrainer(SelectingTrainer):
     method = "kto"
     trainer_config: KTOTrainerConfig
 
-    def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
-        return labeled_episodes(collection, self.trainer_config.desirable_above)
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        return EstimatedEpoch(labeled_episodes(collection, self.trainer_config.desirable_above), [])
 
 
 class InsituSFTTrainer(SelectingTrainer):
@@ -127,8 +167,9 @@ class InsituSFTTrainer(SelectingTrainer):
     method = "sft"
     trainer_config: SFTTrainerConfig
 
-    def _selected(self, collection: TrajectoryCollection) -> TrajectoryCollection:
-        return best_episodes(collection, self.trainer_config.best_per_row, self.trainer_config.min_reward)
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        config = self.trainer_config
+        return EstimatedEpoch(best_episodes(collection, config.best_per_row, config.min_reward), [])
 
 
 @register_trainer(config_type=InsituTrainerConfig)

@@ -13,10 +13,31 @@ from insitu.disk.json_files import read_line
 from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.schemas.episodes import TrainingRow
 from insitu.training.checks import new_version
-from insitu.training.config import WarmUpConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.jobs import check_completed, wait_for_job
 from insitu.training.report import Report
+
+
+class WarmUpConfig(BaseModel):
+    """Demonstrations to imitate before the first epoch."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+
+    rows: Path
+    """A file of JSON lines, each a dialogue: `{"messages": [...]}` as in OpenAI's API, with `tools` if it has some. The
+    assistant's messages are trained, without those that have `weight: 0`."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the dialogues."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """Peak learning rate, which falls linearly to 0; none: that of the trainer adapter."""
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    """Dialogues per optimizer step; none: that of the trainer adapter."""
+
+    def overrides(self) -> dict[str, Any]:
+        """The settings of the job that differ from the trainer adapter's."""
+        own = {"learning_rate": self.learning_rate, "mini_batch_size": self.mini_batch_size}
+        given = {key: value for key, value in own.items() if value is not None}
+        return {"method": "sft", "num_iterations": self.epochs, "schedule": "linear", "warmup": 0.0, **given}
 
 
 def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:

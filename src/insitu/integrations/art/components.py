@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
@@ -35,7 +36,7 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
         """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
-        return {run_id: [started.groups] for run_id, started in self._started.items()}
+        return {run_id: [started.task] for run_id, started in self._started.items()}
 
 
 class ARTTrainer(LoopTrainer, GroupTrainer):
@@ -48,6 +49,7 @@ class ARTTrainer(LoopTrainer, GroupTrainer):
         super().__init__(trainer_config, builder, **kwargs)
         self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
 
+    @cached_property
     def _estimator(self) -> AdvantageEstimator:
         return _ServerEstimator()
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from insitu.errors import ConfigError, install_command
 from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
-from insitu.training.config import EpisodesBuilderConfig
+from insitu.training.episodes_builder import EpisodesBuilderConfig
 
 _OPEN = ConfigDict(
     extra="allow", use_attribute_docstrings=True, frozen=True

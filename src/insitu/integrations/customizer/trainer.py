@@ -18,7 +18,7 @@ from insitu.disk.json_files import load_json, read_object
 from insitu.errors import ConfigError, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
-from insitu.preferences.selection import distinct_pairs, sampled_pairs
+from insitu.preferences.selection import chosen_pairs
 from insitu.runs.files import BY_EPOCH, COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS, SUBMISSION
 from insitu.runs.records import RunProgress
 from insitu.runs.store import RunStore
@@ -173,8 +173,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
     def _selected(self, collected: TrajectoryCollection) -> TrajectoryCollection:
         """The pairs to train on."""
         config, seed = self.trainer_config, self._full_config.general.seed
-        chosen = distinct_pairs(collected) if config.deduplicate_pairs else collected
-        chosen = chosen if config.max_pairs is None else sampled_pairs(chosen, config.max_pairs, seed)
+        chosen = chosen_pairs(collected, distinct=config.deduplicate_pairs, count=config.max_pairs, seed=seed)
         left_out = Counter(chosen.dropped) - Counter(collected.dropped)
         reasons = f"; left out: {counts(left_out)}" if left_out else ""
         self.report.note(f"training on {_size(chosen)} of {_size(collected)} pairs{reasons}")
