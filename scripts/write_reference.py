@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from insitu import registry as reg
 from insitu.config import EvalGeneralConfig, GeneralConfig
-from insitu.config.describing import bounds, default, description, shown_fields, type_text
-from insitu.config.keys import models_of
+from insitu.config.keys import bounds, default, description, models_of, shown_fields, type_text
 from insitu.registry import Kind, registry
 from insitu.schemas.finetuning import FinetuneConfig
 

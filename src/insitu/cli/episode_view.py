@@ -2,18 +2,16 @@
 
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from sqlite3 import Row
+from typing import Any, NamedTuple
 
 import click
 
-if TYPE_CHECKING:
-    from sqlite3 import Row
+from insitu.collect.conversations import conversations
+from insitu.runs.inspection import RecordedEpisode, TrainingStatus, token_texts
+from insitu.schemas.episodes import ModelCall, TrainingRow
 
-    from insitu.runs.inspection import RecordedEpisode
-    from insitu.schemas.episodes import ModelCall, TrainingRow
-
-MAX_CHARACTERS = 2000
-"""Longer messages are cut without --full."""
+_TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)
 
 
 class View(NamedTuple):
@@ -21,15 +19,14 @@ class View(NamedTuple):
 
     calls: Container[int]
     tokens: bool
-    full: bool
-    decode: "Callable[[Sequence[int]], str] | None" = None
+    max_characters: int | None
+    """Longer messages are cut."""
+    decode: Callable[[Sequence[int]], str] | None = None
     """Token ids to text; None: unknown."""
 
 
-def print_list(episodes: "list[Row]", matching: int) -> None:
+def print_list(episodes: list[Row], matching: int) -> None:
     """Prints rows of a run's index."""
-    from insitu.runs.inspection import TrainingStatus
-
     width = max(len(_escape(record["episode"])) for record in episodes)
     for record in episodes:
         status, reason = record["status"], record["dropped"] or record["reason"]
@@ -49,7 +46,7 @@ def print_list(episodes: "list[Row]", matching: int) -> None:
         click.echo(f"{shown} episodes; choose one with --epoch, --row and --generation, or --episode")
 
 
-def print_episode(episode: "RecordedEpisode", view: View) -> None:
+def print_episode(episode: RecordedEpisode, view: View) -> None:
     for section in (_header, _calls, _conversations, _rows):
         for line in section(episode, view):
             click.echo(line)
@@ -59,7 +56,7 @@ def _format_number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
 
 
-def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
+def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
     record = episode.record
     yield click.style(f"episode {_escape(record['episode'])}", bold=True)
     columns = [
@@ -91,14 +88,11 @@ def _header(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         yield f"  answer: {_format_text(record['output'], view)}"
 
 
-def _format_training(episode: "RecordedEpisode") -> str:
-    from insitu.runs.inspection import TrainingStatus
-
-    in_training = episode.status in (TrainingStatus.TRAINED, TrainingStatus.SENT)
-    return episode.training_summary if in_training else click.style(episode.training_summary, fg="yellow")
+def _format_training(episode: RecordedEpisode) -> str:
+    return click.style(episode.training_summary, fg=None if episode.status in _TRAINED else "yellow")
 
 
-def _calls(episode: "RecordedEpisode", view: View) -> Iterator[str]:
+def _calls(episode: RecordedEpisode, view: View) -> Iterator[str]:
     yield from ("", click.style("calls", bold=True))
     row_numbers = {index: number for number, row in enumerate(episode.rows, 1) for index in row.calls}
     start = min((call.started for call in episode.calls), default=0.0)
@@ -124,7 +118,7 @@ def _calls(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         yield "  ".join(column for column in columns if column)
 
 
-def _format_advantage(episode: "RecordedEpisode", call: "ModelCall", in_rows: Container[int]) -> str:
+def _format_advantage(episode: RecordedEpisode, call: ModelCall, in_rows: Container[int]) -> str:
     if not episode.advantages:
         return ""
     if call.index not in episode.advantages:
@@ -133,15 +127,13 @@ def _format_advantage(episode: "RecordedEpisode", call: "ModelCall", in_rows: Co
     return click.style("sent" if advantage is None else f"advantage {advantage:+.4g}", fg="green")
 
 
-def _token_count(call: "ModelCall", kind: str) -> Any:
+def _token_count(call: ModelCall, kind: str) -> Any:
     """From the token ids if captured, or else from the server's `usage`."""
     ids = call.prompt_token_ids if kind == "prompt" else call.token_ids
     return (call.usage or {}).get(f"{kind}_tokens", "?") if ids is None else len(ids)
 
 
-def _conversations(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.collect.conversations import conversations
-
+def _conversations(episode: RecordedEpisode, view: View) -> Iterator[str]:
     for number, turns in enumerate(conversations(episode.calls), 1):
         # one span per call: from the turn after the previous call to the completion of this one
         ends = [position for position, turn in enumerate(turns) if turn.call is not None]
@@ -173,14 +165,11 @@ def _message_text(message: dict[str, Any]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
-    from insitu.runs.inspection import TrainingStatus
-
+def _rows(episode: RecordedEpisode, view: View) -> Iterator[str]:
     note = "" if episode.advantages else " if all calls were trained"
     if None in episode.advantages.values():
         note = " by exact prefix; the server builds its own"
-    in_training = episode.status in (TrainingStatus.TRAINED, TrainingStatus.SENT)
-    verb = "trained" if in_training else "to train" if episode.advantages else "sampled"
+    verb = "trained" if episode.status in _TRAINED else "to train" if episode.advantages else "sampled"
     yield from ("", click.style(f"rows{note}", bold=True))
     calls = {call.index: call for call in episode.calls}
     rows = [(number, row) for number, row in enumerate(episode.rows, 1) if any(i in view.calls for i in row.calls)]
@@ -195,10 +184,8 @@ def _rows(episode: "RecordedEpisode", view: View) -> Iterator[str]:
         yield "  the texts of the tokens are unknown: name the folder of the model with --tokenizer"
 
 
-def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterator[str]:
+def _tokens(row: TrainingRow, calls: list[ModelCall], view: View) -> Iterator[str]:
     """The tokens of a row: for each call the context since the previous one, then the sampled tokens."""
-
-    from insitu.runs.inspection import token_texts
 
     def text(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))
@@ -227,7 +214,7 @@ def _tokens(row: "TrainingRow", calls: list["ModelCall"], view: View) -> Iterato
 def _format_text(value: Any, view: View, indent: int = 2) -> str:
     """A text with its further lines indented, cut without --full."""
     text = value if isinstance(value, str) else repr(value)
-    omitted = 0 if view.full else max(len(text) - MAX_CHARACTERS, 0)
+    omitted = max(len(text) - view.max_characters, 0) if view.max_characters is not None else 0
     more = f" ... {omitted} more characters (--full)" if omitted else ""
     lines = text[: len(text) - omitted].split("\n")
     return ("\n" + " " * indent).join(map(_escape, lines)) + more

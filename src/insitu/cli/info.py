@@ -21,7 +21,7 @@ def components(names: tuple[str, ...]) -> None:
 
     With TYPEs, only these are listed, and with the meaning of each key.
     """
-    from insitu.config.describing import description
+    from insitu.config.keys import description
     from insitu.errors import ConfigError
     from insitu.registry import KINDS, not_found, registry
 
@@ -45,18 +45,14 @@ def components(names: tuple[str, ...]) -> None:
 
 def _keys(model: "type[BaseModel]", prefix: str, with_meaning: bool) -> Iterator[str]:
     """A line per key, those of nested blocks with dotted names."""
-    from insitu.config.describing import bounds, default, shown_fields, type_text
-    from insitu.config.keys import models_of
+    from insitu.config.keys import bounds, default, models_of, shown_fields, type_text
 
     for name, field in shown_fields(model).items():
         inner = models_of(field.annotation)
         value = default(field).replace("`", "")
-        value = "required" if value == "required" else f"default {value}"
-        if inner:
-            value = "" if value == "default see below" else value
-        key = field.alias or name
+        value = {"required": value, "see below": ""}.get(value, f"default {value}")
         words = type_text(field.annotation).replace("`", "") + bounds(field)
         meaning = f"  {' '.join(field.description.split())}" if with_meaning and field.description else ""
-        yield f"{prefix}{key}: {', '.join(filter(None, (words, value)))}{meaning}"
+        yield f"{prefix}{name}: {', '.join(filter(None, (words, value)))}{meaning}"
         for nested in inner:
-            yield from _keys(nested, f"{prefix}{key}.", with_meaning)
+            yield from _keys(nested, f"{prefix}{name}.", with_meaning)

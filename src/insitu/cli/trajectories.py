@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from insitu.cli import options
-from insitu.cli.episode_view import MAX_CHARACTERS, View, print_episode, print_list
 from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
-    from insitu.release.trajectories import ExportSummary
     from insitu.runs.rescoring import Rescoring
 
 _SORT_KEYS = ("reward", "seconds", "tokens", "calls")
+_MAX_CHARACTERS = 2000
+"""Longer messages are cut without --full."""
 _EXPORT_FORMATS = ("preferences", "kto", "sft", "openai", "parquet")
 
 
@@ -37,7 +37,7 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @command.command("show", short_help="Print an episode: calls, conversations and training rows.")
 @click.argument("run_dir", type=options.PATH)
 @click.option("--epoch", type=click.IntRange(min=1), help="Only episodes of this epoch.")
-@click.option("--row", help="Only episodes of the dataset row with this id.")
+@click.option("--row", "row_id", help="Only episodes of the dataset row with this id.")
 @click.option("--generation", type=click.IntRange(min=0), help="Only episodes with this index in their group.")
 @click.option("--episode", help="The episode with this name, as listed.")
 @click.option("--outcome", help="Only episodes that are ok, failed, trained or dropped, or have this reason code.")
@@ -48,13 +48,9 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--calls", callback=_parse_range, help="Only these calls, such as 4, 4-7 or 4-.")
 @click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
 @click.option("--tokenizer", type=options.PATH, help="The folder of the model, if the run has none.")
-@click.option("--full", is_flag=True, help=f"Print messages longer than {MAX_CHARACTERS} characters in full.")
+@click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
 def show(
     run_dir: Path,
-    epoch: int | None,
-    row: str | None,
-    generation: int | None,
-    episode: str | None,
     outcome: str | None,
     min_reward: float | None,
     sort: str | None,
@@ -64,15 +60,16 @@ def show(
     tokens: bool,
     tokenizer: Path | None,
     full: bool,
+    **identity: Any,
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
+    from insitu.cli.episode_view import View, print_episode, print_list
     from insitu.errors import ConfigError
     from insitu.runs.inspection import load_decoder
     from insitu.runs.recorded import SORT_KEYS, Selection, select
 
     selection = Selection(run_dir)
-    rows = selection.find(episode=episode, epoch=epoch, row_id=row, generation=generation)
-    found = select(rows, outcome, min_reward)
+    found = select(selection.find(**identity), outcome, min_reward)
     if sort is not None:
         found.sort(key=SORT_KEYS[sort], reverse=True)
     if reverse:
@@ -88,8 +85,8 @@ def show(
         )
     folder = tokenizer or selection.files.tokenizer()
     decode = load_decoder(folder) if tokens and folder is not None else None
-    view = View(range(sys.maxsize) if calls is None else calls, tokens, full, decode)
-    print_episode(recorded, view)
+    shown = range(sys.maxsize) if calls is None else calls
+    print_episode(recorded, View(shown, tokens, None if full else _MAX_CHARACTERS, decode))
 
 
 @command.command("export", short_help="Write the episodes as training data for other tools.")
@@ -103,34 +100,21 @@ def show(
 @click.option("--best", type=click.IntRange(min=1), help="sft, openai: the best N episodes of each row.  [default: 1]")
 @click.option("--desirable_above", type=float, help="kto: the reward above which episodes are desirable.")
 @click.option(
-    "--pairs",
-    type=click.Choice(("candidates", "episodes")),
-    help="preferences: between candidates, or episodes.",
+    "--pairs", type=click.Choice(("candidates", "episodes")), help="preferences: between candidates, or episodes."
 )
 @click.option("--exhaustive/--best_vs_worst", default=None, help="preferences: all pairs, or one of a turn or row.")
 @click.option("--min_diff", type=click.FloatRange(min=0), help="preferences: the smallest difference of scores.")
 @click.option("--max_pairs", type=click.IntRange(min=1), help="preferences: the most pairs of a turn or row.")
 def export(
-    run_dir: Path,
-    format_: str,
-    output: Path,
-    force: bool,
-    epoch: tuple[int, ...],
-    reward: str | None,
-    **selection: Any,
+    run_dir: Path, format_: str, output: Path, force: bool, epoch: tuple[int, ...], reward: str | None, **selection: Any
 ) -> None:
     """Write the episodes of RUN_DIR as training data for other tools. Prints how many records were dropped, and why."""
     from insitu.release.trajectories import ExportOptions, export
     from insitu.runs.stored import StoredRun
+    from insitu.training.report import counts
 
     run = StoredRun(run_dir, "RUN_DIR", reward, epoch or None)
     summary = export(run, format_, output, ExportOptions(**selection), force)
-    _print_summary(summary, output)
-
-
-def _print_summary(summary: "ExportSummary", output: Path) -> None:
-    from insitu.training.report import counts
-
     dropped = {reason: count for reason, count in summary.dropped.items() if count}
     print(f"{output}: {summary.written} records" + (f"; dropped: {counts(dropped)}" if dropped else ""))
     if summary.first_error is not None:

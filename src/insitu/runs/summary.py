@@ -170,7 +170,7 @@ def read_details(run: Path) -> RunDetails:
 
 
 def _changed_settings(files: RunReader) -> dict[str, Any]:
-    from insitu.config.defaults import changed_settings  # imports the components
+    from insitu.config.resolved import changed_settings  # imports the components
 
     return changed_settings(files.settings(required=True).get("config") or {})
 
