@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from insitu.algorithms.curriculum import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.plugin_api import Builder

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from factories import sampled
 
-from insitu.advantages.credit import AdvantageConfig, Credit, call_advantages
+from insitu.advantages.credit import AdvantageConfig, Credit, TrainedCalls, call_advantages
 from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
-from insitu.advantages.targeting import targeted_calls
 from insitu.collect.conversations import main_conversation, text_content
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
@@ -59,7 +58,7 @@ def test_targeted_calls(targets: list[str], model: str | None, llms: list[str], 
         call(4, model="policy", functions=("<workflow>", "player_move"), token_ids=[]),
         call(5, model="policy", functions=("<workflow>", "player_move"), token_ids=None),
     ]
-    assert targeted_calls(calls, targets, model, llms) == expected
+    assert TrainedCalls(targets, llms, model).positions(calls) == expected
 
 
 # the dialogue

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from insitu.preferences.candidates import Targets, candidates_of
 from insitu.preferences.pairs import PairOptions, preference_pairs
-from insitu.preferences.rows import pair_rows
+from insitu.preferences.selection import pair_rows
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, InvocationNode, TTCEventData
 

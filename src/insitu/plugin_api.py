@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from insitu.agents.frameworks import ToolSteps as ToolSteps
-from insitu.algorithms.curriculum import apply_curriculum as apply_curriculum
+from insitu.algorithms.selection import apply_curriculum as apply_curriculum
 from insitu.builder import Builder as Builder, EvalBuilder as EvalBuilder, WorkflowBuilder as WorkflowBuilder
 from insitu.collect.evaluation import EvaluationRun as EvaluationRun
 from insitu.collect.evaluators import BaseEvaluator as BaseEvaluator

@@ -3,7 +3,6 @@
 Input are the collected groups, output an `EstimatedEpoch`: the trajectories that are trained, the advantages of their
 calls and their rows. Everything is a pure function of its arguments.
 
-targeting    which calls are trained, and which function a call is credited to
-credit       the advantages of a group's calls: unit of credit, baseline, scale
+credit       which calls of a group are trained, and their advantages: unit of credit, baseline, scale
 estimator    the advantages and rows of an epoch; read this first
 """

@@ -1,4 +1,4 @@
-"""Advantages of calls: which reward each call is judged by, and how rewards are compared within a group."""
+"""Advantages of calls: which calls are trained, which reward each is judged by, and how rewards are compared."""
 
 import json
 import math
@@ -8,11 +8,83 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from insitu.advantages.targeting import credited_function
 from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
+
+
+class TrainedCalls(NamedTuple):
+    """Which calls of episodes are trained.
+
+    Those are the calls that have token ids (a message, if they are trained `as_text`) and no error, were made inside
+    one of `functions`, and went to the target model. `llms` are the selected keys of the `llms` section (see
+    Config.trained_llms). The configured `model` is compared only if `llms` is empty or the llm of the call is unknown.
+    """
+
+    functions: Sequence[str] = (WORKFLOW,)
+    llms: frozenset[str] = frozenset()
+    model: str | None = None
+    as_text: bool = False
+
+    def of(self, episode: Episode) -> list[int]:
+        """Their positions in `episode.calls`, which are remembered there."""
+        if episode.trained_calls is None:
+            episode.trained_calls = self.positions(episode.calls)
+        return episode.trained_calls
+
+    def positions(self, calls: Sequence[ModelCall]) -> list[int]:
+        positions = []
+        for position, call in enumerate(calls):
+            if self.llms and call.llm is not None:
+                is_of_model = call.llm in self.llms
+            elif self.model is None:
+                is_of_model = not self.llms
+            else:
+                is_of_model = bool(matching_llms(self.model, {call.llm or "": call.model}))
+            is_sampled = call.message is not None if self.as_text else bool(call.token_ids)
+            is_inside = WORKFLOW in self.functions or is_targeted(call.functions, self.functions)
+            if is_of_model and is_sampled and is_inside and call.error is None:
+                positions.append(position)
+        return positions
+
+    def why_none(self, calls: Sequence[ModelCall]) -> str:
+        """Why none of an episode's calls is trained."""
+        if any(call.llm in self.llms and call.token_ids is None and call.error is None for call in calls):
+            return "its model calls have no token ids: their server sends none"
+        called = {f"{call.llm or call.model} in {' > '.join(call.functions)}" for call in calls}
+        target = f"{' or '.join(sorted(self.llms))} in {' or '.join(self.functions)}"
+        return f"the model calls of {target} are trained; it called {', '.join(sorted(called)) or 'none'}"
+
+
+def is_targeted(functions: Collection[str], targets: Collection[str]) -> bool:
+    """Whether one of the enclosing `functions` of a call is in `targets`; `<workflow>` matches every call."""
+    return WORKFLOW in targets or not set(targets).isdisjoint(functions)
+
+
+def credited_function(functions: Sequence[str], targets: Collection[str]) -> str:
+    """The function that gets credit for a call made inside `functions` (outermost first).
+
+    It is the innermost one in `targets`. If `targets` contains `<workflow>` or none of them encloses the call, it is
+    the innermost function; `<workflow>` outside any function.
+    """
+    targeted = [name for name in functions if name in targets] if WORKFLOW not in targets else []
+    return (targeted or functions or (WORKFLOW,))[-1]
+
+
+def matching_llms(target: str, models: Mapping[str, str | None]) -> list[str]:
+    """The keys of `models` (llm key -> model name) that `target`, a key or a model name, selects.
+
+    Without an exact match, `@step` suffixes are ignored and llms whose model name is still unknown also match.
+    """
+    exact = [key for key, model in models.items() if model == target]
+    possible = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
+    return [target] if target in models else exact or possible
+
+
+def _without_step(model: str) -> str:
+    name, _, step = model.rpartition("@")
+    return name if name and step.isdecimal() else model
 
 
 class AdvantageConfig(BaseModel):

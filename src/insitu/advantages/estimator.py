@@ -15,7 +15,6 @@ from insitu.advantages.credit import (
     group_relative,
     has_step_rewards,
 )
-from insitu.algorithms.selection import drop_groups, drop_trajectories
 from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
@@ -129,19 +128,20 @@ def estimated_by_backend(group: Sequence[Trajectory]) -> list[CallAdvantages] | 
 
 def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimator) -> EstimatedEpoch:
     """The trajectories that are trained, with their rows and advantages. Every drop is counted with its reason."""
-    collection = drop_trajectories(collection, estimator.drop_reason)
+    every = [t for group in collection.trajectories for t in group]
+    collection = collection.without({id(t): r for t in every if (r := estimator.drop_reason(t)) is not None})
     groups: list[list[Trajectory]] = []
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
-    for index, group in enumerate(collection.trajectories):
+    for group in collection.trajectories:
         estimated = estimator.estimate(group) if len(group) > 1 else None
         if estimated is None:
-            reasons[index] = str(DropReason.NO_VARIANCE if len(group) > 1 else DropReason.SINGLE_MEMBER)
+            reason = DropReason.NO_VARIANCE if len(group) > 1 else DropReason.SINGLE_MEMBER
+            reasons |= dict.fromkeys(map(id, group), reason)
             continue
         groups.append([_with_rows(t, of_calls) for t, of_calls in zip(group, estimated, strict=True)])
         advantages += zip(groups[-1], estimated, strict=True)
-    kept = drop_groups(collection, reasons).model_copy(update={"trajectories": groups})
-    return EstimatedEpoch(kept, advantages)
+    return EstimatedEpoch(collection.without(reasons).model_copy(update={"trajectories": groups}), advantages)
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
@@ -179,39 +179,30 @@ def rows_of(
                 raise TrajectoryError(f"episode {episode}: call {call.index} is trained but has no token ids")
             continue
         prompt, sampled = call.prompt_token_ids, call.token_ids
-        row = _longest_prefix(rows, prompt)
+        row, start = None, -1
+        for other in rows:
+            length = len(other.token_ids)
+            if start < length <= len(prompt) and prompt[:length] == other.token_ids:
+                row, start = other, length
         if row is None:
+            start = 0
             row = TrainingRow.model_construct(
                 token_ids=[], loss_mask=[], logprobs=[], advantages=[], episode=episode, calls=[]
             )
             rows.append(row)
-        trained = index in advantages
-        if trained and (call.logprobs is None or len(call.logprobs) != len(sampled)):
-            count = "none" if call.logprobs is None else str(len(call.logprobs))
-            raise TrajectoryError(
-                f"episode {episode}: call {call.index} has {len(sampled)} sampled tokens and {count} logprobs"
-            )
-        _append(row, prompt[len(row.token_ids) :], trained=False)
-        _append(row, sampled, trained, call.logprobs, advantages.get(index, 0.0))
+        context, count = [0.0] * (len(prompt) - start), len(sampled)
+        logprobs, advantage = [0.0] * count, advantages.get(index, 0.0)
+        if index in advantages:
+            if call.logprobs is None or len(call.logprobs) != count:
+                present = "none" if call.logprobs is None else str(len(call.logprobs))
+                raise TrajectoryError(
+                    f"episode {episode}: call {call.index} has {count} sampled tokens and {present} logprobs"
+                )
+            logprobs = call.logprobs
+        row.token_ids += prompt[start:] + sampled
+        row.loss_mask += [0] * len(context) + [int(index in advantages)] * count
+        row.logprobs += context + logprobs
+        assert isinstance(row.advantages, list)
+        row.advantages += context + (advantage if isinstance(advantage, list) else [advantage] * count)
         row.calls.append(call.index)
     return [row for row in rows if any(row.loss_mask)]
-
-
-def _longest_prefix(rows: Sequence[TrainingRow], prompt: list[int]) -> TrainingRow | None:
-    prefixes = [r for r in rows if len(r.token_ids) <= len(prompt) and prompt[: len(r.token_ids)] == r.token_ids]
-    return max(prefixes, key=lambda r: len(r.token_ids), default=None)
-
-
-def _append(
-    row: TrainingRow,
-    tokens: Sequence[int],
-    trained: bool,
-    logprobs: Sequence[float] | None = None,
-    advantage: float | list[float] = 0.0,
-) -> None:
-    n = len(tokens)
-    row.token_ids.extend(tokens)
-    row.loss_mask.extend([int(trained)] * n)
-    row.logprobs.extend(logprobs if trained and logprobs is not None else [0.0] * n)
-    assert isinstance(row.advantages, list)
-    row.advantages.extend(advantage if isinstance(advantage, list) else [advantage if trained else 0.0] * n)

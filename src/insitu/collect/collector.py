@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
-from insitu.advantages.targeting import TrainedCalls
+from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, EpisodeOptions, fail, run_episode
 from insitu.collect.evaluators import Scorer, Scoring

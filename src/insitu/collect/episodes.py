@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from pydantic import ConfigDict
 from pydantic_core import from_json, to_jsonable_python
 
-from insitu.advantages.targeting import credited_function
+from insitu.advantages.credit import credited_function
 from insitu.capture.ledger import CallLedger
 from insitu.collect.watchdog import doing
 from insitu.config import Config

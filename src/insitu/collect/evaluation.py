@@ -123,10 +123,7 @@ class EvaluationRun:
         async with aclosing(collect(plan, builder, run, self.on_episode)) as groups:
             async for group in groups:
                 for episode in group.episodes:
-                    item = by_member[episode.key.member]
-                    item.output_obj = episode.output
-                    item.set_steps(episode.steps)
-                    item.error, item.reason = episode.error, episode.reason
+                    episode.fill(by_member[episode.key.member])
 
 
 def _mark_missing(items: list[EvalInputItem], key: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from insitu.advantages.targeting import TrainedCalls, credited_function
+from insitu.advantages.credit import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.collect.episodes import isolated
 from insitu.collect.watchdog import doing, seconds_since
@@ -188,8 +188,7 @@ class Scorer:
 
     async def _score(self, episode: Episode, row: EvalInputItem) -> None:
         scoring = self.scoring
-        item = row.model_copy(update={"output_obj": episode.output})
-        item.set_steps(episode.steps)
+        item = episode.fill(row.model_copy())
         outputs = await asyncio.gather(
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )

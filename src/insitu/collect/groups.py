@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from insitu.advantages.targeting import TrainedCalls
+from insitu.advantages.credit import TrainedCalls
 from insitu.collect.conversations import main_conversation
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection

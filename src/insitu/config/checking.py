@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from insitu import registry as reg
-from insitu.advantages.targeting import matching_llms
+from insitu.advantages.credit import matching_llms
 from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, references, secret_values, takes_reward, unknown_keys
 from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu import registry as reg
-from insitu.advantages.targeting import matching_llms
+from insitu.advantages.credit import matching_llms
 from insitu.errors import ConfigError
 from insitu.registry import Kind, not_found
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel

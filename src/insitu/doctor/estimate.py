@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from insitu.algorithms.curriculum import included_fraction
+from insitu.algorithms.selection import included_fraction
 from insitu.disk.checkpoint_files import OPTIMIZER_FILE
 from insitu.doctor.findings import Finding, Severity
 from insitu.doctor.plan import Plan

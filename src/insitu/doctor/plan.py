@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from insitu.algorithms.curriculum import included_fraction
+from insitu.algorithms.selection import included_fraction
 from insitu.collect.datasets import load_dataset
 from insitu.collect.validation import held_out_config
 from insitu.config import Config

@@ -178,8 +178,7 @@ class Examination:
 
     async def _score(self, episode: Episode, rows: dict[str, EvalInputItem], reward: str) -> Rescored:
         info = await self._builder.get_evaluator(reward)
-        item = rows[episode.key.row_id].model_copy(update={"output_obj": episode.output})
-        item.set_steps(episode.steps)
+        item = episode.fill(rows[episode.key.row_id].model_copy())
         output = await score(info, reward, [item], self._config.eval.scoring_limit(1))
         value, _, _ = parse_score(output.eval_output_items[0])
         return Rescored(episode.key.label(), episode.scores[reward], value)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from insitu.advantages.targeting import is_targeted
+from insitu.advantages.credit import is_targeted
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
 from insitu.schemas.finetuning import MAX_REWARD, message_text, text_content
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType

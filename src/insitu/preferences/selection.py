@@ -1,13 +1,15 @@
-"""Chooses what a preference job trains on: distinct pairs, desirable and undesirable episodes, or the best of a row."""
+"""Chooses what a preference job trains on: distinct pairs, desirable and undesirable episodes, the best; and its rows.
+
+The rows have the tokens that were sampled, or messages where no call was recorded.
+"""
 
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
 
-from insitu.algorithms.selection import drop_trajectories
+from insitu.advantages.estimator import rows_of
 from insitu.errors import TrajectoryError
-from insitu.preferences.rows import episode_rows
-from insitu.schemas.episodes import DropReason
+from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall, PreferencePair, TrainingRow
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
 
@@ -27,15 +29,15 @@ class Duplicates:
 def distinct_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
     """Drops pairs with the texts of an earlier one."""
     seen = Duplicates()
-    reason = DropReason.DUPLICATE_PAIR
-    return drop_trajectories(collection, lambda pair: reason if seen.repeats(pair_item(pair)) else None)
+    repeated = [id(pair) for group in collection.trajectories for pair in group if seen.repeats(pair_item(pair))]
+    return collection.without(dict.fromkeys(repeated, DropReason.DUPLICATE_PAIR))
 
 
 def sampled_pairs(collection: TrajectoryCollection, count: int, seed: int) -> TrajectoryCollection:
     """At most `count` pairs, a random sample in their order."""
     pairs = [id(pair) for group in collection.trajectories for pair in group]
-    kept = set(random.Random(f"{seed}|pairs|{collection.epoch}").sample(pairs, min(count, len(pairs))))
-    return drop_trajectories(collection, lambda pair: None if id(pair) in kept else DropReason.MAX_PAIRS)
+    kept = random.Random(f"{seed}|pairs|{collection.epoch}").sample(pairs, min(count, len(pairs)))
+    return collection.without(dict.fromkeys({*pairs}.difference(kept), DropReason.MAX_PAIRS))
 
 
 def chosen_pairs(
@@ -70,8 +72,8 @@ def labeled_episodes(collection: TrajectoryCollection, threshold: float | None) 
     labels: dict[int, bool | None] = {}
     for group in collection.trajectories:
         labels |= zip(map(id, group), desirable(group, threshold), strict=True)
-    kept = drop_trajectories(collection, lambda t: DropReason.NO_VARIANCE if labels[id(t)] is None else None)
-    return _with_rows(kept, labels)
+    reasons = {key: DropReason.NO_VARIANCE for key, label in labels.items() if label is None}
+    return _with_rows(collection.without(reasons), labels)
 
 
 def best_of_group(group: Sequence[Trajectory], count: int, min_reward: float | None) -> list[Trajectory]:
@@ -82,9 +84,9 @@ def best_of_group(group: Sequence[Trajectory], count: int, min_reward: float | N
 
 def best_episodes(collection: TrajectoryCollection, count: int, min_reward: float | None) -> TrajectoryCollection:
     """The `count` best episodes of each row, if their reward is at least `min_reward`: rejection sampling."""
-    kept = {id(t) for group in collection.trajectories for t in best_of_group(group, count, min_reward)}
-    best = drop_trajectories(collection, lambda t: None if id(t) in kept else DropReason.NOT_BEST)
-    return _with_rows(best, {})
+    every = {id(t) for group in collection.trajectories for t in group}
+    best = {id(t) for group in collection.trajectories for t in best_of_group(group, count, min_reward)}
+    return _with_rows(collection.without(dict.fromkeys(every - best, DropReason.NOT_BEST)), {})
 
 
 def _equal(reward: float, limit: float) -> bool:
@@ -97,3 +99,40 @@ def _with_rows(collection: TrajectoryCollection, preferred: Mapping[int, bool | 
         for group in collection.trajectories
     ]
     return collection.model_copy(update={"trajectories": groups})
+
+
+def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> list[TrainingRow]:
+    """The rows of both sides of a pair called `name`: candidates of an episode with these calls.
+
+    If the tokens of one side are unknown, both are sent as messages, so that they share their prompt.
+    """
+    sides = ((pair.chosen, True), (pair.rejected, False))
+    if all(_tokens_known(candidate, calls) for candidate, _ in sides):
+        rows = [(_sampled_row(candidate, calls), preferred) for candidate, preferred in sides]
+    else:
+        rows = [(_text_row(candidate), preferred) for candidate, preferred in sides]
+    return [row.model_copy(update={"pair": name, "preferred": preferred}) for row, preferred in rows]
+
+
+def episode_rows(episode: Trajectory, *, pair: str = "", preferred: bool | None = None) -> list[TrainingRow]:
+    """The rows of an episode, which may be one side of a pair."""
+    rows = rows_of(episode.calls, dict.fromkeys(episode.trained_calls, 1.0), episode.id or "")
+    return [row.model_copy(update={"pair": pair, "preferred": preferred}) for row in rows]
+
+
+def _tokens_known(candidate: CandidateStep, calls: Sequence[ModelCall]) -> bool:
+    call = calls[candidate.call] if candidate.call is not None else None
+    return call is not None and bool(call.token_ids) and call.prompt_token_ids is not None
+
+
+def _sampled_row(candidate: CandidateStep, calls: Sequence[ModelCall]) -> TrainingRow:
+    assert candidate.call is not None  # _tokens_known
+    [row] = rows_of([calls[candidate.call]], {0: 1.0})
+    return row
+
+
+def _text_row(candidate: CandidateStep) -> TrainingRow:
+    prompt = candidate.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    messages = [*messages, {"role": "assistant", "content": candidate.response}]
+    return TrainingRow(messages=messages, trained_messages=[len(messages) - 1])

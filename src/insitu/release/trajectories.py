@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from insitu.advantages.targeting import targeted_calls, why_untargeted
+from insitu.advantages.credit import TrainedCalls
 from insitu.collect.dialogues import (
     Dialogue,
     Messages,
@@ -34,7 +34,6 @@ from insitu.preferences.selection import Duplicates, best_of_group, desirable
 from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
 from insitu.runs.stored import StoredRun
 from insitu.runs.table import write_table
-from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_builders import (
@@ -141,7 +140,7 @@ class Exporter:
         self._seen = Duplicates()
         settings = run.files.settings()
         self._run_id = settings.get("run_id")
-        self._targets = settings.get("targets") or {"functions": [WORKFLOW], "model": None, "llms": []}
+        self._trained = TrainedCalls(**(settings.get("targets") or {}), as_text=True)
 
     def records_of(self, format: str) -> Callable[[list[Episode]], Records]:
         """The function that turns a group into the records of a format."""
@@ -251,19 +250,17 @@ class Exporter:
     def _trainable(self, episodes: list[Episode]) -> Group:
         """The episodes with a reward and calls to train. Token ids are not needed, as they are trained as text."""
         group: Group = []
-        targets = self._targets
         for episode in episodes:
             if episode.reward is None:
                 self._drop(episode.reason or DropReason.NO_SCORE, episode)
                 continue
-            functions, llms = targets["functions"], targets["llms"]
-            trained = targeted_calls(episode.calls, functions, targets["model"], llms, as_text=True)
+            trained = self._trained.positions(episode.calls)
             if trained:
                 name, calls = _name(episode), episode.calls  # without the readable form, which takes longer to make
                 made = Trajectory.model_construct(id=name, reward=episode.reward, calls=calls, trained_calls=trained)
                 group.append((episode, made))
             else:
-                episode.error = why_untargeted(episode.calls, functions, llms)
+                episode.error = self._trained.why_none(episode.calls)
                 self._drop(DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS, episode)
         return group
 

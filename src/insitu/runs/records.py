@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from insitu.algorithms.curriculum import CurriculumState
+from insitu.algorithms.selection import CurriculumState
 from insitu.runs.files import PROGRESS_HISTORY
 from insitu.schemas.episodes import (
     FORMAT_VERSION,

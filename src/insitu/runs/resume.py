@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.algorithms.curriculum import CurriculumState
+from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder, name_being_built
 from insitu.collect.shared_run import current_run
 from insitu.config import Config

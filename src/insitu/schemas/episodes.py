@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.steps import IntermediateStep
 
 FORMAT_VERSION = 2
@@ -269,3 +270,10 @@ class Episode:
     """The name of the recorded episode that this is, if it was read from another run."""
     abandoned_attempts: int = 0
     """Attempts whose code ignored its cancellation, so that it may still run."""
+
+    def fill(self, item: EvalInputItem) -> EvalInputItem:
+        """Writes the answer, or why there is none, and the steps into a dataset row."""
+        item.output_obj, item.error, item.reason = self.output, self.error, self.reason
+        item._steps = self.steps
+        item.__dict__.pop("trajectory", None)  # made when it is first read
+        return item

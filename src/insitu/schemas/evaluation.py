@@ -43,11 +43,7 @@ class EvalInputItem(BaseModel):
     reason: str | None = None
 
     _steps: Sequence[IntermediateStep] = ()
-
-    def set_steps(self, steps: Sequence[IntermediateStep]) -> None:
-        """Sets `trajectory`, which becomes a list when it is first read: making steps is expensive."""
-        self._steps = steps
-        self.__dict__.pop("trajectory", None)
+    """The steps of an episode, of which `trajectory` is made when it is first read: that is expensive."""
 
     if not TYPE_CHECKING:
 

@@ -1,5 +1,6 @@
 """The documented data models of finetuning: configuration blocks, trajectories and jobs."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -357,3 +358,15 @@ class TrajectoryCollection(BaseModel):
     """Trajectory id -> why it was dropped after collection."""
     mean_reward: float | None = None
     """Mean over all collected trajectories, including those dropped since."""
+
+    def without(self, reasons: Mapping[int, str]) -> "TrajectoryCollection":
+        """A copy without the trajectories whose id() has a reason, which are counted, and without empty groups."""
+        dropped, by_id, groups = Counter(self.dropped), dict(self.drop_reasons), []
+        for group in self.trajectories:
+            for trajectory in group:
+                if (reason := reasons.get(id(trajectory))) is not None:
+                    dropped[str(reason)] += 1
+                    by_id[str(trajectory.id)] = str(reason)
+            if kept := [trajectory for trajectory in group if id(trajectory) not in reasons]:
+                groups.append(kept)
+        return self.model_copy(update={"trajectories": groups, "dropped": dict(dropped), "drop_reasons": by_id})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
-from insitu.advantages.targeting import TrainedCalls
+from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import load_dataset

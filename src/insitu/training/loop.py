@@ -14,8 +14,7 @@ from typing import Any
 from insitu import __version__
 from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
-from insitu.algorithms.curriculum import CurriculumState, apply_curriculum
-from insitu.algorithms.selection import apply_selection
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.groups import collection_of
@@ -235,8 +234,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             alike = without_variance(collected, collection.drop_reasons)
             causes = why_no_pairs(collection.dropped) if isinstance(self, PairTrainer) else likely_causes(alike)
             self._causes = [str(cause) for cause in causes]
-            nothing = f"epoch {epoch}: nothing to train on; every group was dropped"
-            self.report.note("; ".join([nothing, *self._causes]))
+            self.report.note("; ".join([f"epoch {epoch}: nothing to train on; every group was dropped", *self._causes]))
             return None
         resumed = await self._durable.record_submission(epoch)
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
@@ -287,6 +285,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
         number, seed = self._durable.progress.epochs_before + epoch, self._full_config.general.seed
         return apply_curriculum(trajectory_collection, self.curriculum_config, self._curriculum_state, number, seed)
 

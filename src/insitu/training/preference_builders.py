@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import Field
 
-from insitu.advantages.targeting import TrainedCalls
+from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.conversations import conversations
 from insitu.collect.groups import GroupRecord
 from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
-from insitu.preferences.rows import episode_rows, pair_rows
+from insitu.preferences.selection import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text

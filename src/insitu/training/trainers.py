@@ -132,9 +132,6 @@ class SelectingTrainer(LoopTrainer):
             )
         await super().initialize(run_config)
 
-    def apply_curriculum_learning(self, collection: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
-        return collection
-
     def _selection_settings(self) -> dict[str, Any]:
         return self.trainer_config.model_dump(exclude={"type", "reward"})
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, Self
 
-from insitu.advantages.targeting import is_targeted
+from insitu.advantages.credit import is_targeted
 from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, current_call_site
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW

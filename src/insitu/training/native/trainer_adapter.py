@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,7 +200,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
 
     async def check_settings(self) -> None:
         try:
-            settings = orjson.dumps(self._job_settings(1).effective())
+            settings = orjson.dumps(self._job_settings(1, self._training.effective()))
             headers = {"Content-Type": "application/json"}
             parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
             checked = await self._request("POST", "/v1/train/check", parse, settings, headers)
@@ -210,13 +210,14 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             if error.status not in (404, 405):  # earlier releases refuse only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
 
-    def _job_settings(self, epoch: int) -> TrainingSettings:
-        epochs = max(self.run_config.num_epochs, epoch)
-        return TrainingSettings(
-            **self._training.model_dump(),
-            seed=self._full_config.general.seed,
-            schedule_range=((epoch - 1) / epochs, epoch / epochs),
-        )
+    def _job_settings(self, epoch: int, options: dict[str, Any]) -> dict[str, Any]:
+        epochs, seed = max(self.run_config.num_epochs, epoch), self._full_config.general.seed
+        return options | {"seed": seed, "schedule_range": ((epoch - 1) / epochs, epoch / epochs)}
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        """The settings of the jobs of all epochs; complete once the backend has checked them."""
+        return self._training.effective()
 
     async def is_healthy(self) -> bool:
         try:
@@ -246,7 +247,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        return await self._submit(rows, self._job_settings(epoch), trajectories.run_id, key, epoch)
+        return await self._submit(rows, self._job_settings(epoch, self._options), trajectories.run_id, key, epoch)
 
     async def submit_rows(
         self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
@@ -254,7 +255,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         options = {key: value for key, value in self._training if key not in LossSettings.model_fields}
         given = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
         settings = TrainingSettings(**given, seed=self._full_config.general.seed)
-        return await self._submit(rows, settings, run_id, f"{run_id}/{name}", None)
+        return await self._submit(rows, settings.effective(), run_id, f"{run_id}/{name}", None)
 
     def note_best(self, version: int | None) -> None:
         self._best_version = version
@@ -264,9 +265,9 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         return None
 
     async def _submit(
-        self, rows: Sequence[TrainingRow], settings: TrainingSettings, run_id: str, key: str, epoch: int | None
+        self, rows: Sequence[TrainingRow], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
-        header = {"settings": settings.effective(), "num_rows": len(rows), "keep": self._keep().model_dump()}
+        header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
         self._job = key, await asyncio.to_thread(gzip_job, header, rows)
         job = await self._post_job(*self._job)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
