@@ -38,7 +38,7 @@ from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.json_values import decode, encode
+from insitu.wire.http_format import decode, encode
 
 ROOT = Path(__file__).parent.parent
 STRICT = {"PYTHONPATH": str(ROOT / "tests/support"), "PYTHONWARNINGS": "error"}

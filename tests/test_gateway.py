@@ -19,8 +19,10 @@ import pytest
 from fake_openai import FakeOpenAI, encode, logprob
 from processes import HANGS
 
+from insitu.gateway.dialects import dialects
 from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
+from insitu.schemas.parts import load_named
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
 
@@ -169,6 +171,25 @@ async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None
                     await client.responses.create(model="x", input="again", previous_response_id="resp_other")
     said = [(m["role"], m["content"]) for m in scope.calls[1].messages]
     assert said == [("user", "hi"), ("assistant", "echo: hi"), ("user", "again")]
+
+
+async def test_a_dialect_that_is_not_installed_is_refused(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "insitu.integrations.dialects.responses", None)
+    for cached in (dialects, load_named):
+        cached.cache_clear()
+    try:
+        async with gateway_to(model(server)) as gateway:
+            with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
+                status, reply = await post(f"{door.openai_url}/responses", {"model": "x", "input": "hi"})
+                assert await text_by("messages", False, door, "hi") == "echo: hi"
+    finally:
+        dialects.cache_clear()
+    assert status == 501
+    message = reply["error"]["message"]
+    assert "cannot translate requests to responses" in message
+    assert "insitu.integrations.dialects.responses" in message
+    assert "available: chat/completions, completions" in message
+    assert len(scope.calls) == 1
 
 
 async def test_several_models(server: FakeOpenAI) -> None:

@@ -4,16 +4,13 @@ from typing import Any
 
 import pytest
 
+from insitu.wire.connection import choice_tokens, event_data, parse_events
 from insitu.wire.http_format import (
-    choice_logprobs,
-    choice_token_ids,
     error_body,
     error_message,
-    event_data,
     format_event,
     format_token_id,
     http_url,
-    parse_events,
     parse_token_ids,
 )
 
@@ -84,4 +81,4 @@ TEXT = {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}
     ],
 )
 def test_sampled_tokens_of_a_choice(choice: Any, ids: list[int] | None, logprobs: list[float] | None) -> None:
-    assert (choice_token_ids(choice), choice_logprobs(choice)) == (ids, logprobs)
+    assert choice_tokens(choice) == (ids, logprobs)

@@ -25,14 +25,8 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall
-from insitu.wire.http_format import (
-    MALFORMED,
-    choice_logprobs,
-    choice_token_ids,
-    error_message,
-    error_param,
-    parse_lenient_json,
-)
+from insitu.wire.connection import choice_tokens, parse_lenient_json
+from insitu.wire.http_format import MALFORMED, error_message, error_param
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +307,7 @@ class Exchange:
                 message = {"role": "assistant", "content": text}
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
+            token_ids, logprobs = choice_tokens(choice)
             call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),
@@ -323,8 +318,8 @@ class Exchange:
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),
-                token_ids=choice_token_ids(choice),
-                logprobs=choice_logprobs(choice),
+                token_ids=token_ids,
+                logprobs=logprobs,
                 finish_reason=choice.get("finish_reason"),
                 policy_version=int(version) if version.isdecimal() else None,
                 functions=self._site.invocation.names,

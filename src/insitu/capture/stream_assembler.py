@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from insitu.wire.http_format import DONE, error_message, parse_lenient_json
+from insitu.wire.connection import parse_lenient_json
+from insitu.wire.http_format import DONE, error_message
 
 
 class StreamAssembler:

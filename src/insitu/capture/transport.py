@@ -19,7 +19,7 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.wire.http_format import error_body, split_userinfo
+from insitu.wire.http_format import error_body
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
@@ -227,12 +227,9 @@ def _arguments(request: Any, content: bytes) -> dict[str, Any]:
     )
     headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
     limits = request.extensions.get("timeout") or {}
-    url = str(request.url)
-    if request.url.userinfo:  # the client's library has made a header of it
-        url, _ = split_userinfo(url)
     return {
         "method": request.method,
-        "url": URL(url, encoded=True),
+        "url": URL(str(request.url), encoded=True).with_user(None),  # the client's library has made a header of it
         "headers": headers,
         "data": content or None,
         "allow_redirects": False,

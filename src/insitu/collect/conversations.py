@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, text_content
-from insitu.wire.http_format import chat_logprobs, format_token_id
+from insitu.wire.http_format import format_token_id
 
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
@@ -55,11 +55,20 @@ def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -
         return {}
     texts = [""] * len(call.logprobs) if tokens is None else [*tokens]
     if call.token_ids is not None:
-        texts = [format_token_id(token) for token in call.token_ids]
+        texts = [*map(format_token_id, call.token_ids)]
     if len(texts) != len(call.logprobs):
         return {}
     known = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
     return {**chat_logprobs(texts, call.logprobs), "call": known}
+
+
+def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
+    """`logprobs` of a choice of a chat, as OpenAI's API returns them."""
+    entries = zip(tokens, logprobs, strict=True)
+    content: list[dict[str, Any]] = [
+        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []} for token, logprob in entries
+    ]
+    return {"content": content, "refusal": None}
 
 
 def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:

@@ -17,7 +17,7 @@ from insitu.registry import DATASET, not_found, register_dataset_loader, registr
 from insitu.schemas.components import DatasetBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.steps import IntermediateStep, read_step
-from insitu.wire.json_values import has_lone_surrogate
+from insitu.wire.http_format import has_lone_surrogate
 
 Rows = Iterator[dict[str, Any]]
 

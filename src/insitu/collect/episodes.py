@@ -34,7 +34,7 @@ from insitu.errors import (
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.wire.json_values import json_form
+from insitu.wire.http_format import json_form
 from insitu.workflow.context import EpisodeScope
 
 if TYPE_CHECKING:

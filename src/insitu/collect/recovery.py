@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
-from insitu.wire.http_format import parse_token_ids, sampled_tokens
+from insitu.wire.connection import sampled_tokens
+from insitu.wire.http_format import parse_token_ids
 
 logger = logging.getLogger(__name__)
 

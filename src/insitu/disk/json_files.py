@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 
 from insitu.disk.files import cannot_read, cannot_write, sync_descriptor, sync_path, write_file, writing
 from insitu.errors import InsituError
-from insitu.wire.json_values import json_form
+from insitu.wire.http_format import json_form
 from insitu.wire.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, Workf
 from insitu.gateway.programs import inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
-from insitu.wire.json_values import json_form
+from insitu.wire.http_format import json_form
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.conversion import convert
 from insitu.workflow.functions import FunctionInfo, register_function

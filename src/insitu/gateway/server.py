@@ -29,7 +29,7 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.recorder import CHAT
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
-from insitu.gateway.dialects import DIALECTS, ChatTranslation, Dialect, MessagesTranslation, Translation
+from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.http_format import MALFORMED, authorization, http_url, split_userinfo
 from insitu.wire.http_server import listening, parse_body, read_body
@@ -191,18 +191,19 @@ class Gateway:
                 self._ended.popitem(last=False)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        dialect: Dialect = MessagesTranslation if "anthropic-version" in request.headers else ChatTranslation
+        headers = request.headers
+        dialect = next((each for each in dialects().values() if each.header in headers), ChatTranslation)
         endpoint = None
         try:
             endpoint = self._find_endpoint(request.match_info["key"])
             route = proxy.parse_route(request)
-            dialect = DIALECTS.get(route.text, dialect)
-            if "websocket" in request.headers.get("Upgrade", "").lower():
+            dialect = dialects().get(route.text, dialect)
+            if "websocket" in headers.get("Upgrade", "").lower():
                 raise RequestRefused("websockets are not supported; use POST", code="unsupported")
             body = await read_body(request, MAX_BODY)
-            if request.method != "POST" or route.text not in DIALECTS:
+            if request.method != "POST" or route.text not in dialects():
                 return await self._forward(request, route, body)
-            encoding = request.headers.get("Content-Encoding", "")
+            encoding = headers.get("Content-Encoding", "")
             data = await parse_body(partial(proxy.parse_request, encoding=encoding), body)
             self._find_endpoint(endpoint.key)  # the episode may have ended since
             llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)

@@ -14,7 +14,7 @@ import orjson
 from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects import DIALECTS, StreamTranslator, Translation
+from insitu.gateway.dialects import StreamTranslator, Translation, dialects
 from insitu.wire.http_format import authorization, split_userinfo
 from insitu.workflow.llms import ModelClient
 
@@ -69,7 +69,7 @@ class _TranslatingTransport:
 
     def _translate(self, request: Any, content: bytes) -> Any:
         """The _Call of a request, or an error response if the request cannot be translated."""
-        dialect = next((d for route, d in DIALECTS.items() if request.url.path.endswith(f"/{route}")), None)
+        dialect = next((d for route, d in dialects().items() if request.url.path.endswith(f"/{route}")), None)
         if request.method != "POST" or dialect is None:
             return _Call(request)
         ledger = current_call_site.get().ledger

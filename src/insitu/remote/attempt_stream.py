@@ -25,9 +25,8 @@ from insitu.errors import RequestRefused, describe_error
 from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy, line, result_line
 from insitu.remote.client import HEARTBEAT_SECONDS
 from insitu.remote.hosted import HostedWorkflow
-from insitu.wire.http_format import error_body
+from insitu.wire.http_format import decode, error_body
 from insitu.wire.http_server import parse_body, parse_json, validation_refusal
-from insitu.wire.json_values import decode
 from insitu.wire.redaction import redact
 
 _BLOCKED_SECONDS = 1.0

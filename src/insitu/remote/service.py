@@ -34,7 +34,7 @@ from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import http_url
+from insitu.wire.http_format import decode, encode, http_url
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -45,7 +45,6 @@ from insitu.wire.http_server import (
     parse_json,
     read_body,
 )
-from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
 

@@ -10,13 +10,14 @@ await connection.retry("GET /v1/train/jobs/j1", state)
 """
 
 import asyncio
+import json
 import logging
 import math
 import random
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ import aiohttp
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.wire.http_format import MALFORMED, error_message
+from insitu.wire.http_format import DONE, MALFORMED, error_message, parse_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -226,14 +227,16 @@ class Connection:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(headers=self._headers, connector=self._connector())
         silence = self._read_timeout if read_timeout is None else read_timeout
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=_finite(silence))
-        upload = _Upload(data, silence)  # aiohttp limits the time between reads, not that between writes
+        seconds = None if math.isinf(silence) else silence
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=seconds)
+        headers = headers or {}
+        body: bytes | AsyncIterator[bytes] | None = data
         try:
-            async with upload.limit:
-                response = await self._session.request(
-                    method, url, data=upload.body(), headers={**(headers or {}), **upload.headers}, timeout=limits
-                )
-                upload.ended = True
+            async with asyncio.timeout(seconds) as limit:  # of the time between writes, which aiohttp does not limit
+                if data is not None and len(data) > _CHUNK_BYTES:
+                    headers = {**headers, "Content-Length": str(len(data))}
+                    body = _chunks(data, limit, seconds)
+                response = await self._session.request(method, url, data=body, headers=headers, timeout=limits)
             async with response:
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
@@ -293,28 +296,55 @@ class Connection:
         return BackendUnavailable(f"no answer from {self.server}: {problem}")
 
 
-class _Upload:
-    """A request body whose `limit` expires `silence` seconds after the server last took a part of it."""
-
-    def __init__(self, data: bytes | None, silence: float) -> None:
-        self._data = data
-        self._silence = silence
-        self._loop = asyncio.get_running_loop()
-        self.limit = asyncio.timeout(_finite(silence))
-        self.ended = False
-        self._is_large = data is not None and len(data) > _CHUNK_BYTES
-        self.headers = {"Content-Length": str(len(data))} if data is not None and self._is_large else {}
-
-    def body(self) -> bytes | AsyncIterator[bytes] | None:
-        return self._chunks() if self._is_large else self._data
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        assert self._data is not None
-        for start in range(0, len(self._data), _CHUNK_BYTES):
-            if not self.ended and _finite(self._silence) is not None:
-                self.limit.reschedule(self._loop.time() + self._silence)
-            yield self._data[start : start + _CHUNK_BYTES]
+async def _chunks(data: bytes, limit: asyncio.Timeout, seconds: float | None) -> AsyncIterator[bytes]:
+    """Parts of a request body; `limit` expires `seconds` after the server last took one."""
+    loop = asyncio.get_running_loop()
+    for start in range(0, len(data), _CHUNK_BYTES):
+        if seconds is not None:
+            with suppress(RuntimeError):  # the response has begun, and the limit has ended
+                limit.reschedule(loop.time() + seconds)
+        yield data[start : start + _CHUNK_BYTES]
 
 
-def _finite(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds
+def event_data(line: bytes) -> bytes | None:
+    """The payload of a `data:` line of an event stream; None for any other line."""
+    return line[5:].strip() if line.startswith(b"data:") else None
+
+
+def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
+    """Splits a stream into the JSON of its complete events, one line of data each, and the incomplete rest."""
+    *lines, rest = buffer.split(b"\n")
+    payloads = map(event_data, lines)
+    return [orjson.loads(data) for data in payloads if data is not None and data != DONE], rest
+
+
+def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
+    """The tokens and their logprobs in `logprobs` of a choice: of a chat (`content`) or of a text (`tokens`)."""
+    if not isinstance(logprobs, dict):
+        return [], None
+    if (entries := logprobs.get("content")) is None:
+        return logprobs.get("tokens") or [], logprobs.get("token_logprobs")
+    return [entry.get("token") for entry in entries], [entry["logprob"] for entry in entries]
+
+
+def choice_tokens(choice: dict[str, Any]) -> tuple[list[int] | None, list[float] | None]:
+    """The ids of the sampled tokens, which may be written in the logprobs instead, and their logprobs.
+
+    The logprobs of a completion without tokens, which may be null, are empty.
+    """
+    tokens, logprobs = sampled_tokens(choice.get("logprobs"))
+    token_ids = choice.get("token_ids")
+    if token_ids is None:
+        return parse_token_ids(tokens), logprobs
+    return token_ids, [] if logprobs is None and token_ids == [] else logprobs
+
+
+def parse_lenient_json(data: bytes) -> Any:
+    """Accepts NaN and Infinity, which servers in Python may write; raises ValueError if it is not JSON."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error

@@ -1,8 +1,7 @@
-"""HTTP formats used on both sides of the wire: URLs, server-sent events, OpenAI error bodies, tokens of a choice.
+"""Formats used on both sides of the wire: URLs, OpenAI's error bodies, token ids, and JSON of any value.
 
-data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}                       an event of a stream
 {"error": {"message": "...", "type": "not_found_error", "param": null, "code": null}}        an error body
-{"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": -0.1}]}}  tokens of a choice
+{"token": "token_id:7", "logprob": -0.1}                                                     a token id in logprobs
 """
 
 import base64
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import orjson
+from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
@@ -51,18 +51,6 @@ def format_event(data: bytes, event: str | None = None) -> bytes:
     return head + b"data: " + data + b"\n\n"
 
 
-def event_data(line: bytes) -> bytes | None:
-    """The payload of a `data:` line of an event stream; None for any other line."""
-    return line[5:].strip() if line.startswith(b"data:") else None
-
-
-def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
-    """Splits a stream into the JSON of its complete events, one line of data each, and the incomplete rest."""
-    *lines, rest = buffer.split(b"\n")
-    payloads = (event_data(line) for line in lines)
-    return [orjson.loads(data) for data in payloads if data is not None and data != DONE], rest
-
-
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's API reports it."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -85,20 +73,8 @@ def error_param(content: bytes) -> str | None:
     return param if isinstance(param, str) and param else None
 
 
-def parse_lenient_json(data: bytes) -> Any:
-    """Accepts NaN and Infinity, which servers in Python may write; raises ValueError if it is not JSON."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return json.loads(data)
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
-
-
-def format_token_id(token_id: int) -> str:
-    """A token in logprobs, as vLLM writes it with `return_tokens_as_token_ids`."""
-    return f"{_TOKEN_ID}{token_id}"
+format_token_id = f"{_TOKEN_ID}{{}}".format
+"""Writes a token in logprobs as vLLM does with `return_tokens_as_token_ids`."""
 
 
 def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
@@ -110,42 +86,6 @@ def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
             return None
         ids.append(int(number))
     return ids or None
-
-
-def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
-    """`logprobs` of a choice of a chat, as OpenAI's API returns them."""
-    entries = zip(tokens, logprobs, strict=True)
-    content: list[dict[str, Any]] = [
-        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []} for token, logprob in entries
-    ]
-    return {"content": content, "refusal": None}
-
-
-def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
-    """The tokens and their logprobs in `logprobs` of a choice: of a chat (`content`) or of a text (`tokens`)."""
-    if not isinstance(logprobs, dict):
-        return [], None
-    entries = logprobs.get("content")
-    tokens = [entry.get("token") for entry in entries] if entries is not None else logprobs.get("tokens") or []
-    return tokens, _logprobs(logprobs)
-
-
-def _logprobs(logprobs: dict[str, Any]) -> list[float] | None:
-    entries = logprobs.get("content")
-    return logprobs.get("token_logprobs") if entries is None else [entry["logprob"] for entry in entries]
-
-
-def choice_token_ids(choice: dict[str, Any]) -> list[int] | None:
-    """The sampled token ids: `token_ids`, or else those written in the logprobs."""
-    ids: list[int] | None = choice.get("token_ids")
-    return ids if ids is not None else parse_token_ids(sampled_tokens(choice.get("logprobs"))[0])
-
-
-def choice_logprobs(choice: dict[str, Any]) -> list[float] | None:
-    """The logprobs of the sampled tokens; empty for a completion without tokens, whose `logprobs` may be null."""
-    fields = choice.get("logprobs")
-    logprobs = _logprobs(fields) if isinstance(fields, dict) else None
-    return [] if logprobs is None and choice.get("token_ids") == [] else logprobs
 
 
 @contextmanager
@@ -161,3 +101,47 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def json_form(value: Any) -> Any:
+    """A JSON form for other objects: numbers and lists for those of numpy and torch, else text."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+    except Exception:  # a workflow's object may raise anything
+        return f"<{type(value).__name__} object>"
+
+
+JSON_OPTIONS: dict[str, Any] = {"fallback": json_form, "bytes_mode": "base64", "serialize_as_any": True}
+"""serialize_as_any keeps fields that a subclass adds to the declared model, such as LangChain's tool calls."""
+
+
+def to_jsonable(value: Any) -> Any:
+    """Converts a value to plain JSON types; objects without a JSON form become text."""
+    return to_jsonable_python(value, **JSON_OPTIONS)
+
+
+def encode(value: Any) -> bytes:
+    """JSON of any value a workflow may return; raises ValueError if it is nested too deeply."""
+    try:
+        return to_json(value, inf_nan_mode="constants", **JSON_OPTIONS)
+    except (PydanticSerializationError, UnicodeEncodeError):  # lone surrogates are escaped
+        try:
+            return json.dumps(to_jsonable(value)).encode()
+        except UnicodeEncodeError:  # in a key
+            return json.dumps(value, default=json_form).encode()
+
+
+def decode(text: bytes) -> Any:
+    try:
+        return from_json(text)
+    except ValueError:  # lone surrogates again, or not JSON
+        return json.loads(text)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text, as JSON may hold it, cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

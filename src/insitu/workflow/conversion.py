@@ -10,7 +10,7 @@ from typing import Any, Union
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, create_model
 from pydantic_core import to_json
 
-from insitu.wire.json_values import json_form
+from insitu.wire.http_format import json_form
 
 
 @dataclass(frozen=True)

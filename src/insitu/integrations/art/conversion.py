@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from insitu.collect.conversations import Turn, conversations
+from insitu.collect.conversations import Turn, chat_logprobs, conversations
 from insitu.collect.recovery import item_message, item_tokens, recover_calls, untrainable_reason
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
-from insitu.wire.http_format import chat_logprobs, format_token_id
+from insitu.wire.http_format import format_token_id
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 

@@ -25,8 +25,8 @@ from insitu.errors import (
 )
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum
-from insitu.wire.connection import is_transient, retry_after
-from insitu.wire.http_format import error_message, parse_lenient_json
+from insitu.wire.connection import is_transient, parse_lenient_json, retry_after
+from insitu.wire.http_format import error_message
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from insitu.integrations.nat.parser_common import (
 )
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.wire.json_values import to_jsonable
+from insitu.wire.http_format import to_jsonable
 
 logger = logging.getLogger(__name__)
 

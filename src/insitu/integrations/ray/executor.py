@@ -19,7 +19,7 @@ from insitu.remote.attempt_records import Counts, ServedPolicy
 from insitu.remote.client import ServiceLost, ServiceSession
 from insitu.remote.executor import RemoteExecutor, has_policy_llms
 from insitu.remote.pool import RemoteService, ServicePool
-from insitu.wire.json_values import encode
+from insitu.wire.http_format import encode
 
 _CLOSE_SECONDS = 12.0
 _MOST_FAILED_STARTS = 3

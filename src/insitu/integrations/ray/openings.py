@@ -14,7 +14,7 @@ from insitu.errors import ConfigError
 from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.wire.http_access import is_loopback_address
-from insitu.wire.json_values import encode
+from insitu.wire.http_format import encode
 
 
 class Target(BaseModel):

@@ -21,8 +21,8 @@ from insitu.backend.inference.sampler import (
     WeightVersion,
 )
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
-from insitu.wire.connection import Connection, is_transient, retry_after
-from insitu.wire.http_format import MALFORMED, event_data
+from insitu.wire.connection import Connection, event_data, is_transient, retry_after
+from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import redact
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,7 @@ from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, gzip_job
-from insitu.wire.connection import Connection, response_error
-from insitu.wire.http_format import event_data
+from insitu.wire.connection import Connection, event_data, response_error
 
 logger = logging.getLogger(__name__)
 

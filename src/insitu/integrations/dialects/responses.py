@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, join_text, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")

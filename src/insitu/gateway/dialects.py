@@ -1,14 +1,20 @@
-"""The interface of a dialect, its implementations for OpenAI's completions, and helpers for the others."""
+"""The APIs that agents use, each translated to the completions that model servers offer.
+
+OpenAI's completions are here; other dialects are entry points of `insitu.dialects`, named by their route below `/v1`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import orjson
 
 from insitu.capture.recorder import CHAT, TEXT
-from insitu.errors import RequestRefused
-from insitu.wire.http_format import error_body, error_message, format_event, parse_events
+from insitu.errors import PluginError, RequestRefused
+from insitu.schemas.parts import load_named, names
+from insitu.wire.connection import parse_events
+from insitu.wire.http_format import error_body, error_message, format_event
 
 
 class Translation(ABC):
@@ -22,6 +28,8 @@ class Translation(ABC):
     """Route of `request` below `/v1`."""
     verbatim = False
     """Whether responses pass through unchanged: the agent and the server use the same API."""
+    header: ClassVar[str | None] = None
+    """A header that clients of the dialect send with every request, also to routes without a dialect."""
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
         self.request = request
@@ -74,6 +82,31 @@ class TextTranslation(ChatTranslation):
     """OpenAI's text completions."""
 
     route = TEXT
+
+
+Dialect = type[Translation]
+
+
+@cache
+def dialects() -> dict[str, Dialect]:
+    """By route below `/v1`; a dialect that cannot be imported refuses its requests."""
+    installed = {route: _load(route) for route in names("dialects")}
+    return {CHAT: ChatTranslation, TEXT: TextTranslation, **installed}
+
+
+def _load(route: str) -> Dialect:
+    try:
+        dialect: Any = load_named("dialects", route)
+    except PluginError as error:
+        problem = f"this installation of insitu cannot translate requests to {route}: {error}"
+        allowed = f"{problem}; available: {CHAT}, {TEXT}"
+
+        class NotInstalled(ChatTranslation):
+            def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+                raise RequestRefused(allowed, status=501, code="unsupported")
+
+        return NotInstalled
+    return dialect  # type: ignore[no-any-return]
 
 
 class StreamTranslator:

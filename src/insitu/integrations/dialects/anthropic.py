@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from insitu.gateway.dialects.base import Translation, join_text, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, join_text, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
@@ -96,6 +96,8 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
 
 class MessagesTranslation(Translation):
     """`memory` maps the id of each tool call to its arguments exactly as the model wrote them."""
+
+    header = "anthropic-version"
 
     def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
         refuse_unsupported(request, _KNOWN, _NEUTRAL)
