@@ -18,8 +18,8 @@ import yaml
 from factories import read_lines
 from tiny_backend import Served
 
-from insitu.runs.inspection import TrainingStatus
-from insitu.runs.recorded import Selection
+from insitu.runs.episodes import Selection
+from insitu.runs.index_database import TrainingStatus
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 

@@ -15,9 +15,9 @@ import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
 from processes import HANGS, Process, forked_python, run_project, serving, start_project
 
+from insitu.runs.episodes import Selection
 from insitu.runs.files import INDEX
-from insitu.runs.inspection import TrainingStatus
-from insitu.runs.recorded import Selection
+from insitu.runs.index_database import TrainingStatus
 
 
 @pytest.fixture

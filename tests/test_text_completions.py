@@ -22,7 +22,7 @@ from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import conversations
 from insitu.errors import CaptureError
 from insitu.integrations.nat.base_parser import parse_to_openai_messages
-from insitu.runs.recorded import Selection
+from insitu.runs.episodes import Selection
 from insitu.runs.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect

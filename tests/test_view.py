@@ -24,7 +24,7 @@ from test_inspection import Run, call, episode, failed, user
 from insitu.backend.model import load_model
 from insitu.runs.files import INDEX
 from insitu.runs.records import RunProgress
-from insitu.view.opened import OpenedFolder
+from insitu.view.run_pages import OpenedFolder
 from insitu.view.server import HEADERS, ViewServer
 from insitu.wire.http_access import AccessPolicy
 

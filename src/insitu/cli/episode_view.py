@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import click
 
 from insitu.collect.conversations import conversations
-from insitu.runs.inspection import RecordedEpisode, TrainingStatus, token_texts
+from insitu.runs.episodes import RecordedEpisode, token_texts
+from insitu.runs.index_database import TrainingStatus
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
 _TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)

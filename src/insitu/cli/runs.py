@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
     found.sort(key=lambda summary: summary.written or "", reverse=True)
     if as_json:
         for summary in found:
-            _print_json(summary.as_json())
+            _print_json(asdict(summary))
     elif found:
         _print_list(found)
     else:
@@ -108,7 +109,7 @@ def show(run_dir: Path, as_json: bool) -> None:
 
     details = read_details(run_dir)
     if as_json:
-        _print_json(details.as_json())
+        _print_json(asdict(details))
     else:
         _print_details(details)
 

@@ -65,8 +65,7 @@ def show(
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.cli.episode_view import View, print_episode, print_list
     from insitu.errors import ConfigError
-    from insitu.runs.inspection import load_decoder
-    from insitu.runs.recorded import SORT_KEYS, Selection, select
+    from insitu.runs.episodes import SORT_KEYS, Selection, load_decoder, select
 
     selection = Selection(run_dir)
     found = select(selection.find(**identity), outcome, min_reward)

@@ -23,7 +23,7 @@ def command(folder: Path | None, host: str, port: int, access: "AccessPolicy") -
     Without FOLDER: the runs in runs/ and .tmp/ of the working directory.
     """
     from insitu.collect.event_loop import run_async
-    from insitu.view.opened import OpenedFolder
+    from insitu.view.run_pages import OpenedFolder
     from insitu.view.server import ViewServer
 
     server = ViewServer(OpenedFolder(folder), access)

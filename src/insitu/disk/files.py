@@ -43,7 +43,15 @@ def cannot_write(path: Path, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be written: {error.strerror or error}")
 
 
-def cannot_read(path: Path, error: OSError) -> InsituError:
+def file_size(path: Path) -> int:
+    """In bytes; 0 if there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def cannot_read(path: Path | str, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be read: {error.strerror}")
 
 

@@ -101,6 +101,16 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return _as_object(f"{path}, line {number}", line)
 
 
+def read_line_at(path: Path, number: int, place: "Block") -> dict[str, Any]:
+    """The JSON object in the line with this number, which was at this place. Raises InsituError."""
+    try:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            return read_line(path, number, file.read(place.size))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
 def _as_object(where: str, data: bytes) -> dict[str, Any]:
     try:
         value = load_json(data)

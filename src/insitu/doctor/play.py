@@ -21,8 +21,8 @@ from insitu.doctor.evidence import Evidence, Rescored
 from insitu.doctor.plan import Plan
 from insitu.doctor.prefixes import Decoder
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
+from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS
-from insitu.runs.inspection import load_decoder
 from insitu.runs.records import new_run_id
 from insitu.schemas.episodes import Episode, Outcome
 from insitu.schemas.evaluation import EvalInputItem

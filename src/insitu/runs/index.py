@@ -17,19 +17,27 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from insitu.disk.json_files import AppendedLines, Block, FileReplaced, Line, read_block, read_line, shorter_than_written
+from insitu.disk.files import cannot_read, file_size
+from insitu.disk.json_files import (
+    AppendedLines,
+    Block,
+    FileReplaced,
+    Line,
+    read_block,
+    read_line,
+    read_line_at,
+    shorter_than_written,
+)
 from insitu.errors import InsituError
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
 from insitu.runs.index_database import IndexDatabase, Outdated, Values
-from insitu.runs.inspection import TrainingStatus
-from insitu.runs.reader import RunReader, StoredGroup
-from insitu.schemas.episodes import FORMAT_VERSION
+from insitu.runs.records import StoredGroup, format_problem
 
 _BATCH = 100
 """Groups or lines that are indexed before others may read the index."""
 _PAUSE = 0.05
 """Seconds that a group or a batch of lines waits for requests to be answered."""
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_DAMAGES = (InsituError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
 
 _STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
@@ -50,14 +58,14 @@ class Indexed(NamedTuple):
     of: int
 
 
-class RunIndex:
+class RunIndex(IndexDatabase):
     """The index of a run. Any thread may call it; one `refresh` runs at a time.
 
     With `temporary` false, raises sqlite3.Error or OSError if there can be none in the run's directory.
     """
 
     def __init__(self, run: Path, *, temporary: bool = True) -> None:
-        self.files = RunReader(run)
+        self.run = run
         self.groups_known = threading.Event()
         """Set when all groups have been read once; their episodes are read after them."""
         self._requests = 0
@@ -65,33 +73,22 @@ class RunIndex:
         self._no_requests.set()
         self._refreshing = threading.Lock()
         self._closed = False
-        self._complete = False
         self._notes: list[tuple[str, str]] = []
         """Problems that are not in the database yet."""
-        self._database = IndexDatabase(run, self._status, temporary=temporary)
+        super().__init__(run, temporary=temporary)
 
     def close(self) -> None:
-        """Ends a refresh that is running."""
+        """Ends a refresh that is running. What was written survives a power failure from now on."""
         self._closed = True
         self.groups_known.set()
         with self._refreshing:
-            self._database.close()
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Changes whenever the content does."""
-        return self._database.version
+            super().close()
 
     @property
     def indexed(self) -> Indexed:
         [row] = self.select("SELECT count(*) FILTER (WHERE state > 0) AS read, count(*) AS of FROM groups")
-        read = row["read"] if self._complete else min(row["read"], row["of"] - 1)  # advantages come after all groups
+        read = row["read"] if self.complete else min(row["read"], row["of"] - 1)  # advantages come after all groups
         return Indexed(max(read, 0), row["of"])
-
-    @property
-    def complete(self) -> bool:
-        """Whether all files have been read once."""
-        return self._complete
 
     @property
     def problems(self) -> list[str]:
@@ -113,9 +110,6 @@ class RunIndex:
             if not self._requests:
                 self._no_requests.set()
 
-    def select(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
-        return self._database.select(query, values)
-
     def refresh(self) -> None:
         """Indexes what the files hold by now."""
         with self._refreshing:
@@ -125,8 +119,7 @@ class RunIndex:
                 try:
                     if replaced:
                         self.reset()
-                    if not self._database.check():
-                        self._complete = False
+                    self.complete = self.check() and self.complete
                     replaced = False
                     self._read_files()
                 except Outdated:  # by a process that does the same
@@ -134,19 +127,15 @@ class RunIndex:
                 except FileReplaced:
                     replaced = True
                 except sqlite3.DatabaseError as error:
-                    self._database.replace(error)
+                    self.replace(error)
                 else:
                     return
-
-    def reset(self) -> None:
-        """Forgets what the files held, as they were cut or replaced."""
-        self._database.reset()
 
     def _read_files(self) -> None:
         """Reads the files in the reverse order of their writing, so that what a line refers to is read as well."""
         try:
             self._insert(METRICS, _epoch, _ADD_EPOCH)
-            advantages = self.files.size(ADVANTAGES)  # those after it may be of groups that are not read this time
+            advantages = file_size(self.run / ADVANTAGES)  # those after it may be of groups that are not read this time
             self._insert(GROUPS, _group, _ADD_GROUP)
             self.groups_known.set()
             self._retry_short_groups()
@@ -155,64 +144,49 @@ class RunIndex:
             self._forget(_UNREADABLE)
         except OSError as error:
             self._forget(_UNREADABLE)
-            self._note(_UNREADABLE, f"{error.filename} cannot be read: {error.strerror}")
+            self._note(_UNREADABLE, str(cannot_read(error.filename, error)))
             self._write_notes()
             self.groups_known.set()
-        self._complete = not self._closed
+        self.complete = not self._closed
 
     def _insert(
         self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str, end: int | None = None
     ) -> None:
         """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
+        path = self.run / name
         while not self._closed:
-            before = self._database.position(name)
-            lines = AppendedLines(self.files.folder / name, before)
+            before = self.position(name)
+            lines = AppendedLines(path, before)
             batch = [*islice(lines.read(end), _BATCH)]
             if not batch:
                 return
             self._no_requests.wait(_PAUSE)
-            if batch[0].number == 1 and name != METRICS and not self._has_format(name, batch.pop(0)):
-                return
-            values = [found for line in batch if (found := self._read_line(name, line, read)) is not None]
-            with self._database.changing():
-                self._database.move(name, before, lines.position)
+            values: list[Values] = []
+            for line in batch:
+                try:
+                    record = read_line(path, line.number, line.content)
+                    if line.number > 1 or name == METRICS:
+                        values.append(read(record, line))
+                    elif problem := format_problem(record):
+                        self.execute("INSERT OR IGNORE INTO problems VALUES (?, ?, 1)", (name, f"{path} {problem}"))
+                        return
+                except _DAMAGES as error:
+                    self._note_damage(name, f"line {line.number}", error)
+            with self.changing():
+                self.move(name, before, lines.position)
                 self._execute(name, statement, values)
                 self._write_notes()
 
-    def _has_format(self, name: str, first: Line) -> bool:
-        """Whether the file of this first line can be read; a damaged line is noted."""
-        path = self.files.folder / name
-        try:
-            header = read_line(path, first.number, first.content)
-        except InsituError as error:
-            self._note(name, str(error))
-            return True
-        if header != {"format": FORMAT_VERSION}:
-            problem = f"{path} has format {header.get('format', 'unknown')}; supported: {FORMAT_VERSION}"
-            self._database.execute("INSERT OR IGNORE INTO problems VALUES (?, ?, 1)", (name, problem))
-            return False
-        return True
-
-    def _read_line(self, name: str, line: Line, read: Callable[[dict[str, Any], Line], Values]) -> Values | None:
-        path = self.files.folder / name
-        try:
-            return read(read_line(path, line.number, line.content), line)
-        except InsituError as error:
-            self._note(name, str(error))
-        except _MALFORMED as error:
-            self._note(name, f"{path}, line {line.number} has another form: {error!r}")
-        return None
-
     def _execute(self, name: str, statement: str, values: list[Values]) -> None:
         """Values that a database cannot hold are noted and left out."""
-        self._database.execute("SAVEPOINT all_values")
+        self.execute("SAVEPOINT all_values")
         try:
-            self._database.executemany(statement, values)
+            self.executemany(statement, values)
         except _NOT_STORABLE as error:
             if len(values) == 1:
-                self._note(name, f"{self.files.folder / name} has a record of another form: {error}")
+                self._note(name, f"{self.run / name} has a record of another form: {error}")
                 return
-            self._database.execute("ROLLBACK TO all_values")
+            self.execute("ROLLBACK TO all_values")
             for each in values:
                 self._execute(name, statement, [each])
 
@@ -222,12 +196,12 @@ class RunIndex:
             self._forget(_MISSING)
             return
         enough = "state = ? AND episodes_offset + episodes_size <= ?"
-        size = self.files.size(EPISODES)
+        size = file_size(self.run / EPISODES)
         if self.select(f"SELECT 1 FROM groups WHERE {enough} LIMIT 1", (_SHORT, size)):
-            with self._database.changing():
-                self._database.execute(f"UPDATE groups SET state = ? WHERE {enough}", (_TO_READ, _SHORT, size))
+            with self.changing():
+                self.execute(f"UPDATE groups SET state = ? WHERE {enough}", (_TO_READ, _SHORT, size))
                 # the advantages of their episodes have been read already
-                self._database.execute("DELETE FROM files WHERE name = ?", (ADVANTAGES,))
+                self.execute("DELETE FROM files WHERE name = ?", (ADVANTAGES,))
 
     def _read_episodes(self) -> None:
         while not self._closed:
@@ -235,9 +209,9 @@ class RunIndex:
             if not groups:
                 return
             read = [(group, *self._read_group(group)) for group in groups]
-            with self._database.changing():
+            with self.changing():
                 states = [(state, group["id"]) for group, state, _ in read]
-                changed = self._database.executemany("UPDATE groups SET state = ? WHERE id = ? AND state = 0", states)
+                changed = self.executemany("UPDATE groups SET state = ? WHERE id = ? AND state = 0", states)
                 if changed.rowcount != len(states):
                     raise Outdated
                 episodes = [values for _, _, found in read for values in found]
@@ -247,44 +221,37 @@ class RunIndex:
     def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
         """The state of a group, and what the index holds of its episodes."""
         self._no_requests.wait(_PAUSE)
-        path, block = self.files.folder / EPISODES, stored_group(group).episodes
-        if (size := self.files.size(EPISODES)) < block.end:
+        path, block = self.run / EPISODES, stored_group(group).episodes
+        if (size := file_size(self.run / EPISODES)) < block.end:
             self._note(_MISSING, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
             members = set(self.line(GROUPS, group)["episodes"])
             records = read_block(path, block)
             return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
-        except InsituError as error:
-            self._note(EPISODES, str(error))
-        except _MALFORMED as error:
-            self._note(EPISODES, f"{path}, {block} has another form: {error!r}")
+        except _DAMAGES as error:
+            self._note_damage(EPISODES, str(block), error)
         return _DAMAGED, []
 
     def line(self, name: str, row: sqlite3.Row) -> dict[str, Any]:
         """The record of the line that a row of the index names. Raises InsituError if it is no longer there."""
-        return self.files.line_at(name, row["line_offset"], row["line_size"], row["number"])
+        return read_line_at(self.run / name, row["number"], Block(row["line_offset"], row["line_size"]))
+
+    def _note_damage(self, name: str, where: str, error: Exception) -> None:
+        unknown = f"{self.run / name}, {where} has another form: {error!r}"
+        self._note(name, str(error) if isinstance(error, InsituError) else unknown)
 
     def _note(self, name: str, problem: str) -> None:
         self._notes.append((name, problem))
 
     def _write_notes(self) -> None:
         statement = "INSERT INTO problems VALUES (?, ?, 1) ON CONFLICT (name) DO UPDATE SET count = count + 1"
-        self._database.executemany(statement, self._notes)
+        self.executemany(statement, self._notes)
         self._notes.clear()
 
     def _forget(self, name: str) -> None:
         if self.select("SELECT 1 FROM problems WHERE name = ?", (name,)):
-            self._database.execute("DELETE FROM problems WHERE name = ?", (name,))
-
-    def _status(self, dropped: int, epoch_is_over: int, job: str | None, trained: int | None, sent: int) -> str | None:
-        if trained is None and not self._complete and not dropped and epoch_is_over and job == "completed":
-            return None
-        return str(
-            TrainingStatus.of(
-                dropped=bool(dropped), epoch_is_over=bool(epoch_is_over), job=job, trained=trained or 0, sent=bool(sent)
-            )
-        )
+            self.execute("DELETE FROM problems WHERE name = ?", (name,))
 
 
 def _group(record: dict[str, Any], line: Line) -> Values:

@@ -8,8 +8,9 @@ a damaged one, one of another folder or version, one that was not closed before 
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,51 @@ CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, job TEXT);
 """
 
 
+class TrainingStatus(StrEnum):
+    """Whether an episode was trained."""
+
+    TRAINED = "trained"
+    SENT = "sent"
+    """Trained on a server that computes the advantages itself."""
+    DROPPED = "dropped"
+    PENDING = "not trained yet"
+    """Its epoch is still running, or was when the run was interrupted."""
+    JOB_FAILED = "job failed"
+    UNKNOWN = "not recorded"
+    """Its epoch is complete, but the run has no record of its advantages."""
+
+    @classmethod
+    def of(cls, *, dropped: bool, epoch_is_over: bool, job: str | None, trained: int, sent: bool) -> "TrainingStatus":
+        """The status of an episode from the `job` of its epoch and the number of its `trained` calls.
+
+        `sent`: without advantages.
+        """
+        if dropped:
+            return cls.DROPPED
+        if not epoch_is_over:
+            return cls.PENDING
+        if job != "completed":
+            return cls.JOB_FAILED
+        if not trained:
+            return cls.UNKNOWN
+        return cls.SENT if sent else cls.TRAINED
+
+
 class Outdated(Exception):
     """Another process has changed the index meanwhile."""
 
 
 class IndexDatabase:
-    """The tables of an index. Any thread may use it. `status` is a function of five values for queries.
+    """The tables of an index. Any thread may use it.
 
     With `temporary` false, raises sqlite3.Error or OSError if there can be none in the run's directory.
     """
 
-    def __init__(self, run: Path, status: Callable[..., Any], *, temporary: bool = True) -> None:
+    def __init__(self, run: Path, *, temporary: bool = True) -> None:
         self._path = run.resolve() / INDEX
-        self._status = status
         self._temporary = temporary
+        self.complete = False
+        """Whether all files have been read once."""
         self._inode = 0
         """That of the file, 0 if the database is temporary."""
         self._lock = threading.RLock()
@@ -79,6 +111,14 @@ class IndexDatabase:
         with self._lock:
             [row] = self._database.execute("PRAGMA data_version").fetchone()
             return self._opened, self._changes, int(row)
+
+    def _status(self, dropped: int, is_over: int, job: str | None, trained: int | None, sent: int) -> str | None:
+        """The function `status` of queries."""
+        if trained is None and not self.complete and not dropped and is_over and job == "completed":
+            return None
+        return TrainingStatus.of(
+            dropped=bool(dropped), epoch_is_over=bool(is_over), job=job, trained=trained or 0, sent=bool(sent)
+        ).value
 
     def close(self) -> None:
         """What was written survives a power failure from now on."""
@@ -105,7 +145,8 @@ class IndexDatabase:
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                if not self._database.execute("UPDATE about SET boot = ? WHERE generation = ?", self._mark()).rowcount:
+                mark = (_boot(), self._generation)
+                if not self._database.execute("UPDATE about SET boot = ? WHERE generation = ?", mark).rowcount:
                     raise Outdated(self._path)
                 yield
                 self._database.execute("COMMIT")
@@ -113,10 +154,10 @@ class IndexDatabase:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
 
-    def execute(self, statement: str, values: Values = ()) -> sqlite3.Cursor:
+    def execute(self, statement: str, values: Values = ()) -> None:
         with self._lock:
             self._changes += 1
-            return self._database.execute(statement, values)
+            self._database.execute(statement, values)
 
     def executemany(self, statement: str, values: Sequence[Values]) -> sqlite3.Cursor:
         with self._lock:
@@ -140,12 +181,12 @@ class IndexDatabase:
             if self._inode and _inode(self._path) != self._inode:
                 self._database.close()
                 self._database = self._open()
-            before, self._checked = self._checked, (self._opened, self._read_generation())
-            self._generation = self._checked[1]
+            [self._generation] = self._database.execute("SELECT generation FROM about").fetchone()
+            before, self._checked = self._checked, (self._opened, self._generation)
             return before == self._checked
 
     def reset(self) -> None:
-        """Starts with nothing; other processes notice it."""
+        """Forgets what the files held, as they were cut or replaced; other processes notice it."""
         with self._lock:
             self._clear(self._database)
             self._changes += 1
@@ -168,7 +209,15 @@ class IndexDatabase:
     def _open(self) -> sqlite3.Connection:
         self._opened += 1
         try:
-            return self._open_file()
+            if locked_elsewhere(self._path.parent):
+                raise OSError("the run is in progress on another machine, which may not see the locks of this one")
+            try:
+                return self._open_file()
+            except sqlite3.OperationalError:  # no locks, no space, not writable
+                raise
+            except sqlite3.DatabaseError as error:
+                self._delete(error)
+                return self._open_file()
         except (sqlite3.Error, OSError) as error:
             if not self._temporary:
                 raise
@@ -183,17 +232,6 @@ class IndexDatabase:
         return database
 
     def _open_file(self) -> sqlite3.Connection:
-        if locked_elsewhere(self._path.parent):
-            raise OSError("the run is in progress on another machine, which may not see the locks of this one")
-        try:
-            return self._check_file()
-        except sqlite3.OperationalError:  # no locks, no space, not writable
-            raise
-        except sqlite3.DatabaseError as error:
-            self._delete(error)
-            return self._check_file()
-
-    def _check_file(self) -> sqlite3.Connection:
         database = self._connect(str(self._path))
         try:
             if database.execute("PRAGMA user_version").fetchone()[0] != _VERSION or self._is_stale(database):
@@ -243,13 +281,6 @@ class IndexDatabase:
         finally:
             if database.in_transaction:
                 database.execute("ROLLBACK")
-
-    def _read_generation(self) -> int:
-        [generation] = self._database.execute("SELECT generation FROM about").fetchone()
-        return int(generation)
-
-    def _mark(self) -> Values:
-        return _boot(), self._generation
 
 
 def _boot() -> str:

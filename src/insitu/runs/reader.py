@@ -1,7 +1,7 @@
 """The only reader of the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.disk.checkpoint_files import TrainingRecord, saved_checkpoints
+from insitu.disk.files import file_size
 from insitu.disk.json_files import (
     AppendedLines,
     Block,
@@ -25,7 +26,15 @@ from insitu.disk.json_files import (
 )
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
-from insitu.runs.records import EpochState, RunProgress, first_problem, restore_calls, restore_journaled
+from insitu.runs.records import (
+    EpochState,
+    RunProgress,
+    StoredGroup,
+    first_problem,
+    format_problem,
+    restore_calls,
+    restore_journaled,
+)
 from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
 
 T = TypeVar("T")
@@ -52,17 +61,6 @@ class Problems(list[str]):
             self.append(problem)
 
 
-class StoredGroup(NamedTuple):
-    """A group of a run, and where its lines are."""
-
-    epoch: int
-    row_id: str
-    size: int
-    """The number of its episodes, with those that were dropped."""
-    episodes: Block
-    calls: Block
-
-
 class RowScores(NamedTuple):
     """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
 
@@ -78,13 +76,6 @@ class RowScores(NamedTuple):
     def means(self) -> dict[str, float]:
         """The mean score of each row."""
         return {row: fmean(scores) for row, scores in self.scores.items()}
-
-
-class JournalSize(NamedTuple):
-    """The epoch that the episodes of a journal belong to, and their number."""
-
-    epoch: int
-    episodes: int
 
 
 class RunReader:
@@ -139,15 +130,15 @@ class RunReader:
             progress = RunProgress.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise ConfigError(f"{path} is not the progress of a run: {first_problem(error)}") from None
-        if progress.format != FORMAT_VERSION:
-            raise ConfigError(f"{path} has format {progress.format}; supported: {FORMAT_VERSION}")
+        if problem := format_problem({"format": progress.format}):
+            raise ConfigError(f"{path} {problem}")
         return progress
 
     def history(self, progress: RunProgress) -> dict[int, EpochState]:
         """The state after each complete epoch, from 0, as far as it was recorded; that after the last one always is."""
         path, end = self.folder / files.PROGRESS_HISTORY, progress.sizes.get(files.PROGRESS_HISTORY, 0)
         states: dict[int, EpochState] = {}
-        lines = self.follow(files.PROGRESS_HISTORY).read(end)  # those after it are of an epoch that is not complete
+        lines = AppendedLines(path).read(end)  # those after it are of an epoch that is not complete
         for line in lines:
             record = read_line(path, line.number, line.content)
             if "format" in record:
@@ -165,28 +156,28 @@ class RunReader:
         records = (record for _, record in self._numbered(files.JOURNAL))
         return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
 
-    def journal_size(self) -> JournalSize | None:
-        """Reads only the first episode, which belongs to the same epoch as the others; None if there is no episode."""
-        first: dict[str, Any] | None = None
+    def journal_size(self, epoch: int) -> int:
+        """How many episodes of an epoch are journaled. Reads only the first, as all are of the same epoch."""
         count = 0
-        for number, line in self._lines(files.JOURNAL):
+        for number, line in whole_lines(self.folder / files.JOURNAL):
             if number == 2:
                 first = read_line(self.folder / files.JOURNAL, number, line)
+                if first.get("episode", {}).get("epoch") != epoch:
+                    return 0
             count += number > 1
-        return JournalSize(first.get("episode", {}).get("epoch"), count) if first is not None else None
+        return count
 
     def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
         """The records of a file of lines, or only those with this text in one of their texts."""
         if containing:
-            yield from self._search(name, orjson.dumps(containing)[1:-1])
-            return
-        yield from (record for _, record in self._numbered(name))
+            return self._search(name, orjson.dumps(containing)[1:-1])
+        return (record for _, record in self._numbered(name))
 
     def readable(self, name: str, problems: Problems) -> list[dict[str, Any]]:
         """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
         path = self.folder / name
         records, damaged = [], []
-        lines: list[Line] = problems.attempt(lambda: [*self.follow(name).read()], [])
+        lines: list[Line] = problems.attempt(lambda: [*AppendedLines(path).read()], [])
         for line in lines:
             try:
                 records.append(read_line(path, line.number, line.content))
@@ -195,26 +186,6 @@ class RunReader:
         if damaged:
             problems.note(damaged[0] + f" (and {len(damaged) - 1} more damaged lines)" * (len(damaged) > 1))
         return [record for record in records if record.keys() != {"format"}]
-
-    def follow(self, name: str) -> AppendedLines:
-        """The lines of a file that were not read yet, each time it is asked."""
-        return AppendedLines(self.folder / name)
-
-    def line_at(self, name: str, offset: int, size: int, number: int) -> dict[str, Any]:
-        """The record of the line with this number, which was at this place."""
-        path = self.folder / name
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                return read_line(path, number, file.read(size))
-        except OSError as error:
-            raise InsituError(f"{path} cannot be read: {error.strerror}") from error
-
-    def size(self, name: str) -> int:
-        try:
-            return (self.folder / name).stat().st_size
-        except FileNotFoundError:
-            return 0
 
     def check_episodes(self) -> "RunReader":
         """Returns itself. Raises ConfigError unless the run has recorded episodes."""
@@ -239,7 +210,7 @@ class RunReader:
 
         Those at the end whose other lines were lost in a crash are left out and reported.
         """
-        sizes = {name: self.size(name) for name in files.BLOCKS}
+        sizes = {name: file_size(self.folder / name) for name in files.BLOCKS}
         for record in self.records(files.GROUPS):
             blocks = {name: Block(*record["blocks"][name]) for name in files.BLOCKS}
             for name, block in blocks.items():
@@ -289,22 +260,13 @@ class RunReader:
             return None
         return model if (model / "tokenizer.json").is_file() else None
 
-    def _lines(self, name: str) -> Iterator[tuple[int, bytes]]:
-        return whole_lines(self.folder / name)
-
     def _numbered(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        path = self.folder / name
-        for number, line in self._lines(name):
-            record = read_line(path, number, line)
+        for number, line in whole_lines(self.folder / name):
+            record = read_line(self.folder / name, number, line)
             if number > 1 or name in files.PLAIN_LINES:
                 yield number, record
-            else:
-                self._check_format(name, record)
-
-    def _check_format(self, name: str, header: Mapping[str, Any]) -> None:
-        if header != {"format": FORMAT_VERSION}:
-            version = header.get("format", "unknown")
-            raise ConfigError(f"{self.where}/{name} has format {version}; supported: {FORMAT_VERSION}")
+            elif problem := format_problem(record):
+                raise ConfigError(f"{self.where}/{name} {problem}")
 
     def _search(self, name: str, part: bytes) -> Iterator[dict[str, Any]]:
         """The records of the whole lines that contain a text, found without looking at each line."""

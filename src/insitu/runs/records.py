@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from insitu.algorithms.selection import CurriculumState
+from insitu.disk.json_files import Block
 from insitu.runs.files import PROGRESS_HISTORY
 from insitu.schemas.episodes import (
     FORMAT_VERSION,
@@ -150,6 +151,24 @@ def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
 
 def _tokens(call: ModelCall) -> list[int]:
     return (call.prompt_token_ids or []) + (call.token_ids or [])
+
+
+class StoredGroup(NamedTuple):
+    """A group of a run, and where its lines are."""
+
+    epoch: int
+    row_id: str
+    size: int
+    """The number of its episodes, with those that were dropped."""
+    episodes: Block
+    calls: Block
+
+
+def format_problem(header: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first line of a file, in words that follow the file's name; None if nothing is."""
+    if header == {"format": FORMAT_VERSION}:
+        return None
+    return f"has format {header.get('format', 'unknown')}; supported: {FORMAT_VERSION}"
 
 
 def new_run_id() -> str:

@@ -13,8 +13,8 @@ from insitu.builder import Builder
 from insitu.collect.datasets import dataset_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import CALLS
-from insitu.runs.reader import RunReader, StoredGroup
-from insitu.runs.records import restore_episode
+from insitu.runs.reader import RunReader
+from insitu.runs.records import StoredGroup, restore_episode
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 
 _LISTED = 5

@@ -3,12 +3,13 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from insitu.disk.checkpoint_files import OPTIMIZER_FILE
+from insitu.disk.files import file_size
 from insitu.disk.folder_lock import locked_by
 from insitu.disk.json_files import shorter_than_written
 from insitu.errors import ConfigError
@@ -44,9 +45,6 @@ class RunSummary:
     written: str | None = None
     problems: Problems = field(default_factory=Problems)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class RunDetails:
@@ -61,9 +59,6 @@ class RunDetails:
     best: dict[str, Any] | None
     files: dict[str, int]
     """Bytes by name; a folder of checkpoints or jobs is one entry."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
@@ -141,7 +136,7 @@ def _describe_validations(summary: RunSummary, validations: list[dict[str, Any]]
 
 def _damaged_sizes(files: RunReader, progress: RunProgress) -> Iterator[str]:
     for name, size in progress.sizes.items():
-        if (found := files.size(name)) < size:
+        if (found := file_size(files.folder / name)) < size:
             yield shorter_than_written(files.folder / name, found, size)
 
 
@@ -186,10 +181,9 @@ def _what_resume_does(files: RunReader, summary: RunSummary) -> str:
         return f"cannot continue: {damaged[0]}"
     if progress.phase is not None:
         return "has trained its pairs" if progress.jobs else f"continues with its pairs, which are {progress.phase}"
-    size = files.journal_size()
-    finished = f" with {size.episodes} finished episodes of epoch {size.epoch}" if size is not None else ""
-    if size is None or size.epoch != progress.epoch + 1:
-        finished = ""
+    following = progress.epoch + 1
+    count = files.journal_size(following)
+    finished = f" with {count} finished episodes of epoch {following}" if count else ""
     after = f"continues after epoch {progress.epoch}{finished}"
     if summary.epochs is not None and progress.epoch >= summary.epochs:
         after = f"has completed all {summary.epochs} epochs; continues after epoch {progress.epoch} if given more"

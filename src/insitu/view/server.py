@@ -21,12 +21,9 @@ from aiohttp import web
 from insitu.disk.json_files import dump_json
 from insitu.errors import InsituError, RequestRefused
 from insitu.schemas.episodes import ModelCall
-from insitu.view.indexes import IndexedRun, Indexes
-from insitu.view.lists import episode_query, group_query, number
-from insitu.view.opened import OpenedFolder
-from insitu.view.overview import Overview, one_run
-from insitu.view.scoring import Newest, Scorer
-from insitu.view.watcher import Watcher
+from insitu.view.episode_lists import IndexedRun, Indexes, number
+from insitu.view.run_pages import OpenedFolder, Watcher, one_run
+from insitu.view.token_scores import Newest, Scorer
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import format_event, http_url
 from insitu.wire.http_server import error_response, guard, listening
@@ -54,7 +51,6 @@ class ViewServer:
     def __init__(self, opened: OpenedFolder, access: AccessPolicy | None = None) -> None:
         self._opened = opened
         self._access = access or AccessPolicy()
-        self._overview = Overview(opened)
         self._watcher = Watcher(opened)
         self._indexes = Indexes()
         self._scorer = Scorer()
@@ -67,13 +63,8 @@ class ViewServer:
         for page in PAGES:
             app.router.add_get(page, _page)
         app.router.add_static("/static", STATIC)
-        app.router.add_get("/api/runs", self._runs)
-        app.router.add_get("/api/run", self._run)
-        app.router.add_get("/api/groups", self._groups)
-        app.router.add_get("/api/episodes", self._episodes)
-        app.router.add_get("/api/group", self._group)
-        app.router.add_get("/api/episode", self._episode)
-        app.router.add_get("/api/events", self._events)
+        for answer in (self._runs, self._run, self._groups, self._episodes, self._group, self._episode, self._events):
+            app.router.add_get(f"/api/{answer.__name__.removeprefix('_')}", answer)
         try:
             async with listening(app, (host, port)) as (_, port):
                 yield http_url(host, port)
@@ -82,7 +73,7 @@ class ViewServer:
             await self._scorer.close()
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return await _json(self._overview.all_runs)
+        return await _json(self._opened.all_runs)
 
     async def _run(self, request: web.Request) -> web.Response:
         run = request.query.get("run", ".")
@@ -96,12 +87,10 @@ class ViewServer:
         return await _json(read)
 
     async def _groups(self, request: web.Request) -> web.Response:
-        query = group_query(request.query)
-        return await self._from_index(request, lambda run: run.lists.groups(query))
+        return await self._from_index(request, lambda run: run.lists.groups(request.query))
 
     async def _episodes(self, request: web.Request) -> web.Response:
-        query = episode_query(request.query)
-        return await self._from_index(request, lambda run: run.lists.episodes(query))
+        return await self._from_index(request, lambda run: run.lists.episodes(request.query))
 
     async def _group(self, request: web.Request) -> web.Response:
         epoch, row = number(request.query, "epoch", int), request.query.get("row")
@@ -117,7 +106,7 @@ class ViewServer:
             return await self._from_index(request, lambda run: run.pages.episode(name)[0])
         async with self._indexed(request) as run:
             answer, calls = await asyncio.to_thread(run.pages.episode, name)
-        await self._add_newest(run.index.files.folder, answer, calls)
+        await self._add_newest(run.index.run, answer, calls)
         return await _json(lambda: answer)
 
     async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:
@@ -165,7 +154,7 @@ class ViewServer:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(HEARTBEAT_SECONDS):
                             change = await changes.get()
-                        data = format_event(orjson.dumps(change.as_json()), "changed")
+                        data = format_event(orjson.dumps(change._asdict()), "changed")
                     await response.write(data)
         return response
 

@@ -1,4 +1,8 @@
-"""Finds groups and episodes of a run by its index, and reads them as far as they can be read."""
+"""The recorded episodes of a run: found by the index, and read as far as they can be read.
+
+A `RecordedEpisode` is what `insitu trajectories show` prints and `insitu view` shows: an episode with its calls, its
+training rows and status, and the texts of its tokens.
+"""
 
 import difflib
 import math
@@ -6,22 +10,114 @@ import re
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from insitu.advantages.estimator import rows_of
 from insitu.disk.json_files import read_block
-from insitu.errors import ConfigError, InsituError, RequestRefused
+from insitu.errors import ConfigError, InsituError, RequestRefused, install_command
 from insitu.runs.files import ADVANTAGES, EPISODES, GROUPS
 from insitu.runs.index import QUERY, RunIndex, stored_group
-from insitu.runs.inspection import RecordedEpisode
+from insitu.runs.index_database import TrainingStatus
 from insitu.runs.reader import Problems, RunReader
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import ModelCall, TrainingRow
 
+_DECODED_TOGETHER, _CONTEXT = 24, 4
+"""Tokens that are decoded with those before them, as the text of a token may depend on these."""
 _NAMED = 500
 """Names among which similar ones are looked for."""
 _SUGGESTIONS = 5
 _OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
 """Columns of the index -> options that filter by them, the most specific first."""
+
+
+@dataclass(frozen=True)
+class RecordedEpisode:
+    """An episode and what the run recorded about it.
+
+    `record`, `training` and `group` are its lines in `episodes.jsonl.gz`, `advantages.jsonl` and `groups.jsonl`.
+    `epoch` is the metrics line of its epoch, None while that is running, and `settings` the content of `run.json`.
+    """
+
+    record: Mapping[str, Any]
+    calls: list[ModelCall] = field(default_factory=list)
+    training: Mapping[str, Any] | None = None
+    group: Mapping[str, Any] | None = None
+    epoch: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rescores: Sequence[Mapping[str, Any]] = ()
+    """Its latest line in `rescores.jsonl` of each evaluator."""
+
+    @property
+    def advantages(self) -> dict[int, float | None]:
+        """Advantages of the trained calls by call index, None if the server computed them."""
+        return {int(index): value for index, value in (self.training or {}).get("advantages", {}).items()}
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was dropped, or else why it failed."""
+        dropped: str | None = (self.training or {}).get("dropped")
+        return dropped or self.record["reason"]
+
+    @property
+    def status(self) -> TrainingStatus:
+        in_group = self.group is None or self.record["episode"] in self.group["episodes"]
+        return TrainingStatus.of(
+            dropped=self.record["reward"] is None or not in_group or bool((self.training or {}).get("dropped")),
+            epoch_is_over=self.epoch is not None,
+            job=(self.epoch or {}).get("job"),
+            trained=len(self.advantages),
+            sent=None in self.advantages.values(),
+        )
+
+    @property
+    def rows(self) -> list[TrainingRow]:
+        """The training rows, or for an untrained episode the rows of all its calls."""
+        calls = [c for c in self.calls if c.token_ids and c.prompt_token_ids is not None and c.logprobs is not None]
+        with_tokens = {call.index for call in calls}
+        by_token = {int(index): values for index, values in (self.training or {}).get("token_advantages", {}).items()}
+        advantages = {**(self.advantages or dict.fromkeys(with_tokens)), **by_token}
+        weights = {
+            position: advantages[call.index] or 0.0
+            for position, call in enumerate(self.calls)
+            if call.index in with_tokens & advantages.keys()
+        }
+        return rows_of(self.calls, weights, self.record["episode"])
+
+    @property
+    def training_summary(self) -> str:
+        """Whether and how it was trained, in words."""
+        counts = f"trained with {len(self.advantages)} of {len(self.calls)} calls"
+        if self.status is TrainingStatus.TRAINED:
+            credit, advantages = self.settings.get("credit"), self.settings.get("advantages")
+            if not isinstance(advantages, dict):
+                return counts
+            if "baseline" not in advantages:
+                return f"{counts}; advantages by {advantages.get('function', advantages.get('_type'))}"
+            discount = "" if credit == "episode" else f"discount {self.settings['discount']:g}, "
+            baseline, scale = advantages["baseline"], advantages["scale"]
+            return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
+        if self.status is TrainingStatus.SENT:
+            return f"{counts}, sent with the episode's reward; the server computed the advantages"
+        job = (self.epoch or {}).get("job")
+        explanation = {
+            TrainingStatus.DROPPED: f"dropped: {self.reason}",
+            TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
+            TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {self.record['epoch']} is {job}",
+            TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
+        }
+        return explanation[self.status]
+
+    def step_reward(self, position: int) -> float | None:
+        """The step reward of a call, None if it is a placeholder 0 of a call that cannot be rewarded."""
+        rewards, rewarded = self.record["step_rewards"], self.record["rewarded_functions"]
+        if not rewards or len(rewards) != len(self.calls):
+            return None
+        call = self.calls[position]
+        function_rewarded = not set(rewarded).isdisjoint(call.functions)
+        trained = call.index in self.advantages if self.advantages else call.token_ids is not None
+        return rewards[position] if rewards[position] or (function_rewarded and trained) else None
 
 
 class RecordedGroup(NamedTuple):
@@ -39,8 +135,8 @@ class RecordedGroups:
 
     def __init__(self, index: RunIndex) -> None:
         self.index = index
-        self.files = index.files
-        self.run = index.files.folder
+        self.files = RunReader(index.run)
+        self.run = index.run
 
     def find(self, epoch: int, row_id: str) -> sqlite3.Row:
         """Raises RequestRefused (404) with rows and epochs that exist."""
@@ -237,3 +333,42 @@ def _parts(name: str) -> Iterator[tuple[int, str]]:
     body = re.sub(r"/\d+/\d+$", "", name)
     for found in re.finditer(r"/(?=(\d+)/)", body):
         yield int(found[1]), body[found.end(1) + 1 :]
+
+
+def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, special tokens included, by the `tokenizer.json` in a folder; raises ConfigError."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"texts of tokens need the package {error.name!r}: {install_command('local')} in the clone of insitu"
+        ) from error
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer: {path} does not exist; give the folder of the run's model")
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+    """The text of each token, which together are the text of all.
+
+    The bytes of a character may be spread over several tokens: the last of them gets it, the others are empty.
+    """
+    texts: list[str] = []
+    window: list[int] = []
+    before = ""
+    for number, token in enumerate(ids, 1):
+        window.append(token)
+        text = decode(window) if number == len(ids) else _complete(decode(window))
+        texts.append(text[len(before) :] if text.startswith(before) else decode([token]))
+        before = text
+        if len(window) >= _DECODED_TOGETHER:
+            window = window[-_CONTEXT:]
+            before = _complete(decode(window))
+    return texts
+
+
+def _complete(text: str) -> str:
+    """Without a last character whose further bytes may follow."""
+    return text.removesuffix("\ufffd")

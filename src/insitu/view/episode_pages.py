@@ -9,9 +9,8 @@ import orjson
 
 from insitu.collect.conversations import Turn, conversations
 from insitu.errors import ConfigError
+from insitu.runs.episodes import RecordedEpisode, RecordedGroups, load_decoder, token_texts
 from insitu.runs.index import RunIndex
-from insitu.runs.inspection import RecordedEpisode, load_decoder, token_texts
-from insitu.runs.recorded import RecordedGroups
 from insitu.schemas.episodes import ModelCall
 
 Decode = Callable[[Sequence[int]], str]

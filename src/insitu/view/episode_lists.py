@@ -1,0 +1,240 @@
+"""The lists of groups and episodes of a run, from its index, which a thread keeps up to date."""
+
+import logging
+import sqlite3
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from insitu.errors import RequestRefused
+from insitu.runs.index import QUERY, RunIndex
+from insitu.runs.index_database import TrainingStatus
+from insitu.view.episode_pages import EpisodePages
+
+logger = logging.getLogger(__name__)
+
+_MOST_LINES = 1000
+"""Lines of a page."""
+_LARGEST = 2**63 - 1
+_ORDERS = 16
+"""Orders that are remembered, so that scrolling does not sort a list again."""
+_MOST_RUNS = 4
+"""Runs whose index is kept."""
+_PATIENCE = 0.25
+"""Seconds to wait for a refresh: long enough for what a run has written since the last one."""
+_GROUPS_SECONDS = 10.0
+"""How long to wait for the groups, of which 100,000 are read in this time: a page without them would be wrong."""
+
+
+class _Lines(NamedTuple):
+    """The lines of a list: where they are, by what they can be sorted, and how parameters filter them, in SQL."""
+
+    table: str
+    source: str
+    sorts: Mapping[str, str]
+    filters: Mapping[str, tuple[str, type]]
+
+
+_FILTERS: dict[str, tuple[str, type]] = {"epoch": ("epoch = ?", int), "row": ("row_id = ?", str)}
+_SORTS = {"recorded": "id", "epoch": "epoch", "row": "row_key"}
+_GROUPS = _Lines(
+    table="groups",
+    source="SELECT * FROM groups",
+    sorts={**_SORTS, "mean": "mean", "std": "std", "num_episodes": "num_episodes", "dropped": "num_dropped"},
+    filters=_FILTERS,
+)
+_EPISODES = _Lines(
+    table="episodes",
+    source=QUERY,
+    sorts={
+        **_SORTS,
+        **{name: name for name in ("generation", "outcome", "status", "reward", "seconds", "calls")},
+        "tokens": "prompt_tokens + sampled_tokens",
+        "prompt_tokens": "prompt_tokens",
+        "sampled_tokens": "sampled_tokens",
+    },
+    filters={
+        **_FILTERS,
+        "outcome": ("? IN (outcome, reason, dropped, status)", str),  # as `insitu trajectories show --outcome`
+        "min_reward": ("reward >= ?", float),
+        "max_reward": ("reward <= ?", float),
+    },
+)
+
+
+def number(asked: Mapping[str, str], name: str, kind: Any, default: Any = None) -> Any:
+    """The value of a parameter. Raises RequestRefused (400) if it is not a number."""
+    if asked.get(name, "") == "":
+        return default
+    try:
+        value = kind(asked[name])
+    except ValueError:
+        value = None
+    if value is None or (kind is int and abs(value) > _LARGEST):
+        expected = {int: "an integer", float: "a number"}[kind]
+        problem = f"{name} is {asked[name]!r:.80}; expected {expected}"
+        raise RequestRefused(problem, param=name, code="invalid_value")
+    return value
+
+
+class Lists:
+    """The lists of a run. Methods raise RequestRefused (400) for a parameter with a value it cannot have."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self._index = index
+        self._orders: dict[tuple[Any, ...], tuple[tuple[int, ...], Sequence[int]]] = {}
+
+    def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """The answer of `/api/groups`."""
+        total, rows = self._page(_GROUPS, asked)
+        groups = [
+            {
+                **{key: row[key] for key in ("epoch", "row_id", "num_episodes", "mean", "std", "num_dropped")},
+                "rewards": orjson.loads(row["rewards"]),
+                "dropped": orjson.loads(row["dropped"]),
+            }
+            for row in rows
+        ]
+        return {"total": total, "indexed": self._index.indexed._asdict(), "groups": groups}
+
+    def episodes(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """The answer of `/api/episodes`."""
+        total, rows = self._page(_EPISODES, asked)
+        return {"total": total, "indexed": self._index.indexed._asdict(), "episodes": [*map(episode_line, rows)]}
+
+    def _page(self, lines: _Lines, asked: Mapping[str, str]) -> tuple[int, list[Any]]:
+        """The number of lines that meet the conditions, and those of the page."""
+        sort = asked.get("sort") or "recorded"
+        if sort not in lines.sorts:
+            problem = f"sort is {sort!r:.80}; one of {', '.join(lines.sorts)}"
+            raise RequestRefused(problem, param="sort", code="invalid_value")
+        column, direction = lines.sorts[sort], "DESC" if asked.get("descending", "0") in ("1", "true") else "ASC"
+        order = f"id {direction}" if column == "id" else f"{column} IS NULL, {column} {direction}, id"
+        offset = max(number(asked, "offset", int, 0), 0)
+        limit = min(max(number(asked, "limit", int, 100), 0), _MOST_LINES)
+        filters = {name: each for name, each in lines.filters.items() if asked.get(name, "") != ""}
+        values = tuple(number(asked, name, kind) for name, (_, kind) in filters.items())
+        conditions = " AND ".join(condition for condition, _ in filters.values())
+        select = self._index.select
+        if column == "id" and not conditions:  # lists that grow are not sorted again and again
+            [counted] = select(f"SELECT count(*) AS lines FROM {lines.table}")
+            part = f"SELECT id FROM {lines.table} ORDER BY {order} LIMIT ? OFFSET ?"
+            total, shown = counted["lines"], [row["id"] for row in select(part, (limit, offset))]
+        else:
+            ids = self._sorted(f"SELECT id FROM ({lines.source}) WHERE {conditions or 'TRUE'} ORDER BY {order}", values)
+            total, shown = len(ids), [*ids[offset : offset + limit]]
+        places = ", ".join("?" * len(shown))
+        rows = {row["id"]: row for row in select(f"SELECT * FROM ({lines.source}) WHERE id IN ({places})", shown)}
+        return total, [rows[one] for one in shown if one in rows]
+
+    def _sorted(self, query: str, values: tuple[Any, ...]) -> Sequence[int]:
+        version, before = self._index.version, self._orders.pop((query, values), None)
+        if before is None or before[0] != version:
+            before = version, array("q", (row["id"] for row in self._index.select(query, values)))
+        self._orders[query, values] = before
+        while len(self._orders) > _ORDERS:
+            del self._orders[next(iter(self._orders))]
+        return before[1]
+
+
+_EPISODE_KEYS = (
+    *("episode", "epoch", "row_id", "generation", "attempt", "outcome", "reason", "dropped", "status", "reward"),
+    *("seconds", "calls", "prompt_tokens", "sampled_tokens"),
+)
+
+
+def episode_line(row: sqlite3.Row) -> dict[str, Any]:
+    """An episode in a list; `dropped` is why it was left out of training, also for want of a reward."""
+    line = {key: row[key] for key in _EPISODE_KEYS}
+    if line["status"] == TrainingStatus.DROPPED and line["dropped"] is None:
+        line["dropped"] = line["reason"]
+    return line
+
+
+class IndexedRun:
+    """The index of a run, and what is read with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.index = RunIndex(path)
+        self.lists = Lists(self.index)
+        self.pages = EpisodePages(self.index)
+        self._lock = threading.Lock()
+        self._refresh: threading.Thread | None = None
+        self._again = False
+        """Whether files may have changed since the refresh that is running has read them."""
+
+    def refresh(self) -> None:
+        """Reads what was appended. A refresh that takes longer continues in its thread, one at a time."""
+        with self._lock:
+            running, self._again = self._refresh, self._refresh is not None
+            if running is None:
+                self._refresh = threading.Thread(target=self._run, name="index a run", daemon=True)
+                self._refresh.start()
+            thread = self._refresh
+        self.index.groups_known.wait(_GROUPS_SECONDS)
+        if thread is not None and (running is None or self.index.complete):
+            thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.index.refresh()
+            except Exception:  # a page shows what is indexed, and the next request tries again
+                logger.exception("%s cannot be indexed", self.index.run)
+            with self._lock:
+                if not self._again:
+                    self._refresh = None
+                    return
+                self._again = False
+
+    def close(self) -> None:
+        self.index.close()
+
+
+class Indexes:
+    """The runs that were looked at last. An index that requests use is closed after them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[Path, IndexedRun] = {}
+        self._users: Counter[IndexedRun] = Counter()
+
+    def open(self, run: Path) -> IndexedRun:
+        """The index of a run, refreshed, until `release`."""
+        with self._lock:
+            indexed = self._runs.pop(run, None) or IndexedRun(run)
+            self._runs[run] = indexed
+            self._users[indexed] += 1
+            oldest = [self._runs.pop(path) for path in [*self._runs][:-_MOST_RUNS]]
+            unused = [each for each in oldest if not self._users[each]]
+        for each in unused:
+            each.close()
+        indexed.refresh()
+        return indexed
+
+    def release(self, indexed: IndexedRun) -> None:
+        with self._lock:
+            self._users[indexed] -= 1
+            in_use = self._users[indexed] or indexed in self._runs.values()
+            if not self._users[indexed]:
+                del self._users[indexed]
+        if not in_use:
+            indexed.close()
+
+    def problems(self, run: Path) -> list[str]:
+        """What is damaged in a run, as far as it was indexed."""
+        with self._lock:
+            indexed = self._runs.get(run)
+        return [] if indexed is None else indexed.index.problems
+
+    def close(self) -> None:
+        with self._lock:
+            runs = {*self._runs.values(), *self._users}
+            self._runs.clear()
+        for run in runs:
+            run.close()
