@@ -40,7 +40,7 @@ from insitu.workflow.context import Context as Context
 from insitu.workflow.functions import Function as Function, FunctionInfo as FunctionInfo
 from insitu.workflow.functions import register_function as register_function
 from insitu.workflow.llms import ModelClient as ModelClient
-from insitu.workflow.steps import IntermediateStepManager as IntermediateStepManager
+from insitu.workflow.context import IntermediateStepManager as IntermediateStepManager
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ PATHS = {
     "nat.builder.evaluator": "insitu.schemas.evaluation",
     "nat.builder.framework_enum": "insitu.schemas.components",
     "nat.builder.function_info": "insitu.workflow.functions",
-    "nat.builder.intermediate_step_manager": "insitu.workflow.steps",
+    "nat.builder.intermediate_step_manager": "insitu.workflow.context",
     "nat.builder.workflow_builder": "insitu.builder",
     "nat.cli.commands.finetune": "insitu.cli.finetune",
     "nat.cli.register_workflow": "insitu.integrations.nat.plugin_api",

@@ -20,8 +20,7 @@ from insitu.errors import ConfigError
 from insitu.registry import LLM, not_found
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context
-from insitu.workflow.conversion import type_hints
-from insitu.workflow.functions import FunctionInfo, register_function
+from insitu.workflow.functions import FunctionInfo, register_function, type_hints
 
 _FROM_EPISODE: dict[str, Callable[[Context], Any]] = {
     "row": lambda context: context.row,

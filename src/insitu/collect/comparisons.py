@@ -13,7 +13,7 @@ from insitu.collect.python_scores import FunctionEvaluator
 from insitu.errors import WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
-from insitu.workflow.conversion import convert
+from insitu.workflow.functions import convert
 
 ConfigT = TypeVar("ConfigT", bound=EvaluatorBaseConfig)
 Score = tuple[float, str]

@@ -21,7 +21,7 @@ from insitu.schemas.evaluation import (
     EvaluatorBaseConfig,
     EvaluatorInfo,
 )
-from insitu.workflow.conversion import convert
+from insitu.workflow.functions import convert
 
 _VERDICT = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _INSTRUCTIONS = """\

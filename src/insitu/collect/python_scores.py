@@ -23,7 +23,7 @@ from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluatorBaseConfig, EvaluatorInfo
-from insitu.workflow.conversion import convert, is_model, type_hints
+from insitu.workflow.functions import convert, is_model, type_hints
 
 _FROM_ITEM: dict[str, Callable[[EvalInputItem], Any]] = {
     "row": lambda item: item.full_dataset_entry,

@@ -27,8 +27,7 @@ from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConf
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.http_format import json_form
 from insitu.workflow.context import Context, EpisodeScope, current_scope
-from insitu.workflow.conversion import convert
-from insitu.workflow.functions import FunctionInfo, register_function
+from insitu.workflow.functions import FunctionInfo, convert, register_function
 
 _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""

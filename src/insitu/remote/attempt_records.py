@@ -20,7 +20,6 @@ A client sends lines of JSON for as long as its connection lasts, and so does th
 
 from collections import Counter
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
@@ -144,6 +143,6 @@ def result_line(number: int, result: AttemptResult, **more: Any) -> bytes:
 
 def read_result(key: EpisodeKey, message: dict[str, Any]) -> AttemptResult:
     """The attempt of a line that `result_line` has made; raises ValueError if it is none."""
-    steps = StepLog(partial(read_step, step) for step in message["episode"]["steps"])
+    steps = StepLog([lambda: [read_step(step) for step in message["episode"]["steps"]]])
     episode = _EPISODE.validate_python({**message["episode"], "key": key, "steps": steps})
     return AttemptResult(episode, message["transient"])

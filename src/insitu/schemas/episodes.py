@@ -197,7 +197,7 @@ class PreferencePair:
 
 
 class StepLog(Sequence[IntermediateStep]):
-    """The steps of an episode in the order in which they happened; entries may be functions that make one."""
+    """The steps of an episode in the order in which they happened; entries may be functions that make some."""
 
     def __init__(self, entries: Iterable[Any] = ()) -> None:
         self.entries = [*entries]
@@ -207,8 +207,11 @@ class StepLog(Sequence[IntermediateStep]):
 
     def tolist(self) -> list[IntermediateStep]:
         """All steps; JSON holds a log as this list."""
-        self.entries[:] = [entry if isinstance(entry, IntermediateStep) else entry() for entry in self.entries]
-        return [*self.entries]
+        steps: list[Any] = []
+        for entry in self.entries:
+            steps += [entry] if isinstance(entry, IntermediateStep) else entry()
+        self.entries[:] = steps
+        return steps
 
     def reported(self) -> list[IntermediateStep]:
         """The steps that exist, without those that are yet to be made of calls and functions."""
@@ -220,7 +223,7 @@ class StepLog(Sequence[IntermediateStep]):
     __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.tolist())
 
     def __iter__(self) -> Iterator[IntermediateStep]:
         return iter(self.tolist())

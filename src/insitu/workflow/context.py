@@ -9,19 +9,30 @@ It is held in a context variable: concurrent episodes are isolated, and tasks in
 task or thread that works for several episodes enters each of them with `Context.activate`.
 """
 
-from collections.abc import Collection, Iterator
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from insitu.advantages.credit import is_targeted
-from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, current_call_site
+from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, OpenStep, current_call_site
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall, StepLog
 from insitu.schemas.finetuning import MAX_REWARD
-from insitu.schemas.steps import IntermediateStep, IntermediateStepCategory, IntermediateStepType, InvocationNode
-from insitu.workflow.steps import IntermediateStepManager, add_call_metadata
+from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepState, InvocationNode
+from insitu.schemas.steps import IntermediateStepCategory as Category
+from insitu.schemas.steps import IntermediateStepType as StepType
+from insitu.workflow.steps import FunctionStep, add_call_metadata, call_steps, function_steps
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[IntermediateStep], None]
 
 
 class StepRewards:
@@ -69,6 +80,128 @@ class StepRewards:
         self.by_call[index] = self.by_call.get(index, 0.0) + value
 
 
+@dataclass(eq=False)
+class Subscription:
+    """Ends with `unsubscribe()`, which may be called more than once."""
+
+    manager: "IntermediateStepManager"
+    on_next: OnStep
+    on_error: Callable[[Exception], None] | None
+    on_complete: Callable[[], None] | None
+
+    def unsubscribe(self) -> None:
+        if self in self.manager.subscriptions:
+            self.manager.subscriptions.remove(self)
+
+
+class IntermediateStepManager:
+    """Turns payloads into steps, with their parent and function, and hands them to `keep` and to all subscribers.
+
+    Most runs read no steps: `log` gets functions that make those of model calls and functions, unless somebody has
+    subscribed.
+    """
+
+    def __init__(self, keep: OnStep, log: StepLog) -> None:
+        self._keep = keep
+        self._log: StepLog | None = log
+        self._parents: dict[str, str] = {}  # UUID of each open START -> its parent
+        self.subscriptions: list[Subscription] = []
+
+    def push_intermediate_step(self, payload: IntermediateStepPayload) -> None:
+        """Records one event. An END or CHUNK without START is accepted; its parent is the innermost open step."""
+        site = current_call_site.get()
+        parent = self._parents.get(payload.UUID) or self._parent(site)
+        if payload.event_state is IntermediateStepState.START:
+            parent = self._parents[payload.UUID] = self._parent(site)
+            step = OpenStep(payload.UUID, payload.event_category, site.step)
+            current_call_site.set(site._replace(step=step))
+        elif payload.event_state is IntermediateStepState.END:
+            self._parents.pop(payload.UUID, None)
+            if site.step is not None and site.step.uuid == payload.UUID:
+                current_call_site.set(site._replace(step=site.step.outer))
+        self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
+
+    def add_call(self, site: CallSite, around: OpenStep | None, call: ModelCall) -> None:
+        """Records LLM_START and LLM_END of a call that no framework reports, at `site` inside the step `around`."""
+        parent = "root" if around is None else around.uuid
+        self._add(partial(call_steps, parent, site.invocation.node, call))
+
+    def enter_function(self, name: str, value: Any) -> list[FunctionStep]:
+        """Enters a function and records the STARTs of its steps; returns those, for `leave_function`."""
+        site = current_call_site.get()
+        caller = site.invocation
+        node = InvocationNode.model_construct(
+            function_id=uuid.uuid4().hex,
+            function_name=name,
+            parent_id=caller.node.function_id,
+            parent_name=caller.node.function_name,
+        )
+        steps = []
+        for category in (Category.WORKFLOW, Category.FUNCTION) if name == WORKFLOW else (Category.FUNCTION,):
+            if category is Category.FUNCTION:
+                site = site._replace(invocation=Invocation(node, (*caller.names, name), caller))
+            step = FunctionStep(str(uuid.uuid4()), category, name, value, self._parent(site), site.invocation.node)
+            self._parents[step.uuid] = step.parent
+            site = site._replace(step=OpenStep(step.uuid, category, site.step))
+            steps.append(step)
+        current_call_site.set(site)
+        self._add(partial(function_steps, steps, "START", time.time()))
+        return steps
+
+    def leave_function(self, steps: Sequence[FunctionStep], result: Any, error: object) -> None:
+        """Records the ENDs of a function's steps."""
+        for step in steps:
+            self._parents.pop(step.uuid, None)
+        self._add(partial(function_steps, steps[::-1], "END", time.time(), result, error))
+
+    def _add(self, make: Callable[[], list[IntermediateStep]]) -> None:
+        if self.subscriptions:
+            for step in make():
+                self._publish(step)
+        elif self._log is not None:
+            self._log.entries.append(make)
+
+    def innermost(self, site: CallSite) -> OpenStep | None:
+        """The innermost step around `site` that is still open; another task may have pushed an END."""
+        step = site.step
+        while step is not None and step.uuid not in self._parents:
+            step = step.outer
+        return step
+
+    def _parent(self, site: CallSite) -> str:
+        step = self.innermost(site)
+        return "root" if step is None else step.uuid
+
+    def _publish(self, step: IntermediateStep) -> None:
+        self._keep(step)
+        for subscription in tuple(self.subscriptions):
+            try:
+                subscription.on_next(step)
+            except Exception as error:  # a faulty subscriber must not fail the workflow
+                if subscription.on_error is None:
+                    logger.exception("a subscriber to intermediate steps failed")
+                else:
+                    subscription.on_error(error)
+
+    def subscribe(
+        self,
+        on_next: OnStep,
+        on_error: Callable[[Exception], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
+    ) -> Subscription:
+        """Calls `on_next` with every later step, and `on_complete` when the episode has ended."""
+        subscription = Subscription(self, on_next, on_error, on_complete)
+        self.subscriptions.append(subscription)
+        return subscription
+
+    def complete(self) -> None:
+        """Called at the end of the episode: notifies the subscribers and removes them."""
+        subscriptions, self.subscriptions, self._log = self.subscriptions, [], None
+        for subscription in subscriptions:
+            if subscription.on_complete is not None:
+                subscription.on_complete()
+
+
 class EpisodeScope:
     """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
@@ -114,12 +247,12 @@ class EpisodeScope:
 
     def __enter__(self) -> Self:
         site = CallSite(Invocation(OUTSIDE.invocation.node), ledger=self.ledger)
-        self._tokens = (_scope.set(self), current_call_site.set(site))
+        self._tokens = (current_episode.set(self), current_call_site.set(site))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._tokens is not None:
-            _scope.reset(self._tokens[0])
+            current_episode.reset(self._tokens[0])
             current_call_site.reset(self._tokens[1])
             self._tokens = None
         self.close()
@@ -135,13 +268,14 @@ class EpisodeScope:
             self.step_manager.complete()
 
     def add_reward(self, value: float, function: str | None = None) -> None:
-        """See `Context.reward`."""
-        self.rewards.add_reward(value, current_call_site.get().invocation, function)
+        """See `Context.reward`. Does nothing once the episode has ended."""
+        if not self.ledger.closed:
+            self.rewards.add_reward(value, current_call_site.get().invocation, function)
 
     def _on_call(self, call: ModelCall, site: CallSite) -> None:
         """Pushes LLM_START and LLM_END, unless the calling framework pushes its own."""
         enclosing_step = self.step_manager.innermost(site)
-        if enclosing_step is not None and enclosing_step.category is IntermediateStepCategory.LLM:
+        if enclosing_step is not None and enclosing_step.category is Category.LLM:
             reported = self._open_llm_steps.setdefault(enclosing_step.uuid, [call])
             # n > 1: another choice of the same request
             if call is not reported[0] and call.messages is reported[0].messages:
@@ -155,10 +289,10 @@ class EpisodeScope:
     def _keep_step(self, step: IntermediateStep) -> None:
         if self.ledger.closed:
             return
-        if step.event_type is IntermediateStepType.LLM_END and (calls := self._open_llm_steps.pop(step.UUID, None)):
+        if step.event_type is StepType.LLM_END and (calls := self._open_llm_steps.pop(step.UUID, None)):
             add_call_metadata(step.payload, calls)
         self.steps.entries.append(step)
-        if step.event_category is IntermediateStepCategory.CUSTOM:
+        if step.event_category is Category.CUSTOM:
             self._add_reward_from_step(step)
 
     def _add_reward_from_step(self, step: IntermediateStep) -> None:
@@ -177,24 +311,15 @@ class EpisodeScope:
             self.add_reward(value, function if isinstance(function, str) else None)
 
 
-class _NullScope(EpisodeScope):
-    """The scope used outside any episode: steps reach subscribers but are not recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step_manager = IntermediateStepManager()
-
-    def add_reward(self, value: float, function: str | None = None) -> None:
-        pass
-
-
-_null_scope = _NullScope()
-_scope: ContextVar[EpisodeScope] = ContextVar("insitu_episode", default=_null_scope)
+_null_scope = EpisodeScope()
+"""The scope outside any episode: steps reach subscribers but are not recorded."""
+_null_scope.close()
+current_episode: ContextVar[EpisodeScope] = ContextVar("insitu_episode", default=_null_scope)
 
 
 def current_scope() -> EpisodeScope | None:
     """The episode that the running code belongs to, if any."""
-    scope = _scope.get()
+    scope = current_episode.get()
     return None if scope is _null_scope else scope
 
 
@@ -207,7 +332,7 @@ class Context:
 
     @classmethod
     def get(cls) -> "Context":
-        return cls(_scope.get(), current_call_site.get())
+        return cls(current_episode.get(), current_call_site.get())
 
     @contextmanager
     def activate(self) -> Iterator["Context"]:
@@ -221,12 +346,12 @@ class Context:
             with context.activate():
                 answer = client.chat.completions.create(...)
         """
-        tokens = _scope.set(self._scope), current_call_site.set(self._site._replace(is_explicit=True))
+        tokens = current_episode.set(self._scope), current_call_site.set(self._site._replace(is_explicit=True))
         try:
             yield self
         finally:
             current_call_site.reset(tokens[1])
-            _scope.reset(tokens[0])
+            current_episode.reset(tokens[0])
 
     @property
     def input_message(self) -> Any:
