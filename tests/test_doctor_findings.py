@@ -8,8 +8,7 @@ import pytest
 
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths
 from insitu.doctor.estimate import Measures, about_disk, estimate, readable_bytes, readable_seconds
-from insitu.doctor.evidence import Evidence, is_random
-from insitu.doctor.findings import Severity, severity_of
+from insitu.doctor.findings import Evidence, Severity, is_random, severity_of
 from insitu.doctor.groups import about_groups
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget

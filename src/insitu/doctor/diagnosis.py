@@ -14,8 +14,7 @@ from insitu.config import Config, changed_config
 from insitu.disk.json_files import write_json
 from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
 from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
-from insitu.doctor.evidence import Evidence, is_random
-from insitu.doctor.findings import Finding, Severity, will_learn, worst_first
+from insitu.doctor.findings import Evidence, Finding, Severity, is_random, will_learn, worst_first
 from insitu.doctor.groups import about_groups
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.doctor.play import Budget, Examination
@@ -56,12 +55,12 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     with _scratch_beside(output_dir) as scratch:
         config, request, rows, generations = _limited(config, request, plan, budget, scratch)
         async with ready_run(config, request, Console(quiet=True), scratch) as ready:
-            examination = Examination(ready, config, plan, budget, scratch)
-            examination.start_seconds = time.perf_counter() - started
+            examination = Examination(ready, config, plan, budget, scratch, time.perf_counter() - started)
             evidence = await examination.play()
             await examination.rescore(evidence)
             await examination.train(evidence)
-            measures, decode = examination.measures(evidence), examination.decoder()
+            examination.measure(evidence)
+            measures, decode = examination.measures, examination.decoder()
             plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
     estimated = estimate(plan, measures, keep, output_dir)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
@@ -102,13 +101,11 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
         where = f"{plan.adapter}.training"
         yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
     if evidence.ended_early:
-        ended, what = (
-            len(evidence.episodes) or sum(map(len, evidence.groups)),
-            "the time was over before all episodes had ended",
-        )
+        ended = len(evidence.episodes) or sum(map(len, evidence.groups))
+        what = f"the time was over before all episodes had ended: {ended} did"
         severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
         change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
-        yield Finding("time_over", severity, f"{what}: {ended} did", "eval.general.episode_timeout", change)
+        yield Finding("time_over", severity, what, "eval.general.episode_timeout", change)
 
 
 def _limited(

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from insitu.doctor.evidence import Evidence
-from insitu.doctor.findings import Finding, Severity, severity_of
+from insitu.doctor.findings import Evidence, Finding, Severity, severity_of
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.training.metrics import cut_off, share_of
@@ -20,9 +19,9 @@ _CHANGES: dict[str, tuple[str, str]] = {
         "see why the model's server fails; raise eval.general.retries if it is temporary",
     ),
     DropReason.CAPTURE_ERROR: ("{llm}", "use an llm of _type: policy, whose server returns token ids and logprobs"),
-    DropReason.EVALUATOR_ERROR: ("{evaluator}", "correct the evaluator: it must score every answer of the agent"),
-    DropReason.NO_SCORE: ("{evaluator}", "return a number for every answer, 0 for a useless one"),
-    DropReason.NAN_SCORE: ("{evaluator}", "return a finite number for every answer"),
+    DropReason.EVALUATOR_ERROR: ("{plan.evaluator}", "correct the evaluator: it must score every answer of the agent"),
+    DropReason.NO_SCORE: ("{plan.evaluator}", "return a number for every answer, 0 for a useless one"),
+    DropReason.NAN_SCORE: ("{plan.evaluator}", "return a finite number for every answer"),
     DropReason.NO_CALLS: (
         "workflow",
         "let the agent call the model of its llm: builder.get_llm, or the parameter model",
@@ -31,7 +30,7 @@ _CHANGES: dict[str, tuple[str, str]] = {
         "finetuning.target_functions ({functions})",
         "name functions that call the trained llm, or <workflow> for all calls",
     ),
-    "prompt_too_long": ("{adapter}.model", "shorten the prompts, or train a model with a longer context"),
+    "prompt_too_long": ("{plan.adapter}.model", "shorten the prompts, or train a model with a longer context"),
     "no_token_ids": ("{llm}", "use _type: policy, or a server that returns token ids and logprobs"),
 }
 """Where to look, and what to change, by the reason of a failed episode."""
@@ -42,36 +41,28 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     served, episodes = evidence.served, evidence.episodes
     calling = [episode for episode in episodes if episode.calls]
     if served is not None and calling:
-        asked = {url for episode in calling for url in episode.requested}
-        reached = any(is_same_server(url, served.base_url) for url in asked) or evidence.traffic_problem is not None
-        if asked and not reached:
+        requested = {url for episode in calling for url in episode.requested}
+        reached = any(is_same_server(url, served.base_url) for url in requested) or evidence.traffic_problem is not None
+        if requested and not reached:
             counted = evidence.leftovers is not None and evidence.leftovers.unknown_completions is not None
-            who = share_of(len(calling), len(episodes), "episodes")
-            yield Finding(
-                "other_server",
-                Severity.STOPS_LEARNING if counted else Severity.HARMS,  # it may have two names
-                f"the model that is trained is served at {served.base_url}, but {who} called "
-                f"{', '.join(sorted(asked))}",
-                plan.llm("base_url"),
-                "use _type: policy, which is the model under training wherever it is served",
-            )
+            severity = Severity.STOPS_LEARNING if counted else Severity.HARMS  # it may have two names
+            who, others = share_of(len(calling), len(episodes), "episodes"), ", ".join(sorted(requested))
+            what = f"the model that is trained is served at {served.base_url}, but {who} called {others}"
+            change = "use _type: policy, which is the model under training wherever it is served"
+            yield Finding("other_server", severity, what, plan.llm("base_url"), change)
             return
     if evidence.sampled_problem is not None:
         what, change = evidence.sampled_problem, "use an llm of _type: policy, and let nothing else train the backend"
         yield Finding("other_weights", Severity.STOPS_LEARNING, what, plan.llm("model_name"), change)
+    severity = Severity.HARMS if calling else Severity.STOPS_LEARNING
     if evidence.traffic_problem is not None:
-        severity = Severity.HARMS if calling else Severity.STOPS_LEARNING
         llm = " or ".join(f"llms.{name}" for name in plan.llms)
         change = f"give the agent the client of {llm} instead of its own, and let others use another server"
         yield Finding("unrecorded_calls", severity, evidence.traffic_problem, "workflow", change)
     if evidence.leftovers is not None and (stray := evidence.leftovers.stray_completions):
-        yield Finding(
-            "stray_calls",
-            Severity.HARMS if calling else Severity.STOPS_LEARNING,
-            f"{stray} completions were requested outside every episode: they are not recorded and not trained",
-            "workflow",
-            "let each thread or task of the agent enter the episode that it works for with Context.activate()",
-        )
+        what = f"{stray} completions were requested outside every episode: they are not recorded and not trained"
+        change = "let each thread or task of the agent enter the episode that it works for with Context.activate()"
+        yield Finding("stray_calls", severity, what, "workflow", change)
 
 
 def about_failures(plan: Plan, evidence: Evidence, found: Sequence[Finding]) -> Iterator[Finding]:
@@ -86,7 +77,9 @@ def about_failures(plan: Plan, evidence: Evidence, found: Sequence[Finding]) -> 
             continue
         if "other_server" in explained and code in ("no_token_ids", DropReason.CAPTURE_ERROR):
             continue
-        where, change = _where_and_change(code, plan)
+        where, change = _CHANGES.get(code, ("workflow", "see the first error"))
+        functions = ", ".join(plan.target_functions)
+        where = where.format(plan=plan, llm=plan.llm("_type"), functions=functions)
         error = next((episode.error for episode in failed if episode.error), None)
         what = f"{share_of(len(failed), len(episodes), 'episodes')} failed as {code}" + (f": {error}" if error else "")
         severity = severity_of(len(failed), len(episodes)) if evidence.has_groups else Severity.STOPS_LEARNING
@@ -101,14 +94,6 @@ def _code(episode: Episode) -> str:
     if episode.reason is DropReason.NO_TARGET_CALLS and len(without_ids) == len(episode.calls):
         return "no_token_ids"
     return str(episode.reason)
-
-
-def _where_and_change(code: str, plan: Plan) -> tuple[str, str]:
-    where, change = _CHANGES.get(code, ("workflow", "see the first error"))
-    functions = ", ".join(plan.target_functions)
-    return where.format(
-        adapter=plan.adapter, evaluator=plan.evaluator, llm=plan.llm("_type"), functions=functions
-    ), change
 
 
 def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
@@ -141,18 +126,11 @@ def about_scores(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     changed = [each for each in evidence.rescored if each.first != each.second]
     if not changed:
         return
-    example, known = changed[0], [e for e in changed if e.first is not None and e.second is not None]
-    most = max((abs(e.first - e.second) for e in known if e.first is not None and e.second is not None), default=None)
-    by = f", by up to {most:g}" if most is not None else ""
-    yield Finding(
-        "changing_scores",
-        Severity.HARMS,
-        f"{share_of(len(changed), len(evidence.rescored), 'outputs')} got another score the second time{by}, such as "
-        f"{_score(example.first)} and {_score(example.second)} for {example.episode}",
-        plan.evaluator,
-        "make the score depend on the answer and the row only: no randomness, temperature 0 for a judge",
-    )
-
-
-def _score(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    example = changed[0]
+    differences = [abs(e.first - e.second) for e in changed if e.first is not None and e.second is not None]
+    by = f", by up to {max(differences):g}" if differences else ""
+    first, second = ("none" if score is None else f"{score:g}" for score in (example.first, example.second))
+    share = share_of(len(changed), len(evidence.rescored), "outputs")
+    what = f"{share} got another score the second time{by}, such as {first} and {second} for {example.episode}"
+    change = "make the score depend on the answer and the row only: no randomness, temperature 0 for a judge"
+    yield Finding("changing_scores", Severity.HARMS, what, plan.evaluator, change)

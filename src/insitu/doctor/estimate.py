@@ -15,7 +15,7 @@ _LATEST = 2
 """Versions that are kept whatever the file says."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measures:
     """What a few episodes and one job took; seconds, and bytes. None: not measured.
 
@@ -26,8 +26,8 @@ class Measures:
     """
 
     start: float
-    playing: float
-    episodes: int
+    playing: float = 0.0
+    episodes: int = 0
     collected: int = 0
     alone: float | None = None
     together: float | None = None
@@ -129,26 +129,23 @@ def _checkpoint_bytes(plan: Plan, measures: Measures, keep: KeepConfig | None) -
     return (versions + 1) * measures.weights + (min(plan.epochs, keep.optimizer) + 1) * measures.optimizer
 
 
-def checkpoint_sizes(folder: Path) -> tuple[int, int] | None:
-    """The bytes of the newest checkpoint's weights and of its optimizer state; None if there is none."""
-    found = sorted(folder.glob("step_*"))
-    if not found:
-        return None
-    files = {path.name: path.stat().st_size for path in found[-1].iterdir() if path.is_file()}
+def checkpoint_sizes(folder: Path) -> tuple[int | None, int]:
+    """The bytes of the newest checkpoint's weights, None if there is no checkpoint, and of its optimizer state."""
+    checkpoints = sorted(folder.glob("step_*"))
+    if not checkpoints:
+        return None, 0
+    files = {path.name: path.stat().st_size for path in checkpoints[-1].iterdir() if path.is_file()}
     optimizer = files.pop(OPTIMIZER_FILE, 0)
     return sum(files.values()), optimizer
 
 
 def about_disk(plan: Plan, estimated: Estimate, output_dir: Path) -> Iterator[Finding]:
-    if estimated.disk_bytes is not None and estimated.disk_bytes > estimated.disk_free_bytes:
-        yield Finding(
-            "disk_space",
-            Severity.STOPS_LEARNING,
-            f"the run needs {readable_bytes(estimated.disk_bytes)}, and {readable_bytes(estimated.disk_free_bytes)} "
-            f"are free in {nearest_folder(output_dir)}",
-            f"finetuning.output_dir, {plan.adapter}.keep",
-            "free space, use another disk, or keep fewer checkpoints",
-        )
+    needed, free = estimated.disk_bytes, estimated.disk_free_bytes
+    if needed is not None and needed > free:
+        folder = nearest_folder(output_dir)
+        what = f"the run needs {readable_bytes(needed)}, and {readable_bytes(free)} are free in {folder}"
+        where, change = f"finetuning.output_dir, {plan.adapter}.keep", "free space, use another disk, or keep fewer"
+        yield Finding("disk_space", Severity.STOPS_LEARNING, what, where, f"{change} checkpoints")
 
 
 def nearest_folder(path: Path) -> Path:

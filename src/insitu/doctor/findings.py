@@ -1,8 +1,14 @@
-"""What is wrong with a run, where, and what to change."""
+"""What was seen while the rows were played, and what that says: what is wrong with a run, where, and what to change."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+from insitu.schemas.episodes import Episode, ModelCall
+from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
+from insitu.training.checks import Leftovers
+from insitu.training.metrics import trained_calls
 
 _OFTEN = 0.1
 """Share of the episodes from which a failure of some of them harms."""
@@ -41,3 +47,73 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 def will_learn(findings: Iterable[Finding]) -> bool:
     return all(finding.severity is not Severity.STOPS_LEARNING for finding in findings)
+
+
+class Rescored(NamedTuple):
+    """The scores that an evaluator gave the same output; None: none."""
+
+    episode: str
+    first: float | None
+    second: float | None
+
+
+@dataclass
+class Evidence:
+    """`episodes` are those that ended, `collection` the complete groups, `selected` what a job would train of them.
+
+    `seconds` is the time for which the episodes were played; `ended_early`: it was over before they all had ended.
+    `traffic_problem` says what was sampled without being recorded, `sampled_problem` that other weights were sampled
+    than those served, `job_problem` why a training job on the episodes failed.
+    """
+
+    collection: TrajectoryCollection
+    selected: TrajectoryCollection
+    episodes: list[Episode] = field(default_factory=list)
+    served: PolicyEndpoint | None = None
+    leftovers: Leftovers | None = None
+    traffic_problem: str | None = None
+    sampled_problem: str | None = None
+    job_problem: str | None = None
+    rescored: list[Rescored] = field(default_factory=list)
+    seconds: float = 0.0
+    ended_early: bool = False
+    compares_groups: bool = True
+    """Whether the trainer compares the episodes of a row."""
+    makes_pairs: bool = False
+
+    @property
+    def groups(self) -> Sequence[Sequence[Trajectory]]:
+        return self.collection.trajectories
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether any group has as many episodes as its trainer needs; the others of each have failed."""
+        return self.makes_pairs or any(len(group) > self.compares_groups for group in self.groups)
+
+    @property
+    def answers(self) -> list[ModelCall]:
+        """The completions that would be trained, whether or not their groups have variance."""
+        return [call for group in self.groups for call in trained_calls(group)]
+
+
+def is_random(groups: Sequence[Sequence[Trajectory]]) -> bool:
+    """Whether the environment is random: after the same prompts and answers, episodes of a row got another prompt."""
+    return any(_differs(group) for group in groups)
+
+
+def _differs(group: Sequence[Trajectory]) -> bool:
+    following: dict[str, str] = {}
+    for trajectory in group:
+        for history, prompt in _prompts(trajectory.calls):
+            if following.setdefault(history, prompt) != prompt:
+                return True
+    return False
+
+
+def _prompts(calls: Sequence[ModelCall]) -> Iterator[tuple[str, str]]:
+    """Each prompt, and all prompts and answers of the episode before it."""
+    history = ""
+    for call in calls:
+        prompt = repr(call.messages)
+        yield history, prompt
+        history += f"{prompt} -> {call.message!r}\n"

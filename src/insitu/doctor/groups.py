@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import correlation, fmean
 
-from insitu.doctor.evidence import Evidence
-from insitu.doctor.findings import Finding, Severity
+from insitu.doctor.findings import Evidence, Finding, Severity, will_learn
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.finetuning import Trajectory
@@ -25,10 +24,14 @@ def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     """Groups without variance, and why; what else was dropped from them."""
     if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
         return  # their failures say why
-    found = [*_no_pairs(plan, evidence)] if evidence.makes_pairs else [*_rewards(plan, evidence)]
-    yield from found
-    stops = any(finding.severity is Severity.STOPS_LEARNING for finding in found)
-    if any(evidence.groups) and not any(evidence.selected.trajectories) and not stops:
+    trains, findings = any(evidence.selected.trajectories), []
+    if not evidence.makes_pairs:
+        findings = [*_rewards(plan, evidence)]
+    elif not trains:
+        for cause in why_no_pairs(evidence.selected.dropped):
+            findings.append(Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change))
+    yield from findings
+    if any(evidence.groups) and not trains and will_learn(findings):
         what = f"nothing that was played would be trained; dropped: {counts(evidence.selected.dropped)}"
         change = "see what the reasons mean; min_reward and the like may be too strict for this model"
         yield Finding("nothing_selected", Severity.STOPS_LEARNING, what, plan.trainer, change)
@@ -38,11 +41,14 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     groups = [group for group in evidence.groups if len(group) > 1]
     alike = without_variance(evidence.collection, evidence.selected.drop_reasons)
     if groups and len(alike) == len(groups):
+        temperature, scores = plan.llm("temperature"), f"{plan.evaluator}, {plan.dataset}"
+        places = {"greedy_sampling": temperature, "same_answers": temperature, "cut_off": plan.llm("max_tokens")}
+        places |= {"constant_reward": plan.evaluator, "same_reward_in_groups": scores}
         causes = likely_causes(alike)
         for cause in causes:
             follows = cause.code == "constant_reward" and causes[0].code in ("greedy_sampling", "same_answers")
             severity = Severity.NOTE if follows else Severity.STOPS_LEARNING
-            yield Finding(cause.code, severity, cause.what, _where(cause.code, plan), cause.change)
+            yield Finding(cause.code, severity, cause.what, places[cause.code], cause.change)
     elif groups and evidence.compares_groups:
         if len(groups) - len(alike) < _FEW * len(groups):
             yield _few_with_variance(plan, groups, len(groups) - len(alike))
@@ -51,28 +57,10 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
             yield from _length_alone(plan, groups)
     if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
         total = sum(map(len, evidence.groups))
-        yield Finding(
-            "no_step_rewards",
-            Severity.STOPS_LEARNING if missing == total else Severity.HARMS,
-            f"{share_of(missing, total, 'episodes')} have no step reward for each trained call",
-            f"{plan.trainer}.credit",
-            "report step rewards with Context.get().reward(...), or set credit: episode",
-        )
-
-
-def _where(code: str, plan: Plan) -> str:
-    if code in ("greedy_sampling", "same_answers"):
-        return plan.llm("temperature")
-    if code == "cut_off":
-        return plan.llm("max_tokens")
-    return plan.evaluator if code == "constant_reward" else f"{plan.evaluator}, {plan.dataset}"
-
-
-def _no_pairs(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
-    if any(evidence.selected.trajectories):
-        return
-    for cause in why_no_pairs(evidence.selected.dropped):
-        yield Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change)
+        severity = Severity.STOPS_LEARNING if missing == total else Severity.HARMS
+        what = f"{share_of(missing, total, 'episodes')} have no step reward for each trained call"
+        change = "report step rewards with Context.get().reward(...), or set credit: episode"
+        yield Finding("no_step_rewards", severity, what, f"{plan.trainer}.credit", change)
 
 
 def _few_with_variance(plan: Plan, groups: Sequence[Sequence[Trajectory]], varied: int) -> Finding:
@@ -112,11 +100,8 @@ def _small_differences(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> It
     ranges = [max(rewards) - min(rewards) for group in groups if (rewards := [t.reward for t in group])]
     small = [each for each in ranges if 0 < round(each, 9) < plan.curriculum.min_reward_diff]
     if 2 * len(small) >= len(groups):
-        yield Finding(
-            "small_reward_differences",
-            Severity.STOPS_LEARNING if len(small) == len(groups) else Severity.HARMS,
-            f"the rewards of {share_of(len(small), len(groups), 'groups')} differ by at most {max(small):g}, and the "
-            f"curriculum leaves out groups below {plan.curriculum.min_reward_diff:g}",
-            "finetuning.curriculum_learning.min_reward_diff",
-            f"lower it below {min(small):.2g}",
-        )
+        share, limit = share_of(len(small), len(groups), "groups"), plan.curriculum.min_reward_diff
+        what = f"the rewards of {share} differ by at most {max(small):g}, and the curriculum leaves out groups below"
+        severity = Severity.STOPS_LEARNING if len(small) == len(groups) else Severity.HARMS
+        where, change = "finetuning.curriculum_learning.min_reward_diff", f"lower it below {min(small):.2g}"
+        yield Finding("small_reward_differences", severity, f"{what} {limit:g}", where, change)

@@ -104,9 +104,8 @@ def about_settings(plan: Plan) -> Iterator[Finding]:
     kind = "lora" if plan.training.get("lora") else "all weights"
     usual = f"usual for {kind}: {'1e-4' if kind == 'lora' else '1e-6 to 1e-5, and 1e-3 for tiny models'}"
     if rate == 0:
-        yield Finding(
-            "learning_rate_zero", Severity.STOPS_LEARNING, "the learning rate is 0", where, f"raise it; {usual}"
-        )
+        what = "the learning rate is 0"
+        yield Finding("learning_rate_zero", Severity.STOPS_LEARNING, what, where, f"raise it; {usual}")
     elif isinstance(rate, float) and rate > _HIGHEST_RATES[kind]:
         severity = Severity.STOPS_LEARNING if rate >= 10 * _HIGHEST_RATES[kind] else Severity.HARMS
         what = f"the learning rate is {rate:g}: the first steps destroy what the model has learned"
@@ -126,22 +125,14 @@ def _about_curriculum(plan: Plan) -> Iterator[Finding]:
     curriculum, where = plan.curriculum, "finetuning.curriculum_learning"
     first = math.ceil(round(included_fraction(curriculum, 1) * plan.rows_per_epoch, 9))
     if first < 2:
-        yield Finding(
-            "few_rows_for_curriculum",
-            Severity.HARMS,
-            f"the curriculum begins with {first} of {plan.rows_per_epoch} rows: an epoch trains on one group or none",
-            f"{where}.initial_percentile",
-            f"raise it above {1 / max(plan.rows_per_epoch, 1):.2g}, add rows, or set {where}.enabled: false",
-        )
+        what = f"the curriculum begins with {first} of {plan.rows_per_epoch} rows: an epoch trains on one group or none"
+        change = f"raise it above {1 / max(plan.rows_per_epoch, 1):.2g}, add rows, or set {where}.enabled: false"
+        yield Finding("few_rows_for_curriculum", Severity.HARMS, what, f"{where}.initial_percentile", change)
     last = included_fraction(curriculum, plan.epochs)
     if last < 1:
-        yield Finding(
-            "curriculum_incomplete",
-            Severity.NOTE,
-            f"after {plan.epochs} epochs the curriculum includes {100 * last:.0f} % of the rows",
-            f"{where}.expansion_interval",
-            "lower it, or raise increment_percentile or finetuning.num_epochs, if all rows should be trained",
-        )
+        what = f"after {plan.epochs} epochs the curriculum includes {100 * last:.0f} % of the rows"
+        change = "lower it, or raise increment_percentile or finetuning.num_epochs, if all rows should be trained"
+        yield Finding("curriculum_incomplete", Severity.NOTE, what, f"{where}.expansion_interval", change)
 
 
 def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:
@@ -160,23 +151,17 @@ def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:
     if extra := sum(len(ids) - 1 for ids in repeated):
         share, example = share_of(extra, len(plan.rows), "rows"), ", ".join(repr(each) for each in repeated[0][:3])
         severity = harms if extra >= _MANY * len(plan.rows) else Severity.NOTE
-        yield Finding(
-            "repeated_rows",
-            severity,
-            f"{share} ask what another row asks, such as the rows {example}",
-            plan.dataset,
-            f"remove the repetitions; {plan.builder}.num_generations plays a row several times",
-        )
+        what = f"{share} ask what another row asks, such as the rows {example}"
+        change = f"remove the repetitions; {plan.builder}.num_generations plays a row several times"
+        yield Finding("repeated_rows", severity, what, plan.dataset, change)
     held_out = [str(row.id) for row in plan.held_out if _text(row.input_obj) in by_question]
     if held_out:
-        yield Finding(
-            "held_out_rows_trained",
-            harms,
-            f"{share_of(len(held_out), len(plan.held_out), 'held-out rows')} are trained too, such as the row "
-            f"{held_out[0]!r}: the held-out score says little about other rows",
-            f"finetuning.validation.dataset ({plan.held_out_name})",
-            f"remove them from {plan.dataset} or from the held-out rows",
-        )
+        share = share_of(len(held_out), len(plan.held_out), "held-out rows")
+        what = f"{share} are trained too, such as the row {held_out[0]!r}"
+        where = f"finetuning.validation.dataset ({plan.held_out_name})"
+        change = f"remove them from {plan.dataset} or from the held-out rows"
+        what += ": the held-out score says little about other rows"
+        yield Finding("held_out_rows_trained", harms, what, where, change)
 
 
 def _text(question: Any) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import resource
 import time
-from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
 from insitu.config import Config
 from insitu.doctor.estimate import Measures, checkpoint_sizes
-from insitu.doctor.evidence import Evidence, Rescored
+from insitu.doctor.findings import Evidence, Rescored
 from insitu.doctor.plan import Plan
 from insitu.doctor.prefixes import Decoder
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
@@ -66,16 +65,15 @@ async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
 class Examination:
     """A run in a temporary folder, of which one epoch is played and trained."""
 
-    def __init__(self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path) -> None:
+    def __init__(
+        self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path, start: float
+    ) -> None:
         self._trainer, self._adapter, self._builder = ready.trainer, ready.adapter, ready.builder
         self._config = config
         self._budget = budget
         self._scratch = scratch
-        self._job: tuple[float, float, int] | None = None
-        self._bytes: int | None = None
-        self._alone: float | None = None
         self.plan = plan
-        self.start_seconds = 0.0
+        self.measures = Measures(start)
 
     async def play(self) -> Evidence:
         """Plays the rows until they or the time are over.
@@ -93,17 +91,22 @@ class Examination:
             traffic.add(episode)
             evidence.episodes.append(episode)
 
+        async def gather(plan: CollectionPlan) -> None:
+            async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
+                async for group in completed:
+                    groups.append(group)  # at once: those of a collection that takes too long are judged, too
+
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
             async with asyncio.timeout(self._budget.seconds) as limit:
-                self.start_seconds += (first := await _rehearse(builder, run_id))
+                self.measures.start += (first := await _rehearse(builder, run_id))
                 if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
-                    self._alone = await _rehearse(builder, run_id)
+                    self.measures.alone = await _rehearse(builder, run_id)
                 await traffic.start()
                 began = time.perf_counter()
                 if isinstance(builder, EpisodesBuilder) and builder.is_planned:
                     plan = builder.plan(run_id, 1, served.vocab_size if served is not None else None)
-                    await self._collect(plan, on_episode, groups)
+                    await run_of(self._builder).watchdog.watch(lambda: gather(plan))
                 else:
                     await builder.start_run(run_id, {"epoch": 1})
                     collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
@@ -115,30 +118,13 @@ class Examination:
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
         if groups:
-            self._record(groups)
             collection = collection_of(groups, run_id, 1)
+        if groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
+            for group in groups:
+                self._trainer.store.append_group(group, 1)
+            self.measures.stored = sum(self._trainer.store.sizes().values())
         self._judge_as_trainer(evidence, collection)
         return evidence
-
-    async def _collect(
-        self, plan: CollectionPlan, on_episode: Callable[[Episode], None], groups: list[GroupRecord]
-    ) -> None:
-        """Adds to `groups` as they complete: those of a collection that takes too long are judged, too."""
-
-        async def gather() -> None:
-            async with aclosing(collect(plan, self._builder, run, on_episode)) as completed:
-                async for group in completed:
-                    groups.append(group)
-
-        run = run_of(self._builder)
-        await run.watchdog.watch(gather)
-
-    def _record(self, records: list[GroupRecord]) -> None:
-        """Writes the groups as a run does, for their size."""
-        if isinstance(self._trainer, LoopTrainer):
-            for record in records:
-                self._trainer.store.append_group(record, 1)
-            self._bytes = sum(self._trainer.store.sizes().values())
 
     def _judge_as_trainer(self, evidence: Evidence, collection: TrajectoryCollection) -> None:
         """Adds the collection, what would be trained of it, and the settings that only live components know."""
@@ -200,30 +186,22 @@ class Examination:
         if status.status is not TrainingStatusEnum.COMPLETED:
             evidence.job_problem = f"a training job on the episodes failed: {status.message or 'no reason given'}"
             return
-        seconds = float((status.metadata or {}).get("seconds", 0.0))
-        self._job = time.perf_counter() - started, seconds, trained
+        self.measures.job = time.perf_counter() - started
+        self.measures.job_training = float((status.metadata or {}).get("seconds", 0.0))
+        self.measures.trained_episodes = trained
 
-    def measures(self, evidence: Evidence) -> Measures:
-        """Read while the backend runs."""
-        job, training, trained = self._job or (None, 0.0, 0)
-        sizes = checkpoint_sizes(self._scratch / CHECKPOINTS)
-        pid = self._adapter.backend_pid if isinstance(self._adapter, TrainerAdapter) else None
-        return Measures(
-            start=self.start_seconds,
-            playing=evidence.seconds,
-            episodes=len(evidence.episodes) or sum(map(len, evidence.groups)),
-            collected=sum(map(len, evidence.groups)),
-            alone=self._alone,
-            together=fmean(episode.seconds for episode in evidence.episodes) if evidence.episodes else None,
-            job=job,
-            job_training=training,
-            trained_episodes=trained,
-            memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            backend_memory=peak_memory(pid) if pid is not None else None,
-            stored=self._bytes,
-            weights=sizes[0] if sizes is not None else None,
-            optimizer=sizes[1] if sizes is not None else 0,
-        )
+    def measure(self, evidence: Evidence) -> None:
+        """Adds what can be read while the backend runs."""
+        measures, pid = self.measures, None
+        measures.playing, measures.collected = evidence.seconds, sum(map(len, evidence.groups))
+        measures.episodes = len(evidence.episodes) or measures.collected
+        if evidence.episodes:
+            measures.together = fmean(episode.seconds for episode in evidence.episodes)
+        if isinstance(self._adapter, TrainerAdapter):
+            pid = self._adapter.backend_pid
+        measures.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        measures.backend_memory = peak_memory(pid) if pid is not None else None
+        measures.weights, measures.optimizer = checkpoint_sizes(self._scratch / CHECKPOINTS)
 
     def decoder(self) -> Decoder | None:
         """The decoder of the model's tokenizer, once a checkpoint has been written."""

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from insitu.advantages.estimator import rows_of
 from insitu.collect.conversations import same_message
-from insitu.doctor.evidence import Evidence
-from insitu.doctor.findings import Finding, Severity, severity_of
+from insitu.doctor.findings import Evidence, Finding, Severity, severity_of
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory

@@ -118,38 +118,28 @@ class BackendProcess:
         """None if it is not started."""
         return self._started[0].get_pid() if self._started is not None else None
 
-    async def keep_running(self, seconds: float) -> None:
-        """Watches the process for `seconds`; if it ends, starts it again, to continue from its last checkpoint.
+    async def keep_running(self) -> None:
+        """Starts the process again whenever it has ended, to continue from its last checkpoint.
 
-        Raises BackendUnavailable with the end of its log if it has been restarted `max_restarts` times.
+        Raises BackendUnavailable with the end of its log once it has been restarted `max_restarts` times.
         """
         self._kept_running = True
         try:
-            if not await self._exits_within(seconds):
-                return
-            report = str(self.exit_report())
-            if self._restarts >= self._max_restarts:
-                raise BackendUnavailable(report)
-            self._restarts += 1
-            logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self._max_restarts)
-            await self.start(self._startup_timeout)
-            self.restarted_at = time.monotonic()
-        except BaseException:  # re-raised
+            while self._started is not None:
+                await self._started[1].exited.wait()
+                report = str(self.exit_report())
+                if self._restarts >= self._max_restarts:
+                    raise BackendUnavailable(report)
+                self._restarts += 1
+                logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self._max_restarts)
+                await self.start(self._startup_timeout)
+                self.restarted_at = time.monotonic()
+        finally:
             self._kept_running = False
-            raise
 
     def final_report(self) -> str | None:
         """The report of the ended process, unless it will be started again."""
         return None if self._kept_running and self._restarts < self._max_restarts else self.exit_report()
-
-    async def _exits_within(self, seconds: float) -> bool:
-        """Waits up to `seconds` for the process to exit on its own."""
-        assert self._started is not None
-        try:
-            await asyncio.wait_for(self._started[1].exited.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
 
     def exit_report(self) -> str | None:
         """The exit code and the end of the log if the process has exited on its own."""

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -60,34 +60,22 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         password = userinfo.partition(":")[2] if userinfo is not None else None
         return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
 
-    def learner_options(self) -> dict[str, str]:
-        """The options of `insitu backend` for the processes that train."""
-        learner = self.learner
-        if learner.total == 1:
-            return {}
-        options = {"learner_processes": str(learner.processes), "learner_gpus": ",".join(map(str, learner.gpus or ()))}
-        options |= {"learner_strategy": learner.strategy, "learner_nodes": str(learner.nodes)}
-        return options | ({"learner_rendezvous": learner.rendezvous} if learner.rendezvous is not None else {})
+    def backend_options(self, folder: Path) -> dict[str, str]:
+        """The options of `insitu backend` that this block sets; the Python code of its jobs lies in `folder`.
 
-    def sampler_options(self) -> dict[str, str]:
-        """The options of `insitu backend` for what samples; a vLLM that it starts must be made for LoRA adapters."""
-        sampler, lora = self.sampler, self.training.lora
-        if sampler.kind == "embedded":
-            return {}
-        options: dict[str, str] = {"sampler": sampler.kind}
-        if sampler.addresses:
-            return options | {"sampler_addresses": ",".join(sampler.addresses)}
-        if sampler.gpus is not None:
-            options["sampler_gpus"] = ",".join(map(str, sampler.gpus))
-        if sampler.args:
-            options["sampler_args"] = json.dumps(sampler.args)
-        if lora is not None:
-            options["lora_rank"] = str(lora.rank)
-        return options | {"sampler_tensor_parallel": str(sampler.tensor_parallel)}
-
-    def code_options(self, folder: Path) -> dict[str, str]:
-        """The options of `insitu backend` for jobs with Python code, which lies in the folder of the file."""
-        return {"allow_code": str(folder.resolve())} if self.training.code else {}
+        A vLLM that the backend starts must be made for LoRA adapters.
+        """
+        options = self.model_dump(include={"name", "device", "dtype"})
+        if self.learner.total > 1:
+            options |= {f"learner_{key}": value for key, value in self.learner if value is not None}
+        if self.sampler.kind == "vllm":
+            sampler = self.sampler.model_dump(include=self.sampler.model_fields_set - {"kind", "api_key"})
+            options |= {"sampler": "vllm", **{f"sampler_{key}": value for key, value in sampler.items()}}
+            if self.training.lora is not None and not self.sampler.addresses:
+                options["lora_rank"] = self.training.lora.rank
+        if self.training.code:
+            options["allow_code"] = folder.resolve()
+        return {key: _option(value) for key, value in options.items() if value is not None}
 
     @property
     def starts_from(self) -> str | None:
@@ -108,3 +96,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
         return self
+
+
+def _option(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,6 +1,7 @@
 """The trainer adapter for `insitu backend`."""
 
 import asyncio
+import gzip
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import cached_property, partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, Field
 
 from insitu.advantages.estimator import training_rows
 from insitu.builder import Builder, builder_at_work
@@ -34,7 +36,6 @@ from insitu.training.interfaces import RowAdapter
 from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.job_requests import JOB_HEADERS, Health, Models, gzip_job
 from insitu.wire.connection import Connection, event_data, response_error
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,32 @@ BACKEND = "insitu"
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
+
+
+class Health(BaseModel):
+    policy_version: int
+    vocab_size: int | None = None
+    max_length: int | None = None
+
+
+class Model(BaseModel):
+    id: str
+
+
+class Models(BaseModel):
+    data: list[Model] = Field(min_length=1)
+
+
+def _gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
+    """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
+    lines = [orjson.dumps(header)]
+    for row in rows:
+        if row.__pydantic_extra__:
+            values = row.model_dump()
+        else:  # much faster
+            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
+        lines.append(orjson.dumps(values))
+    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
 
 
 class InsituTrainerAdapter(RowAdapter, JobAdapter):
@@ -75,10 +102,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         if self.config.model is not None and self._process is None:
             folder = Path(run_config.output_dir) / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
-            options = {key: str(getattr(self.config, key)) for key in ("name", "device", "dtype")}
-            options |= {"model": model, "output_dir": str(folder)}
-            options |= self.config.learner_options() | self.config.sampler_options()
-            options |= self.config.code_options(self._full_config.folder)
+            options = {"model": model, "output_dir": str(folder)}
+            options |= self.config.backend_options(self._full_config.folder)
             arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
             key = self.config.sampler.api_key
             secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
@@ -180,19 +205,19 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         return version
 
     async def watch(self) -> None:
-        interval = min(_WATCH_SECONDS, self.config.read_timeout)
-        while self._process is None:
-            await asyncio.sleep(interval)
-            await self._served_version()
-        while True:
-            check = asyncio.create_task(self._served_version())  # waits for a process that has to be started again
-            try:
-                while not check.done():
-                    await self._process.keep_running(interval)
-                await check
-            finally:
-                check.cancel()
-                await asyncio.gather(check, return_exceptions=True)
+        async def check() -> None:
+            while True:
+                await asyncio.sleep(min(_WATCH_SECONDS, self.config.read_timeout))
+                await self._served_version()  # waits for a process that has to be started again
+
+        watching = [self._process.keep_running()] if self._process is not None else []
+        tasks = [asyncio.create_task(each) for each in (*watching, check())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def training_settings(self) -> dict[str, Any]:
         return self._training.effective()
@@ -267,13 +292,13 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         self, rows: Sequence[TrainingRow], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
         header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
-        self._job = key, await asyncio.to_thread(gzip_job, header, rows)
+        self._job = key, await asyncio.to_thread(_gzip_job, header, rows)
         job = await self._post_job(*self._job)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
     async def _post_job(self, key: str, body: bytes) -> JobState:
-        headers = {**JOB_HEADERS, "Idempotency-Key": key}
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
         return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
 
     async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
