@@ -1,10 +1,11 @@
 """Fixtures that several test files use."""
 
+import asyncio
 import contextlib
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,22 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return to_file
+
+
+@pytest.fixture
+async def pauses() -> AsyncIterator[list[float]]:
+    """Requests that are retried do not wait between attempts; the seconds that they would have waited."""
+    from insitu.wire.connection import pause
+
+    seconds: list[float] = []
+
+    async def sleep(duration: float) -> None:
+        seconds.append(duration)
+        await asyncio.sleep(min(duration, 0.001))
+
+    token = pause.set(sleep)
+    yield seconds
+    pause.reset(token)
 
 
 @pytest.fixture(scope="module")

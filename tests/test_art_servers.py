@@ -139,8 +139,8 @@ BUSY = [
 ]
 
 
-async def test_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
+@pytest.mark.usefixtures("pauses")
+async def test_transient_errors_are_retried() -> None:
     for path, body, request in (
         ("healthcheck", b"", lambda backend: backend.check_health()),
         ("register", b"null", lambda backend: backend.register(StubModel())),

@@ -14,11 +14,7 @@ import pytest
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.wire.connection import Connection, Retry, is_transient, retry_after
 
-
-@pytest.fixture(autouse=True)
-def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.wire.connection._LONGEST_DELAY", 0.001)
+pytestmark = pytest.mark.usefixtures("pauses")
 
 
 class Failing:
@@ -80,17 +76,11 @@ async def test_other_errors_and_dead_children_are_not_waited_for() -> None:
         await Retry("the server", 60, lambda: "the backend process exited with code 3")("GET /a", Failing(1))
 
 
-async def test_the_server_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+async def test_the_server_says_when_to_come_back(pauses: list[float]) -> None:
     await Retry("the server", 60)("GET /a", Failing(1, BackendUnavailable("busy", retry_after=7)))
     await Retry("the server", 60)("GET /a", Failing(1, BackendUnavailable("busy", retry_after=1e9)))
-    assert slept[0] == 7
-    assert 59 < slept[1] <= 60
+    assert pauses[0] == 7
+    assert 59 < pauses[1] <= 60
     later = format_datetime(datetime.now(UTC) + timedelta(minutes=5), usegmt=True)
     assert 290 < retry_after({"Retry-After": later}) <= 300
     clock = {"Date": "Tue, 01 Jan 2030 00:00:00 GMT", "Retry-After": "Tue, 01 Jan 2030 00:00:07 GMT"}

@@ -39,10 +39,7 @@ from insitu.training.runtime import finetuning_main
 TOKEN = "hf_very_secret"
 
 
-@pytest.fixture(autouse=True)
-def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.wire.connection._LONGEST_DELAY", 0.001)
+pytestmark = pytest.mark.usefixtures("pauses")
 
 
 @pytest.fixture(scope="module")

@@ -364,13 +364,12 @@ async def whole_epoch(adapter: InsituTrainerAdapter) -> TrainingStatusEnum:
     return (await adapter.wait_until_complete(ref)).status
 
 
+@pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_transient_error_of_any_request_is_retried(
-    backend: Backend, write: Any, route: str, fault: str, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, write: Any, route: str, fault: str
 ) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
-    monkeypatch.setattr("insitu.training.jobs._RECONNECT_DELAY", 0.001)
     at_start = route in ROUTES[:2] and fault not in ("garbage", "wrong shape")
     if at_start:
         backend.faults[route] = [fault, fault]
@@ -395,11 +394,11 @@ async def test_a_first_answer_of_something_else_is_named(backend: Backend, write
 LIMITS = {"read_timeout": 0.2, "retry_timeout": 0.7}
 
 
+@pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("route", ROUTES)
 async def test_silence_is_reported_and_ends(
-    backend: Backend, write: Any, route: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, write: Any, route: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("insitu.wire.connection._FIRST_DELAY", 0.001)
     if route == ROUTES[3]:
         backend.hanging.add(ROUTES[4])
     elif route == ROUTES[4]:

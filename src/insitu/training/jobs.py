@@ -17,6 +17,7 @@ from insitu.config import Config
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, JobLost
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
+from insitu.wire.connection import pause
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ async def follow(
                 ref = await adapter.submit_again(ref, error)
                 logger.warning("submitted %s again: %s", job_label(ref), error)
                 continue
-            await asyncio.sleep(min(delay, interval))
+            await pause.get()(min(delay, interval))
             delay *= 2
     except asyncio.CancelledError:
         if (status := await adapter.interrupted(ref)) is not None:

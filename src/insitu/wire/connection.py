@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+pause: ContextVar[Callable[[float], Awaitable[None]]] = ContextVar("insitu_pause", default=asyncio.sleep)
+"""Lets the seconds before the next attempt pass; tests shorten them."""
 CONNECT_TIMEOUT = 10.0
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 10.0
@@ -134,7 +137,7 @@ class Retry:
                     backoff = min(
                         _LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS)
                     ) * _jitter.uniform(0.5, 1.0)
-                    await asyncio.sleep(min(max(backoff, error.retry_after), deadline - now))
+                    await pause.get()(min(max(backoff, error.retry_after), deadline - now))
         finally:
             self._waiting -= waiting
         self.reached = True
