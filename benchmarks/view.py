@@ -39,7 +39,7 @@ RUN_ID = "insitu_run_0benchma"
 
 def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations: int = GENERATIONS) -> None:
     """A run's directory as the training loop writes it."""
-    from insitu.collect.groups import GroupRecord
+    from insitu.collect.conversations import GroupRecord
     from insitu.runs.records import RunProgress
     from insitu.runs.store import RunStore
 

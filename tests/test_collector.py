@@ -10,10 +10,10 @@ import plain_parts  # noqa: F401 - registers the workflow and the evaluator
 import pytest
 
 from insitu.collect.collector import Plan, collect
+from insitu.collect.conversations import GroupRecord
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import Scoring
-from insitu.collect.groups import GroupRecord
 from insitu.collect.shared_run import RunState
 from insitu.config import Config, load_config
 from insitu.plugin_api import Builder

@@ -12,9 +12,8 @@ import pytest
 
 from insitu.collect import episodes
 from insitu.collect.collector import run_limited
-from insitu.collect.evaluation import EvaluationRun
+from insitu.collect.evaluation import EvaluationRun, validation_record
 from insitu.collect.evaluators import BaseEvaluator, average, parse_score
-from insitu.collect.validation import validation_record
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
 from insitu.schemas.evaluation import (

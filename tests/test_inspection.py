@@ -19,7 +19,7 @@ from factories import MODEL
 from insitu.cli import main
 from insitu.cli.trajectories import _SORT_KEYS
 from insitu.collect import event_loop
-from insitu.collect.groups import GroupRecord
+from insitu.collect.conversations import GroupRecord
 from insitu.runs.episodes import SORT_KEYS, token_texts
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome

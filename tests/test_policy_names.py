@@ -8,7 +8,7 @@ from insitu.config import load_config
 from insitu.errors import ConfigError
 from insitu.plugin_api import Builder
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.workflow.policy_names import check_model_names
+from insitu.workflow.llms import check_model_names
 
 BASE = "Qwen/Qwen2.5-3B-Instruct"
 SERVED = "http://127.0.0.1:8000/v1"

@@ -15,7 +15,7 @@ from factories import disk_space, power_failures, read_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.collect.groups import GroupRecord
+from insitu.collect.conversations import GroupRecord
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import Block, read_block
 from insitu.errors import ConfigError, InsituError

@@ -14,7 +14,7 @@ from tiny_backend import Served
 
 from insitu.cli import main
 from insitu.collect.collector import collect
-from insitu.collect.groups import collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.shared_run import RunState
 from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError

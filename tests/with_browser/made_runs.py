@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from insitu.collect.groups import GroupRecord
+from insitu.collect.conversations import GroupRecord
 from insitu.runs.records import RunProgress
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome

@@ -28,7 +28,7 @@ def command(request: "FinetuneRunConfig") -> None:
 def _summary(config: "Config", dataset: str | Path | None) -> list[str]:
     """What the file runs, and what it trains."""
     from insitu.collect.datasets import load_dataset
-    from insitu.collect.validation import held_out_config
+    from insitu.collect.evaluation import held_out_config
     from insitu.registry import EVALUATOR, FUNCTION, TRAJECTORY_BUILDER
     from insitu.schemas.components import WORKFLOW
 

@@ -1,6 +1,6 @@
 """Runs the workflow on dataset rows and scores the episodes: rows x generations to scored groups.
 
 In: a plan and the builder of its file. Out: each group as it completes (`collector`, read it first), or an evaluation
-with its files (`evaluation`). `episodes` runs one episode, `executors` says where; `evaluators` scores it, `groups`
-makes trajectories of it. `comparisons`, `judgements` and `python_scores` are the built-in evaluators.
+with its files (`evaluation`). `episodes` runs one episode, here or where an executor says; `evaluators` scores it,
+`conversations` makes trajectories of it. `comparisons`, `judgements` and `python_scores` are the built-in evaluators.
 """

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
+from insitu.collect.conversations import GroupRecord, scored_group
 from insitu.collect.episodes import Attempt, EpisodeOptions, fail, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.executors import Executor, LocalExecutor, LocalExecutorConfig
-from insitu.collect.groups import GroupRecord, scored_group
 from insitu.collect.shared_run import RunState
 from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, ConfigError, InsituError, WorkflowError

@@ -1,14 +1,24 @@
-"""The conversations of an episode: chains of prompts that extend one another, each answer with its call."""
+"""The conversations of an episode: chains of prompts that extend one another, each answer with its call.
+
+Trajectories hold the main one, groups the trajectories of a row. Dialogues are conversations as messages for other
+tools: what a trained model was shown, and what followed.
+"""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, text_content
+from insitu.advantages.credit import TrainedCalls
+from insitu.schemas.episodes import DropReason, Episode, ModelCall, Outcome
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection, text_content
 from insitu.wire.http_format import format_token_id
 
+Messages = list[dict[str, Any]]
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_OPENAI_KEYS = (*_KEYS, "refusal", "function_call")
 _ROLES = {role.value: role for role in EpisodeItemRole} | {"developer": EpisodeItemRole.SYSTEM}
 
 
@@ -166,3 +176,141 @@ def _normalized_tool_call(call: dict[str, Any]) -> tuple[Any, ...]:
     with suppress(json.JSONDecodeError):  # a model may write anything
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return call.get("id"), function.get("name"), arguments
+
+
+class GroupRecord(NamedTuple):
+    """A completed group: all its episodes, and the trajectories of those that can be trained."""
+
+    row_id: str
+    episodes: list[Episode]
+    trajectories: list[Trajectory]
+    dropped: Counter[str]
+
+
+def scored_group(episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded: bool = True) -> GroupRecord:
+    """The group of a row's episodes. Each has a trajectory, or is counted in `dropped` by its reason.
+
+    Without rewards there are no trajectories, and only failed episodes are counted.
+    """
+    group = GroupRecord(episodes[0].key.row_id, sorted(episodes, key=attrgetter("key.generation")), [], Counter())
+    for episode in group.episodes:
+        trajectory = _trajectory(episode, trained) if rewarded and episode.reward is not None else None
+        if trajectory is not None:
+            group.trajectories.append(trajectory)
+        elif rewarded or episode.outcome is not Outcome.OK:
+            group.dropped[str(episode.reason or DropReason.NO_SCORE)] += 1
+    return group
+
+
+def _trajectory(episode: Episode, trained: TrainedCalls) -> Trajectory | None:
+    """An episode with a reward as a trajectory; None, with the reason set, if it has no trained call."""
+    positions = trained.of(episode)
+    if not positions:
+        if episode.reason is None:
+            episode.reason = DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS
+            episode.error = trained.why_none(episode.calls)
+        return None
+    steps = episode.step_rewards
+    if steps is not None and len(steps) == len(episode.calls):
+        steps = [steps[index] for index in positions]
+    return Trajectory.model_construct(
+        episode=main_conversation(episode.calls),
+        reward=episode.reward,
+        shaped_rewards=steps,
+        metadata={
+            "row_id": episode.key.row_id,
+            "generation": episode.key.generation,
+            "rewarded_functions": episode.rewarded_functions,
+            "scores": episode.scores,
+        },
+        id=episode.key.text(),
+        calls=episode.calls,
+        trained_calls=positions,
+        rows=[],
+    )
+
+
+def collection_of(groups: Iterable[GroupRecord], run_id: str, epoch: int) -> TrajectoryCollection:
+    """The trajectories of an epoch, ordered by row: the order of completion differs between runs."""
+    ordered = sorted(groups, key=attrgetter("row_id"))
+    rewards = [trajectory.reward for group in ordered for trajectory in group.trajectories]
+    return TrajectoryCollection(
+        trajectories=[group.trajectories for group in ordered if group.trajectories],
+        run_id=run_id,
+        epoch=epoch,
+        dropped=dict(sum((group.dropped for group in ordered), Counter[str]())),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+class Dialogue(NamedTuple):
+    """A conversation with trained calls: `prompt` is that of the first, `completion` the rest of the conversation.
+
+    `trained` are the positions, in both together, of messages that trained calls have sampled.
+    """
+
+    prompt: Messages
+    completion: Messages
+    trained: list[int]
+    calls: list[ModelCall]
+
+    @property
+    def messages(self) -> Messages:
+        return self.prompt + self.completion
+
+    @property
+    def tools(self) -> Messages | None:
+        """The tools of the last call."""
+        return self.calls[-1].tools
+
+
+def dialogues(calls: Sequence[ModelCall], trained: Collection[int]) -> list[Dialogue]:
+    """The conversations of an episode in which a call at one of the positions `trained` sampled a message."""
+    targets = {id(calls[position]) for position in trained}
+    found = []
+    for turns in conversations(calls):
+        sampled = [k for k, turn in enumerate(turns) if turn.call is not None and id(turn.call) in targets]
+        if sampled:
+            messages = [turn.message for turn in turns]
+            own = [turn.call for turn in turns if turn.call is not None]
+            found.append(Dialogue(messages[: sampled[0]], messages[sampled[0] :], sampled, own))
+    return found
+
+
+def is_text(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether no message has images or other parts that are not text."""
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+
+def template_messages(messages: Iterable[Mapping[str, Any]]) -> Messages:
+    """Messages for a chat template, as TRL expects them: contents as text, arguments of tools as objects."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: message[key] for key in _KEYS if message.get(key) is not None}
+    kept["content"] = text_content(message.get("content"))
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        kept["reasoning_content"] = reasoning
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_template_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    with suppress(json.JSONDecodeError, TypeError):  # a model may write anything
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+def openai_messages(dialogue: Dialogue) -> Messages:
+    """Messages for OpenAI's finetuning API, which trains assistant messages unless their weight is 0."""
+    messages = []
+    for position, message in enumerate(dialogue.messages):
+        kept = {key: message[key] for key in _OPENAI_KEYS if message.get(key) is not None}
+        if message.get("role") == "assistant" and position not in dialogue.trained:
+            kept["weight"] = 0
+        messages.append(kept)
+    return messages

@@ -1,19 +1,24 @@
-"""An evaluation: the workflow on every row x repetition, every evaluator on the outputs, the documented files."""
+"""An evaluation: the workflow on every row x repetition, every evaluator on the outputs, the documented files.
+
+Validation is that of the held-out dataset with the current model, the same episodes each time.
+"""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
+from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
-from insitu.collect.evaluators import score
-from insitu.collect.shared_run import GenerationCounter, RunState, config_and_builder, current_run, run_of
-from insitu.config import Config
+from insitu.collect.evaluators import parse_score, score, scores_by_row
+from insitu.collect.shared_run import GenerationCounter, RunState, config_and_builder, current_run, run_of, share
+from insitu.config import Config, Moved, load_config
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
@@ -23,10 +28,12 @@ from insitu.schemas.evaluation import (
     EvalInput,
     EvalInputItem,
     EvaluationRunOutput,
+    RunRequest,
 )
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
+from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -158,4 +165,80 @@ def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[st
         columns.structure.trajectory_key: to_json(item.trajectory),
         columns.structure.expected_trajectory_key: to_json(item.expected_trajectory),
         "error": item.error,
+    }
+
+
+def held_out_config(config: Config, moved: Moved | None = None) -> Config:
+    """The file that validation runs: `finetuning.validation.config_file`, or the run's own."""
+    validation = config.finetuning.validation
+    if validation is None or validation.config_file is None:
+        return config
+    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file", moved))
+
+
+async def validate(
+    run_config: FinetuneConfig,
+    request: FinetuneRunConfig | None,
+    epoch: int,
+    builder: Builder | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+    on_scores: Callable[[dict[str, list[float]]], None] | None = None,
+) -> dict[str, Any]:
+    """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
+
+    Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored. `on_scores`
+    gets the valid scores of each row.
+    """
+    with nullcontext() if builder is None else share(builder):
+        evaluation = EvaluationRun(validation_request(run_config, request))
+        evaluation.on_episode = on_episode
+        output = await evaluation.run_and_evaluate()
+    record = validation_record(output, run_config, epoch)
+    if on_scores is not None and run_config.reward_function is not None:
+        on_scores(scores_by_row(dict(output.evaluation_results)[run_config.reward_function.name]))
+    return record
+
+
+def validation_request(run_config: FinetuneConfig, request: FinetuneRunConfig | None) -> EvaluationRunConfig:
+    """The evaluation of the held-out dataset; raises ConfigError if none is configured."""
+    validation, run = run_config.validation, current_run()
+    options: dict[str, Any] = {"reps": 1 if validation is None else validation.reps}
+    options["dataset"] = validation.dataset if validation is not None else request and request.validation_dataset
+    has_rows = options["dataset"] or validation or (request and request.validation_config_file)
+    if not has_rows or (run is None and request is None):
+        raise ConfigError("validation needs a dataset: finetuning.validation.dataset or --validation_dataset")
+    file: Any = request and request.validation_config_file
+    if run is not None:
+        file = held_out_config(run.builder.config, run.builder.moved)
+    if file is not None:
+        options |= {"config_file": file, "override": ()}
+    return (request or RunRequest(config_file=file)).evaluation(write_output=False, training=False, **options)
+
+
+def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, epoch: int) -> dict[str, Any]:
+    """A record of `validation_history.json` from an evaluation's output."""
+    reward = run_config.reward_function
+    results = dict(output.evaluation_results)
+    if reward is None or reward.name not in results:
+        raise ConfigError(f"validation has no evaluator {reward.name if reward else None!r}; it has: {[*results]}")
+    dropped: Counter[str] = Counter()
+    for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
+        dropped[failed.reason or "workflow_error"] += 1
+    for item in results[reward.name].eval_output_items:
+        _, reason, _ = parse_score(item)
+        if reason is not None:
+            dropped[str(reason)] += 1
+    scores = scores_by_row(results[reward.name])
+    if not scores:
+        return {"epoch": epoch, "error": f"no example could be scored: {dict(dropped)}", "dropped": dict(dropped)}
+    means = [sum(of_row) / len(of_row) for of_row in scores.values()]
+    estimate = mean_ci95(means)
+    return {
+        "epoch": epoch,
+        "avg_reward": estimate.mean,
+        "min_reward": min(min(s) for s in scores.values()),
+        "max_reward": max(max(s) for s in scores.values()),
+        "num_examples": sum(len(s) for s in scores.values()),
+        "ci95": [estimate.low, estimate.high],
+        "dropped": dict(dropped),
     }

@@ -7,7 +7,7 @@ from insitu.doctor.findings import Evidence, Finding, Severity, severity_of
 from insitu.doctor.plan import Plan
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.training.metrics import cut_off, share_of
-from insitu.workflow.policy_names import is_same_server
+from insitu.workflow.llms import is_same_server
 
 _TOO_LONG = re.compile(r"context_length_exceeded|together may have \d+|maximum context length")
 _NEARLY = 0.9

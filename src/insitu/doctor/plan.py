@@ -9,7 +9,7 @@ from typing import Any
 
 from insitu.algorithms.selection import included_fraction
 from insitu.collect.datasets import load_dataset
-from insitu.collect.validation import held_out_config
+from insitu.collect.evaluation import held_out_config
 from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
 from insitu.registry import TRAINER, TRAJECTORY_BUILDER

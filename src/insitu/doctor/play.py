@@ -10,8 +10,8 @@ from statistics import fmean
 
 from insitu.collect.collector import Plan as CollectionPlan
 from insitu.collect.collector import collect
+from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.evaluators import parse_score, score
-from insitu.collect.groups import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
 from insitu.config import Config

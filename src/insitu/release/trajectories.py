@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from insitu.advantages.credit import TrainedCalls
-from insitu.collect.dialogues import (
+from insitu.collect.conversations import (
     Dialogue,
     Messages,
     dialogues,

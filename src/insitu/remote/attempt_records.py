@@ -40,7 +40,7 @@ class ServedPolicy(BaseModel):
     """Where the trainer's model is served, for the llms of `_type: policy` in this episode.
 
     `renamed`: the model's name changes with every version of the weights. `trained`: it is the model under training,
-    also for llms that name it or its `base_model` (see `workflow.policy_names`).
+    also for llms that name it or its `base_model` (see `workflow.llms`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.builder import Builder
-from insitu.collect.groups import GroupRecord
+from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, write_json

@@ -18,10 +18,10 @@ from pydantic import Field
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
+from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions, ResultPath
 from insitu.collect.evaluators import Scoring
-from insitu.collect.groups import GroupRecord, collection_of
 from insitu.collect.python_scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part

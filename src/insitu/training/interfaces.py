@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
+from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
-from insitu.collect.validation import validate, validation_request
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput

@@ -17,7 +17,7 @@ from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, esti
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.groups import collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, call_with

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
-from insitu.collect.conversations import conversations
-from insitu.collect.groups import GroupRecord
+from insitu.collect.conversations import GroupRecord, conversations
 from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import episode_rows, pair_rows

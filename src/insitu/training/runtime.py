@@ -12,9 +12,9 @@ from insitu.builder import Builder
 from insitu.collect.collector import executor_of
 from insitu.collect.datasets import dataset_config, load_dataset
 from insitu.collect.episodes import ResultPath
+from insitu.collect.evaluation import held_out_config
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
-from insitu.collect.validation import held_out_config
 from insitu.config import Config, requested_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
@@ -23,7 +23,7 @@ from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, Trai
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
 from insitu.training.trackers import check_trackers, reported
-from insitu.workflow.policy_names import check_model_names
+from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from insitu.builder import Builder
 from insitu.collect.datasets import dataset_file, load_dataset
-from insitu.collect.validation import held_out_config, validate
+from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
