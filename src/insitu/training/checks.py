@@ -162,10 +162,13 @@ class Leftovers(NamedTuple):
     """Attempts at episodes whose code ignored its cancellation."""
 
 
-class _Count(NamedTuple):
-    completed: int
-    started: float | None
-    """When the server's process was started, in seconds of its clock; None if it does not say so."""
+class _Totals(NamedTuple):
+    """What a run has counted so far."""
+
+    stray: int
+    outside: int
+    """Completions that were requested from the policy's server outside every episode, by evaluators too."""
+    lost_workers: int
 
 
 class PolicyTraffic:
@@ -178,72 +181,62 @@ class PolicyTraffic:
     def __init__(self, builder: Builder, served: PolicyEndpoint | None) -> None:
         self._builder = builder
         self._served = served
+        self._server = _normal(served.base_url) if served is not None else ""
         self._episodes: Counter[str] = Counter()
         self._abandoned = 0
         self._has_episodes = False
-        self._stray_before = 0
-        self._outside_before = 0
-        self._served_before: _Count | None = None
-        self._lost_before = 0
+        self._before = _Totals(0, 0, 0)
+        self._completed_before: tuple[int, float | None] | None = None
 
     async def start(self) -> None:
-        self._stray_before, self._lost_before = self._stray(), self._lost_workers()
-        self._outside_before, self._served_before = self._outside(), await self._count()
+        self._before, self._completed_before = self._totals(), await self._completed()
 
     def add(self, episode: Episode) -> None:
         self._has_episodes = True
-        self._episodes.update({_normal(url): count for url, count in episode.requested.items()})
+        for url, count in episode.requested.items():
+            self._episodes[_normal(url)] += count
         self._abandoned += episode.abandoned_attempts
 
     async def finish(self) -> tuple[Leftovers, str | None]:
         """The counts, and a warning if the server has completed more than was requested."""
-        stray = self._stray() - self._stray_before
-        after = await self._count()
-        before = self._served_before
-        is_complete = self._lost_workers() == self._lost_before
-        if (
-            not is_complete
-            or not self._has_episodes
-            or after is None
-            or before is None
-            or self._served is None
-            or after.started != before.started
-        ):
-            return Leftovers(stray, None, self._abandoned), None
-        server = _normal(self._served.base_url)
-        completed = after.completed - before.completed
-        requested = self._episodes[server] + self._outside() - self._outside_before
-        unknown = max(0, completed - requested)  # less than 0: a failed request may not have been completed
+        completed, before, after = await self._completed(), self._before, self._totals()
+        leftovers = Leftovers(after.stray - before.stray, None, self._abandoned)
+        is_complete = self._has_episodes and after.lost_workers == before.lost_workers
+        if not is_complete or completed is None or self._completed_before is None:
+            return leftovers, None
+        (count, started), (count_before, started_before) = completed, self._completed_before
+        if started != started_before:  # another process
+            return leftovers, None
+        requested = self._episodes[self._server] + after.outside - before.outside
+        unknown = max(0, count - count_before - requested)  # less than 0: a failed request may not have been completed
         warning = (
-            f"{unknown} of the {completed} completions of {server} were not requested by an episode: they are not "
-            "recorded and not trained. Does the agent use its own client, or does another program use the server?"
+            f"{unknown} of the {count - count_before} completions of {self._server} were not requested by an episode: "
+            "they are not recorded and not trained. Does the agent use its own client, or does another program use the "
+            "server?"
         )
-        return Leftovers(stray, unknown, self._abandoned), warning if unknown else None
+        return leftovers._replace(unknown_completions=unknown), warning if unknown else None
 
-    def _stray(self) -> int:
-        return stray_completions(self._builder).total()
+    def _totals(self) -> _Totals:
+        outside = outside_completions(self._builder, self._server) if self._served is not None else 0
+        lost = [executor.lost_workers for executor in self._builder.built(EXECUTOR)]
+        return _Totals(stray_completions(self._builder).total(), outside, sum(lost))
 
-    def _lost_workers(self) -> int:
-        return sum(executor.lost_workers for executor in self._builder.built(EXECUTOR))
+    async def _completed(self) -> tuple[int, float | None] | None:
+        """The completions of the server, and when its process was started, in seconds of its clock, if it says so.
 
-    def _outside(self) -> int:
-        """Completions that were requested outside every episode through the run's own clients."""
-        return outside_completions(self._builder, self._served.base_url) if self._served is not None else 0
-
-    async def _count(self) -> _Count | None:
-        """The server's metrics; None if it has none, or no server responds."""
+        None if it has no metrics, or no server responds.
+        """
         if self._served is None:
             return None
-        url = _normal(self._served.base_url).removesuffix("/v1") + "/metrics"
         headers = {"Authorization": f"Bearer {self._served.api_key}"}
         try:
             async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=headers) as session:
-                async with session.get(url) as response:
+                async with session.get(self._server.removesuffix("/v1") + "/metrics") as response:
                     text = await response.text() if response.status == 200 else ""
             samples = [line.rpartition(" ") for line in text.splitlines()]
             completed = [float(value) for name, _, value in samples if name.startswith(_COMPLETED)]
             started = [float(value) for name, _, value in samples if name == _STARTED]
-            return _Count(int(sum(completed)), started[0] if started else None) if completed else None
+            return (int(sum(completed)), started[0] if started else None) if completed else None
         except (TimeoutError, aiohttp.ClientError, ValueError):
             return None
 

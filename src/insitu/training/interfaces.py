@@ -57,7 +57,10 @@ class TrajectoryBuilder(ABC):
         if request is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
         output = await evaluation_runs.EvaluationRun(request.evaluation(training=True)).run_and_evaluate()
-        _warn_about_failed_episodes(output)
+        items = output.eval_input.eval_input_items
+        if failed := [item for item in items if item.error is not None]:  # a plugin might drop them silently
+            counted, first = f"{len(failed)} of {len(items)}", failed[0]
+            logger.warning("%s episodes failed; first failure (row %r): %s", counted, first.id, first.error)
         return output
 
     @abstractmethod
@@ -267,17 +270,3 @@ class PairTrainer(Trainer):
 
 class SingleJobTrainer(Trainer):
     """Trainer with one job for all epochs, which need not have ended when `run` returns."""
-
-
-def _warn_about_failed_episodes(output: EvaluationRunOutput) -> None:
-    """Warns about failed episodes here, because a plugin might drop them silently."""
-    items = output.eval_input.eval_input_items
-    failed = [item for item in items if item.error is not None]
-    if failed:
-        logger.warning(
-            "%d of %d episodes failed; first failure (row %r): %s",
-            len(failed),
-            len(items),
-            failed[0].id,
-            failed[0].error,
-        )

@@ -81,21 +81,17 @@ class Report:
         try:
             yield
         finally:
-            self._end_phase()
-
-    def advance(self) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task)
-
-    def _end_phase(self) -> None:
-        if self._line is not None:
-            self._line.cancel()
-            self._line = None
-        if self._task is not None:
+            if self._line is not None:
+                self._line.cancel()
+                self._line = None
             self._progress.remove_task(self._task)
             self._task = None
             if self._run is None:
                 self._progress.stop()
+
+    def advance(self) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task)
 
     def _schedule_line(self) -> None:
         if not self.console.is_terminal:
@@ -106,13 +102,6 @@ class Report:
         done = "" if task.total is None else f" {task.completed:.0f} of {task.total:.0f} episodes,"
         self.note(f"{task.description}:{done} {task.elapsed or 0:.0f} s")
         self._schedule_line()
-
-    def time_left(self, epoch: int, last: int) -> str | None:
-        """How long the remaining epochs take if they take as long as those of this process."""
-        if self._run is None or epoch >= last:
-            return None
-        seconds = (time.monotonic() - self._run_started) / (epoch - self._completed_before) * (last - epoch)
-        return f"{seconds:.0f} s left" if seconds < 100 else f"{seconds / 60:.0f} min left"
 
     def validation(self, record: Mapping[str, Any]) -> None:
         if "error" in record:
@@ -150,8 +139,9 @@ class Report:
         if m["dropped"]:
             parts.append(f"dropped: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
-        if (left := self.time_left(number, last)) is not None:
-            parts.append(left)
+        if self._run is not None and number < last:  # if the other epochs take as long as those of this process
+            left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
+            parts.append(f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left")
         self.note("  ".join(parts))
         if len(scores := m.get("scores") or {}) > 1:
             self.note(f"  scores: {', '.join(f'{name} {_number(mean)}' for name, mean in scores.items())}")

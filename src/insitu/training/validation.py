@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from insitu.builder import Builder
 from insitu.collect.datasets import dataset_file, load_dataset
@@ -31,32 +31,23 @@ class Validation:
         assert run_config.validation is not None
         self.config: ValidationConfig = run_config.validation
         self.history: list[dict[str, Any]] = []
-        self._best: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None
+        """The record of the highest score so far."""
         self.checkpoints: dict[int | None, str | None] = {}
         self._run_config = run_config
         self._builder = builder
         self._adapter = adapter
         self._report = report
         self._store = store
-        self._rows: _HeldOut | None = None
+        self._rows: tuple[int, str] | None = None
 
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """The record of the highest score so far."""
-        return self._best
-
-    @best.setter
-    def best(self, record: dict[str, Any] | None) -> None:
-        self._best = record
-        if isinstance(self._adapter, RowAdapter):
-            self._adapter.note_best(record["policy_version"] if record is not None else None)
-
-    def _read_rows(self) -> "_HeldOut":
+    def _read_rows(self) -> tuple[int, str]:
+        """The number of episodes of a validation, and the digest of the file with its rows."""
         moved = self._builder.moved
         held_out = held_out_config(self._builder.config, moved)
         rows = load_dataset(held_out, self.config.dataset, moved=moved)
         file = dataset_record(dataset_file(held_out, self.config.dataset, moved)[0])
-        return _HeldOut(len(rows) * self.config.reps, file["sha256"])
+        return len(rows) * self.config.reps, file["sha256"]
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
@@ -75,16 +66,17 @@ class Validation:
 
         An epoch is validated once, also if the run was continued in between.
         """
-        known = next((record for record in self.history if record["epoch"] == epoch), None)
-        if known is not None:
-            return known
+        for record in self.history:
+            if record["epoch"] == epoch:
+                return record
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
         if self._rows is None:
             self._rows = await asyncio.to_thread(self._read_rows)
+        episodes, digest = self._rows
         scores: dict[str, list[float]] = {}
-        with self._report.phase(f"epoch {epoch}: validating", self._rows.episodes):
+        with self._report.phase(f"epoch {epoch}: validating", episodes):
             try:
                 advance, request = lambda _: self._report.advance(), self._builder.request
                 record = await validate(self._run_config, request, epoch, self._builder, advance, scores.update)
@@ -96,7 +88,10 @@ class Validation:
         self.history.append(record)
         self._report.validation(record)
         if scores:
-            self._write_scores(epoch, version, self._rows.sha256, scores)
+            reward = self._run_config.reward_function
+            line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores)
+            self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
+            self._store.sync()
         if self._note_best(record):
             checkpoint = self._store.relative(self.checkpoints.get(version))
             self._store.write(BEST, {**record, "checkpoint": checkpoint})
@@ -104,25 +99,13 @@ class Validation:
         return record
 
     def _note_best(self, record: dict[str, Any]) -> bool:
-        """Whether it is the best so far."""
+        """Whether it is the best so far; the adapter then keeps its checkpoint."""
         if "error" in record or (self.best is not None and record["avg_reward"] <= self.best["avg_reward"]):
             return False
         self.best = record
+        if isinstance(self._adapter, RowAdapter):
+            self._adapter.note_best(record["policy_version"])
         return True
-
-    def _write_scores(self, epoch: int, version: int | None, dataset: str, scores: dict[str, list[float]]) -> None:
-        """The scores of each row, for tests that pair the rows of two versions."""
-        reward = self._run_config.reward_function
-        line = RowScores(epoch, version, reward.name if reward is not None else "", dataset, scores)
-        self._store.append(VALIDATION_SCORES, [line._asdict()])
-        self._store.sync()
-
-
-class _HeldOut(NamedTuple):
-    """The number of episodes of a validation, and the digest of the file with its rows."""
-
-    episodes: int
-    sha256: str
 
 
 def _json(value: Any) -> Any:

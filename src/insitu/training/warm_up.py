@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -106,38 +106,34 @@ class _Demonstration(BaseModel):
         return [k for k, message in enumerate(self.messages) if message.role == "assistant" and message.weight != 0]
 
 
-class WarmUp:
+class WarmUp(NamedTuple):
     """The job on demonstrations that a trainer's `sft` asks for."""
 
-    def __init__(self, config: WarmUpConfig, rows: list[TrainingRow], full_config: Config) -> None:
-        self._config = config
-        self._rows = rows
-        self._full_config = full_config
+    config: WarmUpConfig
+    rows: list[TrainingRow]
+    full_config: Config
 
     async def run(self, adapter: TrainerAdapter, run_id: str, before: int | None, report: Report) -> dict[str, Any]:
         """Returns the job's metrics, version and checkpoint; `before` is the policy version that the run started with.
 
         Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
         """
-        with report.phase(f"warm-up on {len(self._rows)} dialogues"):
-            result = await self._train(adapter, run_id, before)
-        report.note(f"warm-up: {result['rows']} dialogues  loss {result['loss']:.4g}  {result['seconds']:.1f} s")
-        return result
-
-    async def _train(self, adapter: TrainerAdapter, run_id: str, before: int | None) -> dict[str, Any]:
-        started = time.perf_counter()
         if not isinstance(adapter, RowAdapter):
             raise ConfigError(f"trainer_adapters: {adapter.adapter_config.type} cannot train on given rows")
-        try:
-            ref = await adapter.submit_rows(self._rows, run_id, "sft", self._config.overrides())
-        except RequestRefused as error:  # names the row: a dialogue that is too long, or that the chat template refuses
-            raise TrajectoryError(f"the warm-up on {self._config.rows} was refused: {error}") from error
-        status = await wait_for_job(adapter, ref, self._full_config)
-        check_completed("the warm-up", status)
-        version = new_version(0, before, await adapter.policy_endpoint())
-        metadata = status.metadata or {}
-        kept = {key: metadata.get(key) for key in ("loss", "entropy", "tokens", "rows", "steps", "checkpoint")}
-        return {**kept, "policy_version": version, "seconds": time.perf_counter() - started}
+        started = time.perf_counter()
+        with report.phase(f"warm-up on {len(self.rows)} dialogues"):
+            try:
+                ref = await adapter.submit_rows(self.rows, run_id, "sft", self.config.overrides())
+            except RequestRefused as error:  # names the row: a dialogue that is too long, or that the template refuses
+                raise TrajectoryError(f"the warm-up on {self.config.rows} was refused: {error}") from error
+            status = await wait_for_job(adapter, ref, self.full_config)
+            check_completed("the warm-up", status)
+            version = new_version(0, before, await adapter.policy_endpoint())
+        keys, metadata = ("loss", "entropy", "tokens", "rows", "steps", "checkpoint"), status.metadata or {}
+        result = {key: metadata.get(key) for key in keys}
+        result |= {"policy_version": version, "seconds": time.perf_counter() - started}
+        report.note(f"warm-up: {result['rows']} dialogues  loss {result['loss']:.4g}  {result['seconds']:.1f} s")
+        return result
 
 
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
