@@ -13,9 +13,8 @@ from insitu.registry import not_found
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
 
-_OPEN = ConfigDict(
-    extra="allow", use_attribute_docstrings=True, frozen=True
-)  # extra keys are checked against the release
+_OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True, frozen=True)
+"""Extra keys are checked against the release."""
 _ART_TYPES = {
     "init_args": "InitArgs",
     "engine_args": "EngineArgs",
@@ -24,6 +23,7 @@ _ART_TYPES = {
     "server_args": "ServerArgs",
 }
 """Configuration block -> its type in `art.dev`."""
+_SERVER_BLOCKS = ("server_args", "engine_args")
 _KL_PENALTY = {
     "beta": "set training.kl_penalty_coef for ART's own server; insitu backend needs beta and openpipe-art<0.5.17",
     "kl_penalty_coef": "set training.beta",
@@ -131,23 +131,15 @@ def load_art() -> Any:
     try:
         return importlib.import_module("art")
     except ImportError as error:
-        raise ConfigError(
-            "the ART plugin needs the package openpipe-art and its dependencies: "
-            f"{install_command('art')} in the clone of insitu ({error})"
-        ) from error
+        problem = "the ART plugin needs the package openpipe-art and its dependencies"
+        raise ConfigError(f"{problem}: {install_command('art')} in the clone of insitu ({error})") from error
 
 
 def internal_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any]:
     """ART's `InternalModelConfig`. Raises ConfigError for a key that the installed release does not have."""
-    blocks = {
-        "init_args": backend.init_args.model_dump(exclude_none=True) if backend.init_args else None,
-        "engine_args": backend.engine_args.model_dump(exclude_none=True) if backend.engine_args else None,
-        "peft_args": backend.peft_args,
-        "trainer_args": backend.trainer_args,
-    }
+    blocks = backend.model_dump(exclude_none=True, include={*_ART_TYPES})
     config = {name: values for name, values in blocks.items() if values}
-    for name, values in config.items():
-        _check_keys(f"backend.{name}", values, _keys(getattr(art.dev, _ART_TYPES[name])))
+    _check_blocks(art, "backend", config)
     return config
 
 
@@ -157,9 +149,7 @@ def server_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any] | None:
     if not config:
         return None
     _check_keys("backend.server_config", config, _keys(art.dev.OpenAIServerConfig))
-    for name in ("server_args", "engine_args"):
-        if name in config:
-            _check_keys(f"backend.server_config.{name}", config[name], _keys(getattr(art.dev, _ART_TYPES[name])))
+    _check_blocks(art, "backend.server_config", {name: config[name] for name in _SERVER_BLOCKS if name in config})
     return config
 
 
@@ -198,11 +188,16 @@ def _keys(typed_dict: Any) -> set[str]:
     return set(typed_dict.__required_keys__ | typed_dict.__optional_keys__)
 
 
+def _check_blocks(art: Any, where: str, blocks: Mapping[str, Any]) -> None:
+    for name, values in blocks.items():
+        _check_keys(f"{where}.{name}", values, _keys(getattr(art.dev, _ART_TYPES[name])))
+
+
 def _check_keys(where: str, block: Any, allowed: Iterable[str]) -> None:
     if not isinstance(block, Mapping):
         raise ConfigError(f"trainer_adapters: {where} must be a mapping")
     allowed = sorted(allowed)
     for name in block:
         if name not in allowed:
-            what = f"trainer_adapters: {where}: key"
-            raise ConfigError(f"{not_found(what, str(name), allowed)} (openpipe-art {_release()})")
+            problem = not_found(f"trainer_adapters: {where}: key", str(name), allowed)
+            raise ConfigError(f"{problem} (openpipe-art {_release()})")

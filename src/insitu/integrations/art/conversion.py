@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from openai.types.chat.chat_completion import Choice
+from pydantic import ValidationError
+
 from insitu.collect.conversations import Turn, chat_logprobs, conversations
 from insitu.collect.recovery import item_message, item_tokens, recover_calls, untrainable_reason
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
-from insitu.schemas.finetuning import EpisodeItemRole, Trajectory
+from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
 from insitu.wire.http_format import format_token_id
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -72,6 +75,36 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "metadata": scalars | ({"episode": trajectory.id} if trajectory.id else {}),
     }
+
+
+def art_object(art: Any, trajectory: Trajectory) -> Any:
+    """The trajectory as an `art.Trajectory`; `art` is the imported module of the installed release."""
+    fields = art_trajectory(trajectory)
+    histories = (fields, *fields["additional_histories"])
+    try:
+        for history in histories:
+            turns = history["messages_and_choices"]
+            # ART accepts any mapping as a message, so choices must be objects
+            history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
+        converted = art.Trajectory.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
+        raise TrajectoryError(f"{episode_label(trajectory.id)}: {problem}") from None
+    for target, history in zip((converted, *converted.additional_histories), histories, strict=True):
+        target.tools = history["tools"]  # ART reorders their keys, and chat templates print keys in order
+    return converted
+
+
+def sampled_tokens(collection: TrajectoryCollection) -> int:
+    trajectories = (t for group in collection.trajectories for t in group)
+    return sum(len(t.calls[index].token_ids or ()) for t in trajectories for index in t.trained_calls)
+
+
+def mean_reward(collection: TrajectoryCollection) -> float:
+    """The mean reward of all collected episodes if known: groups without variance may be the best ones."""
+    rewards = [t.reward for group in collection.trajectories for t in group]
+    return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
 
 
 def _call_histories(trajectory: Trajectory) -> list[dict[str, Any]]:

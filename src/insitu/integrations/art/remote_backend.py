@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, StrictInt, TypeAdapter
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.wire.connection import Connection, is_transient, response_error
@@ -49,9 +49,9 @@ class _Jobs(BaseModel):
     jobs: list[_Job]
 
 
-_STEP = TypeAdapter(int)
+_STEP = TypeAdapter(StrictInt)
 _ADDRESS = TypeAdapter(tuple[str, str])
-_OBJECT = TypeAdapter(dict[str, Any])
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def remote_backend(art: Any, base_url: str, api_key: str, read_timeout: float, retry_timeout: float) -> Any:
@@ -86,13 +86,12 @@ class _RemoteBackend:
         await self._post("/register", model.safe_model_dump(), _parse_any)
 
     async def _get_step(self, model: Any) -> int:
-        step = await self._post("/_get_step", model.safe_model_dump(), _parse_step)
+        step = await self._post("/_get_step", model.safe_model_dump(), _STEP.validate_json)
         self._latest_steps[model.name] = step
         return step
 
     async def _prepare_backend_for_training(self, model: Any, config: Any) -> tuple[str, str]:
-        body = {"model": model.safe_model_dump(), "config": config}
-        path = "/_prepare_backend_for_training"
+        body, path = {"model": model.safe_model_dump(), "config": config}, "/_prepare_backend_for_training"
         url, self._inference_key = await self._post(path, body, _ADDRESS.validate_json, _LOADING_SECONDS)
         self.inference_url = self._reachable_url(url)
         await self._get_step(model)
@@ -113,16 +112,15 @@ class _RemoteBackend:
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
-        models = await self._request("GET", f"{self.inference_url}/models", None, _Models.model_validate_json, auth)
+        url, parse = f"{self.inference_url}/models", _Models.model_validate_json
+        models = await self._connection.request("GET", url, parse, headers=auth)
         self._served_names = {model.id for model in models.data}
         return self._served_names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
         """The model name to request. ART from 0.5.10 on serves even the latest weights as `name@step` only."""
-        only_versioned = model.name not in self._served_names and any(
-            name.startswith(f"{model.name}@") for name in self._served_names
-        )
-        if step is None and only_versioned:
+        names, versioned = self._served_names, f"{model.name}@"
+        if step is None and model.name not in names and any(name.startswith(versioned) for name in names):
             step = self._latest_steps.get(model.name, 0)
         return str(model.name) if step is None else f"{model.name}@{step}"
 
@@ -155,7 +153,7 @@ class _RemoteBackend:
 
         Raises BackendError if the server is unreachable or lists no jobs (only `insitu backend` does).
         """
-        listed = await self._request("GET", f"{self._base_url}/art/jobs", None, _Jobs.model_validate_json)
+        listed = await self._connection.request("GET", f"{self._base_url}/art/jobs", _Jobs.model_validate_json)
         return next((job for job in listed.jobs if (job.key or "").endswith(f"/{idempotency_key}")), None)
 
     def _parse_metrics(self, line: bytes) -> dict[str, float]:
@@ -165,7 +163,7 @@ class _RemoteBackend:
             except orjson.JSONDecodeError as error:
                 problem = f"{self._connection.server}: the response of /_train_model ended within a line"
                 raise BackendUnavailable(problem) from error
-        return self._connection.parsed(f"{self._base_url}/_train_model", line, _parse_object)
+        return self._connection.parsed(f"{self._base_url}/_train_model", line, _OBJECT.validate_json)
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
         """ART's `Backend.train` since 0.5.9. `options` may contain keys of `TrainConfig` and `art.dev.TrainConfig`."""
@@ -181,7 +179,7 @@ class _RemoteBackend:
 
     async def _log(self, model: Any, trajectory_groups: Iterable[Any], split: str = "val") -> None:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, {"split": split})
-        await self._request("POST", self._base_url + "/_log", data, _parse_any, read_timeout=_LOADING_SECONDS)
+        await self._post("/_log", data, _parse_any, _LOADING_SECONDS)
 
     async def _delete_checkpoints(self, model: Any, benchmark: str, benchmark_smoothing: float) -> None:
         query = urlencode({"benchmark": benchmark, "benchmark_smoothing": benchmark_smoothing})
@@ -209,42 +207,23 @@ class _RemoteBackend:
 
     async def _check_health(self) -> None:
         status, problems = 0, []
-        for path in ("/healthcheck", "/health"):
-            async with self._connection.open("GET", self._base_url + path) as response:
-                if response.status == 200:
+        for url in (f"{self._base_url}/healthcheck", f"{self._base_url}/health"):
+            async with self._connection.open("GET", url) as response:
+                if (status := response.status) == 200:
                     return
-                status = response.status
-                problems.append(f"{self._base_url}{path} returned {status}")
+                problems.append(f"{url} returned {status}")
         problem = ", ".join(problems)
         raise BackendUnavailable(problem) if is_transient(status) else RequestRefused(problem, status=status)
 
     async def _post(self, path: str, body: Any, parse: Callable[[bytes], T], read_timeout: float | None = None) -> T:
-        data = await asyncio.to_thread(orjson.dumps, body)
-        return await self._request("POST", self._base_url + path, data, parse, read_timeout=read_timeout)
-
-    async def _request(
-        self,
-        method: str,
-        url: str,
-        data: bytes | None,
-        parse: Callable[[bytes], T],
-        headers: Mapping[str, str] | None = None,
-        read_timeout: float | None = None,
-    ) -> T:
+        data = body if isinstance(body, bytes) else await asyncio.to_thread(orjson.dumps, body)
         final_500 = read_timeout is not None
-        return await self._connection.request(method, url, parse, data, headers, read_timeout, final_500=final_500)
+        url = self._base_url + path
+        return await self._connection.request("POST", url, parse, data, None, read_timeout, final_500=final_500)
 
 
 def _parse_any(content: bytes) -> Any:
     return orjson.loads(content or b"null")
-
-
-def _parse_step(content: bytes) -> int:
-    return _STEP.validate_json(content, strict=True)
-
-
-def _parse_object(line: bytes) -> dict[str, float]:
-    return _OBJECT.validate_json(line)
 
 
 def serialize_group(group: Any) -> orjson.Fragment:
@@ -285,9 +264,11 @@ def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:
 
 def known_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
     """The server's metrics, plus those with an equivalent of ours under our names."""
-    renamed = {
-        ours: next(metrics[name] for name in theirs if name in metrics)
-        for ours, theirs in _METRIC_NAMES.items()
-        if any(name in metrics for name in theirs)
-    }
-    return {**metrics, **renamed}
+    reported = {ours: [metrics[name] for name in theirs if name in metrics] for ours, theirs in _METRIC_NAMES.items()}
+    return {**metrics, **{name: values[0] for name, values in reported.items() if values}}
+
+
+def drop_reasons(step_metrics: list[dict[str, float]]) -> str:
+    """Why the server trained nothing: `insitu backend` reports counts by reason."""
+    counts = {k.partition("dropped_")[2]: v for line in step_metrics for k, v in line.items() if "dropped_" in k}
+    return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"

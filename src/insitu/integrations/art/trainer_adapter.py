@@ -4,14 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from openai.types.chat.chat_completion import Choice
-from pydantic import ValidationError
 
-from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost
 from insitu.integrations.art.config import (
     ARTTrainerAdapterConfig,
     internal_config,
@@ -19,9 +18,14 @@ from insitu.integrations.art.config import (
     server_config,
     train_config,
 )
-from insitu.integrations.art.conversion import art_trajectory, check_order, episode_label
-from insitu.integrations.art.jobs import Job, Loss, drop_reasons, mean_reward, sampled_tokens
-from insitu.integrations.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
+from insitu.integrations.art.conversion import art_object, check_order, mean_reward, sampled_tokens
+from insitu.integrations.art.remote_backend import (
+    drop_reasons,
+    known_metrics,
+    mean_metrics,
+    remote_backend,
+    serialize_group,
+)
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -47,6 +51,68 @@ _WATCH_SECONDS = 5.0
 """Interval of the health checks while the server is in use."""
 
 
+@dataclass
+class Loss:
+    """A lost reply: the model's step tells whether the server has trained the job."""
+
+    problem: str
+    since: float
+    """By `time.monotonic()`."""
+    refused: int
+    """The number of refused connections then. More: the server has restarted, so it trains nothing."""
+    pause: float = 0.0
+    """Seconds after it before the step is requested."""
+
+
+@dataclass
+class Job:
+    """A training job, from model step `step` to `final_step`, as far as this process knows it."""
+
+    step: int
+    run_id: str
+    key: str
+    groups: list[orjson.Fragment] = field(default_factory=list)
+    sampled_tokens: int = 0
+    resumed: bool = False
+    """Whether an earlier process of the run may have submitted it."""
+    task: asyncio.Task[None] | None = None
+    step_metrics: list[dict[str, float]] = field(default_factory=list)
+    final_step: int | None = None
+    loss: Loss | None = None
+    failure: BaseException | None = None
+
+    @property
+    def idempotency_key(self) -> str:
+        """Includes the step, to distinguish an earlier run with the same id."""
+        return f"{self.key}/{self.step}"
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a submission trains: nothing has, and nothing may."""
+        return self.final_step is None and self.loss is None and (self.task is None or self.task.done())
+
+    @property
+    def ref(self) -> TrainingJobRef:
+        return TrainingJobRef(run_id=self.run_id, backend=BACKEND, metadata={"job": self.key, "step": self.step})
+
+    def end(self, step: int) -> None:
+        """The job has trained the model up to this step."""
+        self.final_step, self.groups = step, []
+
+    def status(self) -> tuple[TrainingStatusEnum, str | None]:
+        """The status with its message, as far as it is known here."""
+        task, failure = self.task, self.failure
+        if failure is None and task is not None and task.done() and not task.cancelled():
+            failure = task.exception()
+        if self.final_step is not None:
+            return TrainingStatusEnum.COMPLETED, f"trained, but {self.loss.problem}" if self.loss is not None else None
+        if failure is not None:
+            return TrainingStatusEnum.FAILED, f"{type(failure).__name__}: {failure}"
+        if task is not None and task.cancelled():
+            return TrainingStatusEnum.CANCELED, "canceled"
+        return TrainingStatusEnum.RUNNING, None
+
+
 class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     """Submits trajectories to an ART server, which trains and serves the model.
 
@@ -64,9 +130,8 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         self._server_config = server_config(self._art, backend)
         self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
         url = http_url(backend.ip, backend.port)
-        self.remote_backend: art.Backend = remote_backend(
-            self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout
-        )
+        self._remote = remote_backend(self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout)
+        self.remote_backend: art.Backend = self._remote
         self.model: art.TrainableModel = self._art.TrainableModel(
             name=backend.name,
             project=backend.project,
@@ -83,10 +148,6 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     def training_jobs(self) -> dict[str, asyncio.Task[None]]:
         """The last submitted training task of each run."""
         return self._training_jobs
-
-    @property
-    def _remote(self) -> Any:
-        return self.remote_backend
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
@@ -123,13 +184,12 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         await self._remote.close()
 
     async def policy_endpoint(self) -> PolicyEndpoint:
-        step = await self._remote._get_step(self.model)
-        await self._remote.refresh_served_names()
-        name = self._remote._model_inference_name(self.model)
-        key = self.model.inference_api_key or self.config.backend.api_key
-        current_name = partial(self._remote._model_inference_name, self.model)
-        base_model = self.config.backend.base_model
-        return PolicyEndpoint(self._remote.inference_url, name, key, step, current_name, base_model)
+        remote, backend = self._remote, self.config.backend
+        step = await remote._get_step(self.model)
+        await remote.refresh_served_names()
+        current_name = partial(remote._model_inference_name, self.model)
+        key = self.model.inference_api_key or backend.api_key
+        return PolicyEndpoint(remote.inference_url, current_name(), key, step, current_name, backend.base_model)
 
     async def _validate_episode_order(self, traj: Trajectory) -> None:
         """Raises ValueError if ART cannot train this order of roles, see `check_order`."""
@@ -143,39 +203,21 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             await self._validate_episode_order(trajectory)
 
         def convert() -> "list[art.TrajectoryGroup]":
+            make = self._art.TrajectoryGroup
             with gc_paused():
-                return [
-                    self._art.TrajectoryGroup([self._art_trajectory(t) for t in group]) for group in trajectory_lists
-                ]
+                return [make([art_object(self._art, t) for t in group]) for group in trajectory_lists]
 
         return await asyncio.to_thread(convert)
-
-    def _art_trajectory(self, trajectory: Trajectory) -> "art.Trajectory":
-        fields = art_trajectory(trajectory)
-        histories = (fields, *fields["additional_histories"])
-        try:
-            for history in histories:
-                turns = history["messages_and_choices"]
-                # ART accepts any mapping as a message, so choices must be objects
-                history["messages_and_choices"] = [Choice.model_validate(t) if "message" in t else t for t in turns]
-            converted = self._art.Trajectory.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            problem = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
-            raise TrajectoryError(f"{episode_label(trajectory.id)}: {problem}") from None
-        for target, history in zip((converted, *converted.additional_histories), histories, strict=True):
-            target.tools = history["tools"]  # ART reorders their keys, and chat templates print keys in order
-        return converted
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Starts training on all groups. A run's epoch is trained once, even if submitted twice.
 
         Without an epoch, which plugins may leave unset, each submission is a job.
         """
+        run_id, epoch = trajectories.run_id, trajectories.epoch
         if not any(trajectories.trajectories):
-            raise JobFailed(f"run {trajectories.run_id}: there are no trajectories to train on")
-        number = trajectories.epoch if trajectories.epoch is not None else f"submission {len(self._jobs) + 1}"
-        key = f"{trajectories.run_id}/{number}"
+            raise JobFailed(f"run {run_id}: there are no trajectories to train on")
+        key = f"{run_id}/{f'submission {len(self._jobs) + 1}' if epoch is None else epoch}"
         async with self._submit_lock:
             job = self._jobs.get(key)
             if job is None or job.can_start:
@@ -185,15 +227,11 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
                 self._mean_rewards[step] = mean_reward(trajectories)
                 if self.config.backend.delete_old_checkpoints and not resumed:
                     await self._delete_old_checkpoints(step)
-                job = self._jobs[key] = Job(step, key, groups, sampled_tokens(trajectories), resumed)
+                job = self._jobs[key] = Job(step, run_id, key, groups, sampled_tokens(trajectories), resumed)
                 self._start(job)
             elif job.resumed and job.task is None:
                 job.sampled_tokens = sampled_tokens(trajectories)
-        return self._ref(job)
-
-    def _ref(self, job: Job) -> TrainingJobRef:
-        run_id = job.key.rpartition("/")[0]
-        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.key, "step": job.step})
+        return job.ref
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """Always None, once it is known whether the server has trained the job: then `submit` returns that job.
@@ -204,7 +242,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         if version is None:
             return None
         key, now = f"{run_id}/{epoch}", time.monotonic()
-        job = self._jobs[key] = Job(version, key, resumed=True)
+        job = self._jobs[key] = Job(version, run_id, key, resumed=True)
         try:
             if await self._remote.find_job(job.idempotency_key) is not None:
                 return None
@@ -213,7 +251,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         problem = "an earlier process of the run submitted the job: its metrics are unknown"
         job.loss = Loss(problem, now, self._remote.refused_connections)
         try:
-            async for status in self.events(self._ref(job), _POLL_INTERVAL):
+            async for status in self.events(job.ref, _POLL_INTERVAL):
                 if status.status not in UNFINISHED:
                     check_completed(f"job {key}", status)
                     break
@@ -231,7 +269,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     def _start(self, job: Job) -> None:
         job.step_metrics, job.loss, job.failure = [], None, None
         job.task = asyncio.create_task(self._train(job), name=f"train {job.key}")
-        self._training_jobs[job.key.rpartition("/")[0]] = job.task
+        self._training_jobs[job.run_id] = job.task
 
     async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
         """Converts one group at a time: ART's objects take many times the memory of their JSON."""
@@ -258,17 +296,17 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         if step == job.step:
             raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
         if not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
-            raise JobFailed(f"the model is at step {step}, but without any gradient step: {drop_reasons(job)}")
+            raise JobFailed(
+                f"the model is at step {step}, but without any gradient step: {drop_reasons(job.step_metrics)}"
+            )
         job.end(step)
 
     async def _current_step(self, job: Job) -> int:
         """The model's step. Raises JobFailed if it is earlier than the job's first."""
         step = int(await self._remote._get_step(self.model))
         if step < job.step:
-            raise JobFailed(
-                f"the model was at step {job.step} before the job and is at step {step} now: the ART server has "
-                "lost its checkpoints (was it restarted with another folder?)"
-            )
+            problem = "the ART server has lost its checkpoints (was it restarted with another folder?)"
+            raise JobFailed(f"the model was at step {job.step} before the job and is at step {step} now: {problem}")
         return step
 
     async def _resolve(self, job: Job, loss: Loss) -> None:
@@ -347,7 +385,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
                 await asyncio.sleep(min(interval, _POLL_INTERVAL))
 
     def _job(self, ref: TrainingJobRef) -> Job:
-        run_keys = [key for key in self._jobs if key.rpartition("/")[0] == ref.run_id]
+        run_keys = [job.key for job in self._jobs.values() if job.run_id == ref.run_id]
         key = (ref.metadata or {}).get("job", run_keys[-1] if run_keys else ref.run_id)
         if key not in self._jobs:
             raise JobFailed(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")

@@ -43,10 +43,8 @@ def single_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
                 raise TrajectoryError(f"{name} holds no preference pair")
             for item in trajectory.episode:
                 if not isinstance(item, DPOItem):
-                    raise TrajectoryError(
-                        f"{name} holds messages, not preference pairs: NeMo Customizer is trained on the pairs of "
-                        "dpo_traj_builder"
-                    )
+                    problem = f"{name} holds messages, not preference pairs"
+                    raise TrajectoryError(f"{problem}: NeMo Customizer is trained on the pairs of dpo_traj_builder")
                 pairs.append(trajectory.model_copy(update={"episode": [item]}))
         groups.append(pairs)
     return collection.model_copy(update={"trajectories": groups})
@@ -64,10 +62,8 @@ def split_records(
         raise TrajectoryError(f"run {collection.run_id}: there are no preference pairs to train on")
     turns = sorted({turn_of(trajectory) for trajectory in pairs})
     if len(turns) < 2:
-        raise TrajectoryError(
-            f"run {collection.run_id}: all {len(pairs)} preference pairs are of one turn, so the validation records "
-            "would be empty; collect more rows, or more runs with num_runs"
-        )
+        problem = f"all {len(pairs)} preference pairs are of one turn, so the validation records would be empty"
+        raise TrajectoryError(f"run {collection.run_id}: {problem}; collect more rows, or more runs with num_runs")
     count = min(max(1, round(validation_fraction * len(turns))), len(turns) - 1)
     held_out = set(random.Random(f"{seed}|validation records").sample(turns, count))
     parts: tuple[list[Trajectory], list[Trajectory]] = ([], [])
@@ -107,33 +103,25 @@ def read_pairs(run: Path, run_id: str) -> TrajectoryCollection:
 def _records(pairs: Sequence[Trajectory], training_type: str, full_history: bool) -> list[dict[str, Any]]:
     items = [pair_item(trajectory) for trajectory in pairs]
     if training_type == "dpo":
-        return [
-            {
-                "prompt": _messages(item) if full_history else _text(item),
-                "chosen_response": item.chosen_response,
-                "rejected_response": item.rejected_response,
-            }
-            for item in items
-        ]
+        responses = {"chosen_response", "rejected_response"}
+        return [{"prompt": _prompt(item, full_history), **item.model_dump(include=responses)} for item in items]
     records = [_sft_record(item, full_history) for item in items]
     return list({dump_json(record): record for record in records}.values())  # a response may be chosen repeatedly
 
 
 def _sft_record(item: DPOItem, full_history: bool) -> dict[str, Any]:
+    prompt = _prompt(item, full_history)
     if full_history:
-        return {"messages": [*_messages(item), {"role": "assistant", "content": item.chosen_response}]}
-    return {"prompt": _text(item), "completion": item.chosen_response}
+        return {"messages": [*prompt, {"role": "assistant", "content": item.chosen_response}]}
+    return {"prompt": prompt, "completion": item.chosen_response}
 
 
-def _messages(item: DPOItem) -> list[dict[str, str]]:
+def _prompt(item: DPOItem, full_history: bool) -> Any:
+    """The messages of a prompt, or the text of the last one."""
     if isinstance(item.prompt, str):
-        return [{"role": "user", "content": item.prompt}]
-    return [{"role": message.role, "content": message.content} for message in item.prompt]
-
-
-def _text(item: DPOItem) -> str:
-    if isinstance(item.prompt, str):
-        return item.prompt
+        return [{"role": "user", "content": item.prompt}] if full_history else item.prompt
+    if full_history:
+        return [message.model_dump(include={"role", "content"}) for message in item.prompt]
     return item.prompt[-1].content if item.prompt else ""
 
 

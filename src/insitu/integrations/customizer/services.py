@@ -113,13 +113,7 @@ class NeMoServices:
                 return self._entities.namespaces.retrieve(namespace)
             return self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object)
 
-        try:
-            await self._request(store, f"namespace {namespace}", retrieve)
-        except RequestRefused as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+        return await self._found(f"namespace {namespace}", retrieve, store) is not None
 
     async def create_namespace(self, store: Store, namespace: str) -> None:
         """Creates a namespace; it may exist already."""
@@ -131,7 +125,7 @@ class NeMoServices:
                 self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object)
 
         try:
-            await self._request(store, f"namespace {namespace}", create)
+            await self._request(f"namespace {namespace}", create, store)
         except RequestRefused as error:
             if error.status not in (409, 422) or not await self.has_namespace(store, namespace):
                 raise
@@ -140,7 +134,6 @@ class NeMoServices:
         """Training type and finetuning type of each option of a customization configuration."""
         namespace, _, name = config.rpartition("/")
         found = await self._request(
-            Store.ENTITIES,
             f"customization configuration {config}",
             lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
         )
@@ -148,23 +141,14 @@ class NeMoServices:
 
     async def register_dataset(self, namespace: str, name: str, job: str) -> None:
         """Registers a dataset of the Data Store. Raises RequestRefused (409) if the name is another job's."""
-        fields = {"name": name, "namespace": namespace}
+        what = f"dataset {namespace}/{name}"
+        fields = {"name": name, "namespace": namespace, "files_url": f"hf://datasets/{namespace}/{name}"}
         try:
-            await self._request(
-                Store.ENTITIES,
-                f"dataset {namespace}/{name}",
-                lambda: self._entities.datasets.create(
-                    **fields, files_url=f"hf://datasets/{namespace}/{name}", custom_fields={JOB_FIELD: job}
-                ),
-            )
+            await self._request(what, lambda: self._entities.datasets.create(**fields, custom_fields={JOB_FIELD: job}))
         except RequestRefused as error:
             if error.status != 409:
                 raise
-            found = await self._request(
-                Store.ENTITIES,
-                f"dataset {namespace}/{name}",
-                lambda: self._entities.datasets.retrieve(name, namespace=namespace),
-            )
+            found = await self._request(what, lambda: self._entities.datasets.retrieve(name, namespace=namespace))
             if (found.custom_fields or {}).get(JOB_FIELD) != job:
                 raise
 
@@ -186,95 +170,82 @@ class NeMoServices:
             self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
 
         async with suppress_logs("huggingface_hub"):  # it warns about buffers
-            await self._request(Store.FILES, f"dataset {namespace}/{name}", send)
+            await self._request(f"dataset {namespace}/{name}", send, Store.FILES)
 
     async def find_job(self, namespace: str, job: str, output_model: str) -> ServiceJob | None:
         """The newest job that was submitted for `job`; None if there is none."""
 
         def search() -> Any:
-            jobs = self._entities.customization.jobs.list(
-                filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE
-            )
+            jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE)
             for found in islice(jobs, _MOST_JOBS):
                 named = (found.custom_fields or {}).get(JOB_FIELD)
                 if named == job or (named is None and (found.output_model or "").split("@")[0] == output_model):
                     return found
             return None
 
-        found = await self._request(Store.ENTITIES, "customization jobs", search)
-        return _job(found.id, found, found.status_details, found.output_model) if found is not None else None
+        found = await self._request("customization jobs", search)
+        return _job(found.id, found) if found is not None else None
 
     async def create_job(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> ServiceJob:
         """Submits a job. A second one of the same name is refused (409)."""
-        created = await self._request(
-            Store.ENTITIES,
-            f"customization job {namespace}/{name}",
-            lambda: self._entities.customization.jobs.create(
-                name=name, namespace=namespace, custom_fields={JOB_FIELD: job}, **options
-            ),
-        )
+        fields = {"name": name, "namespace": namespace, "custom_fields": {JOB_FIELD: job}, **options}
+        created = await self._request(f"customization job {namespace}/{name}", lambda: self._jobs.create(**fields))
         if not created.id:
-            raise BackendError(
-                f"Customizer at {self._hosts[Store.ENTITIES]} returned a job without id; is it the right server?"
-            )
+            problem = "returned a job without id; is it the right server?"
+            raise BackendError(f"Customizer at {self._hosts[Store.ENTITIES]} {problem}")
         for warning in created.warnings or []:
             logger.warning("job %s: %s", created.id, warning.message or warning.explanation)
-        return _job(created.id, created, created.status_details, created.output_model)
+        return _job(created.id, created)
 
     async def job(self, job_id: str) -> ServiceJob:
-        found = await self._request(
-            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.retrieve(job_id)
-        )
-        return _job(job_id, found, found.status_details, found.output_model)
+        return _job(job_id, await self._request(f"customization job {job_id}", lambda: self._jobs.retrieve(job_id)))
 
     async def cancel_job(self, job_id: str) -> None:
-        await self._request(
-            Store.ENTITIES, f"customization job {job_id}", lambda: self._entities.customization.jobs.cancel(job_id)
-        )
+        await self._request(f"customization job {job_id}", lambda: self._jobs.cancel(job_id))
 
-    async def create_deployment(
-        self, namespace: str, name: str, job: str, model: str, image: Mapping[str, Any], description: str
-    ) -> None:
+    async def create_deployment(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> None:
         """Starts to serve a model. A name that is taken is refused (409)."""
-        await self._request(
-            Store.ENTITIES,
-            f"deployment {namespace}/{name}",
-            lambda: self._entities.deployment.model_deployments.create(
-                name=name,
-                namespace=namespace,
-                description=description,
-                config={"model": model, "nim_deployment": dict(image)},
-                custom_fields={JOB_FIELD: job},
-            ),
-        )
+        fields = {"name": name, "namespace": namespace, "custom_fields": {JOB_FIELD: job}, **options}
+        await self._request(f"deployment {namespace}/{name}", lambda: self._deployments.create(**fields))
 
     async def deployment(self, namespace: str, name: str) -> Deployment | None:
         """The state of a deployment; None if there is none of that name."""
-        try:
-            found = await self._request(
-                Store.ENTITIES,
-                f"deployment {namespace}/{name}",
-                lambda: self._entities.deployment.model_deployments.retrieve(name, namespace=namespace),
-            )
-        except RequestRefused as error:
-            if error.status == 404:
-                return None
-            raise
-        config, details = found.config, found.status_details
-        model = config.model if config is not None and not isinstance(config, str) else None
+        found = await self._found(
+            f"deployment {namespace}/{name}", lambda: self._deployments.retrieve(name, namespace=namespace)
+        )
+        if found is None:
+            return None
+        model = getattr(found.config, "model", None)  # a config may be a name
+        details = found.status_details
         status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
         return Deployment(status, details.description, model if isinstance(model, str) else None)
 
-    async def _request(self, store: Store, what: str, request: Callable[[], T]) -> T:
+    @property
+    def _jobs(self) -> Any:
+        return self._entities.customization.jobs
+
+    @property
+    def _deployments(self) -> Any:
+        return self._entities.deployment.model_deployments
+
+    async def _found(self, what: str, retrieve: Callable[[], T], store: Store = Store.ENTITIES) -> T | None:
+        """What a request returns; None if the service has no such thing (404)."""
+        try:
+            return await self._request(what, retrieve, store)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def _request(self, what: str, request: Callable[[], T], store: Store = Store.ENTITIES) -> T:
         return await asyncio.to_thread(self._attempt, f"{what} at {self._hosts[store]}", request)
 
     def _attempt(self, where: str, request: Callable[[], T]) -> T:
         try:
             result = request()
         except self._hub.errors.OfflineModeIsEnabled as error:
-            raise ConfigError(
-                "HF_HUB_OFFLINE is set, but huggingface-hub uploads to the Data Store: unset it"
-            ) from error
+            problem = "HF_HUB_OFFLINE is set, but huggingface-hub uploads to the Data Store"
+            raise ConfigError(f"{problem}: unset it") from error
         except Exception as error:  # what the libraries' transports raise differs between releases
             raise self._translated(where, error) from error
         if isinstance(result, str):  # the SDK returns the text of a page that is not JSON
@@ -301,15 +272,18 @@ class NeMoServices:
         return text.replace(self._token, "***") if self._token else text
 
 
-def _job(job_id: str, job: Any, details: Any, output_model: str | None) -> ServiceJob:
+def _job(job_id: str, job: Any) -> ServiceJob:
     """From the SDK's models, whose values are not validated."""
-    status = job.status or getattr(details, "status", None)
+    details = job.status_details
     logs = [log for log in getattr(details, "status_logs", None) or [] if log.message or log.detail]
-    message = ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None
-    metrics = {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None}
-    progress = _percent(getattr(details, "percentage_done", None))
-    known = _STATUSES.get(str(status), TrainingStatusEnum.RUNNING)
-    return ServiceJob(job_id, known, progress, message, metrics, output_model)
+    return ServiceJob(
+        job_id,
+        _STATUSES.get(str(job.status or getattr(details, "status", None)), TrainingStatusEnum.RUNNING),
+        _percent(getattr(details, "percentage_done", None)),
+        ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None,
+        {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None},
+        job.output_model,
+    )
 
 
 def _percent(value: Any) -> float | None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,10 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         await super().bind_components(trajectory_builder, trainer_adapter)
         finetuning = self._full_config.finetuning
         if finetuning.curriculum_learning.enabled:
-            raise ConfigError(
-                f"finetuning.curriculum_learning: {self.trainer_config.type} trains once, on all pairs; set enabled: "
-                "false"
-            )
-        if not self.trainer_config.wait_for_completion and getattr(
-            trainer_adapter.adapter_config, "deploy_on_completion", False
-        ):
+            problem = f"{self.trainer_config.type} trains once, on all pairs; set enabled: false"
+            raise ConfigError(f"finetuning.curriculum_learning: {problem}")
+        deploys = getattr(trainer_adapter.adapter_config, "deploy_on_completion", False)
+        if deploys and not self.trainer_config.wait_for_completion:
             raise ConfigError(
                 f"trainers.{finetuning.trainer}.wait_for_completion is false, but the adapter's deploy_on_completion "
                 "is true: a model is deployed by the run that waits for its job"
@@ -141,6 +139,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         runs = self.trainer_config.num_runs
         for number in range(1, runs + 1):
             started = time.perf_counter()
+
             try:
                 collection, _ = await self._collect(number, run_id, await self.trainer_adapter.policy_endpoint())
                 collection = single_pairs(collection)
@@ -153,14 +152,11 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
                 continue
             collections.append(collection)
             metrics = collected_metrics(collection.trajectories)
-            self.log_progress(
-                number, {**metrics, "dropped": collection.dropped, "seconds": time.perf_counter() - started}
-            )
+            result = {**metrics, "dropped": collection.dropped}
+            self.log_progress(number, result | {"seconds": time.perf_counter() - started})
             dropped = f"; dropped: {counts(collection.dropped)}" if collection.dropped else ""
-            self.report.note(
-                f"collection {number}/{runs}: {metrics['num_trajectories']} pairs, mean reward "
-                f"{metrics['avg_reward']:.4g}{dropped}"
-            )
+            pairs = f"{metrics['num_trajectories']} pairs, mean reward {metrics['avg_reward']:.4g}"
+            self.report.note(f"collection {number}/{runs}: {pairs}{dropped}")
         if not collections:
             raise TrajectoryError(f"all {runs} collections failed; the last: {last_error}") from last_error
         return TrajectoryCollection(
@@ -220,16 +216,10 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
     def _write_final_metrics(self, **known: Any) -> None:
         """Updates `final_metrics.json` with what has become known of the run."""
         unknown = dict.fromkeys(("status", "pairs", "job", "message", "seconds"))
-        self.final_metrics = {
-            "run_id": self.run_id,
-            **unknown,
-            "dropped": {},
-            **self.final_metrics,
-            "error": None,
-            **known,
-        }
-        self.final_metrics["collections"] = len(self.collection_history)
-        self.final_metrics["collections_failed"] = sum("error" in record for record in self.collection_history)
+        failed = sum("error" in record for record in self.collection_history)
+        collections = {"collections": len(self.collection_history), "collections_failed": failed}
+        first: dict[str, Any] = {"run_id": self.run_id, **unknown, "dropped": {}}
+        self.final_metrics = {**first, **self.final_metrics, "error": None, **known, **collections}
         self.store.write(FINAL_METRICS, self.final_metrics)
 
 
@@ -243,9 +233,9 @@ def _adopt(folder: Path) -> None:
     if not path.is_file() or (folder / PROGRESS).exists():
         return
     record = read_object(path)
-    jobs = []
-    if record.get("status") == TrainingStatusEnum.COMPLETED:
-        jobs = [TrainingJobStatus(**record["job"], status=TrainingStatusEnum.COMPLETED, progress=100.0)]
+    completed = TrainingStatusEnum.COMPLETED
+    ended = record.get("status") == completed
+    jobs = [TrainingJobStatus(**record["job"], status=completed, progress=100.0)] if ended else []
     progress = RunProgress(
         run_id=record["run_id"],
         status="completed" if jobs else "interrupted",
@@ -254,10 +244,7 @@ def _adopt(folder: Path) -> None:
         jobs=jobs,
         sizes={name: (folder / name).stat().st_size for name in BY_EPOCH if (folder / name).is_file()},
     )
-    store = RunStore(folder)
-    try:
+    with closing(RunStore(folder)) as store:
         if not (folder / FINAL_METRICS).is_file():
             store.write(FINAL_METRICS, {name: record[name] for name in ("pairs", "dropped")})
         store.write(PROGRESS, progress.model_dump(mode="json"))
-    finally:
-        store.close()

@@ -7,6 +7,7 @@ finds the job that was submitted instead of submitting a second one.
 import asyncio
 import hashlib
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from insitu.disk.files import writable_folder, write_file
 from insitu.disk.json_files import dump_lines
 from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
-from insitu.integrations.customizer.deployment import check_name_is_free, deploy
 from insitu.integrations.customizer.records import Split, single_pairs, split_records
 from insitu.integrations.customizer.services import NeMoServices, ServiceJob, Store
 from insitu.schemas.finetuning import (
@@ -26,7 +26,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.jobs import JobAdapter, job_label
+from insitu.training.jobs import UNFINISHED, JobAdapter, job_label, polled
 from insitu.wire.connection import Retry
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,9 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             adapter_config.hf_token.get_secret_value(),
             adapter_config.request_timeout,
         )
-        entities, files = f"the NeMo services at {adapter_config.entity_host}", adapter_config.datastore_host
-        self._entities = Retry(entities, adapter_config.retry_timeout)
-        self._files = Retry(f"the Data Store at {files}", adapter_config.retry_timeout)
         self.address = adapter_config.entity_host
+        self._entities = Retry(f"the NeMo services at {self.address}", adapter_config.retry_timeout)
+        self._files = Retry(f"the Data Store at {adapter_config.datastore_host}", adapter_config.retry_timeout)
         self.poll_interval = adapter_config.poll_interval_seconds
         self.max_status_failures = adapter_config.max_consecutive_status_failures
 
@@ -80,39 +79,34 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             if await retry("find the namespace", partial(self._services.has_namespace, store, namespace)):
                 continue
             if not self.config.create_namespace_if_missing:
-                raise ConfigError(
-                    f"trainer_adapters: namespace {namespace!r} does not exist in the {store}; create it or set "
-                    "create_namespace_if_missing: true"
-                )
+                problem = f"namespace {namespace!r} does not exist in the {store}"
+                raise ConfigError(f"trainer_adapters: {problem}; create it or set create_namespace_if_missing: true")
             await retry("create the namespace", partial(self._services.create_namespace, store, namespace))
 
     async def check_settings(self) -> None:
         """Raises ConfigError for settings that the services would refuse after the collection."""
-        config, asked = self.config, self.config.hyperparameters
-        name = f"trainer_adapters: customization_config {config.customization_config!r}"
+        name, training = self.config.customization_config, self.config.hyperparameters
+        what = f"trainer_adapters: customization_config {name!r}"
         try:
-            options = await self._entities(
-                "find the configuration", lambda: self._services.training_options(config.customization_config)
-            )
+            options = await self._entities("find the configuration", partial(self._services.training_options, name))
         except RequestRefused as error:
             if error.status != 404:
                 raise
-            raise ConfigError(f"{name} does not exist at {config.entity_host}: {error}") from error
-        if options and (asked.training_type, asked.finetuning_type) not in options:
-            offered = ", ".join(f"{training} with {finetuning}" for training, finetuning in options)
-            raise ConfigError(
-                f"{name} does not offer training_type {asked.training_type} with finetuning_type "
-                f"{asked.finetuning_type}; it offers {offered}"
-            )
+            raise ConfigError(f"{what} does not exist at {self.address}: {error}") from error
+        if options and (training.training_type, training.finetuning_type) not in options:
+            problem = f"training_type {training.training_type} with finetuning_type {training.finetuning_type}"
+            offers = ", ".join(f"{training_type} with {finetuning_type}" for training_type, finetuning_type in options)
+            raise ConfigError(f"{what} does not offer {problem}; it offers {offers}")
 
     def training_settings(self) -> dict[str, Any]:
-        config = self.config
-        settings = config.hyperparameters.model_dump(mode="json")
-        if config.hyperparameters.training_type != "dpo":
-            del settings["dpo"]
-        names = ("entity_host", "datastore_host", "namespace", "customization_config", "dataset_name")
-        options = ("use_full_message_history", "validation_fraction")
-        return {**{name: getattr(config, name) for name in (*names, *options)}, **settings}
+        services = ("entity_host", "datastore_host", "namespace", "customization_config")
+        names = {*services, "dataset_name", "use_full_message_history", "validation_fraction"}
+        return self.config.model_dump(mode="json", include=names) | self._hyperparameters()
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Those that have an effect with the `training_type`."""
+        training = self.config.hyperparameters
+        return training.model_dump(mode="json", exclude=set() if training.training_type == "dpo" else {"dpo"})
 
     async def close(self) -> None:
         await asyncio.to_thread(self._services.close)
@@ -150,7 +144,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             logger.info("found job %s, which an earlier process has submitted", job.id)
         else:
             if self.config.deploy_on_completion:
-                await check_name_is_free(self._services, self._entities, self.config, submission.output_model)
+                await self._check_deployment_name(submission.output_model)
             await self._upload(submission, split)
             job = await self._submitted(submission)
         ref = self._ref(trajectories.run_id, submission, job)
@@ -192,10 +186,8 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         except RequestRefused as error:
             if error.status != 409:
                 raise
-            raise ConfigError(
-                f"trainer_adapters: dataset_name: the dataset {namespace}/{name} exists and belongs to another run; "
-                "choose another dataset_name"
-            ) from error
+            problem = f"the dataset {namespace}/{name} exists and belongs to another run; choose another dataset_name"
+            raise ConfigError(f"trainer_adapters: dataset_name: {problem}") from error
         await self._files("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))
 
     def _write(self, name: str, files: dict[str, bytes]) -> None:
@@ -240,12 +232,10 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         return await self._services.find_job(self.config.namespace, submission.key, submission.output_model)
 
     def _job_options(self, submission: _Submission) -> dict[str, Any]:
-        asked = self.config.hyperparameters
-        hyperparameters = asked.model_dump(exclude={"dpo"} if asked.training_type != "dpo" else None)
         return {
             "config": self.config.customization_config,
             "dataset": {"namespace": self.config.namespace, "name": submission.name},
-            "hyperparameters": {**hyperparameters, "seed": self._seed},
+            "hyperparameters": {**self._hyperparameters(), "seed": self._seed},
             "output_model": submission.output_model,
             "description": f"insitu run {submission.key}",
         }
@@ -257,26 +247,69 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             job = await self._services.job(job_id)
         except RequestRefused as error:
             if error.status == 404:
-                raise JobFailed(f"job {job_id} no longer exists at {self.config.entity_host}: {error}") from error
+                raise JobFailed(f"job {job_id} no longer exists at {self.address}: {error}") from error
             raise
         progress = 100.0 if job.status is TrainingStatusEnum.COMPLETED else job.progress
-        metadata = {**(ref.metadata or {}), **job.metrics}
-        if job.output_model:
-            metadata["output_model"] = job.output_model
-        return TrainingJobStatus(
-            run_id=ref.run_id,
-            backend=ref.backend,
-            status=job.status,
-            progress=progress,
-            message=job.message,
-            metadata=metadata,
-        )
+        model = {"output_model": job.output_model} if job.output_model else {}
+        fields = ref.model_dump() | {"metadata": {**(ref.metadata or {}), **job.metrics, **model}}
+        return TrainingJobStatus(**fields, status=job.status, progress=progress, message=job.message)
 
     async def completed(self, status: TrainingJobStatus) -> TrainingJobStatus:
         if not self.config.deploy_on_completion:
             return status
-        deployment = await deploy(self._services, self._entities, self.config, status)
+        deployment = await self._deploy(status)
         return status.model_copy(update={"metadata": {**(status.metadata or {}), "deployment": deployment}})
+
+    async def _check_deployment_name(self, model: str) -> None:
+        """Raises ConfigError, before the training, if `deployment_name` is that of a deployment of another model."""
+        name, namespace = self.config.deployment_config.deployment_name, self.config.namespace
+        if name is None:
+            return
+        existing = await self._entities("find the deployment", partial(self._services.deployment, namespace, name))
+        if existing is not None and (existing.model or "").split("@")[0] != model:
+            problem = f"the deployment {namespace}/{name} exists and serves {existing.model}"
+            raise ConfigError(
+                f"trainer_adapters: deployment_config.deployment_name: {problem}; delete it or choose another name"
+            )
+
+    async def _deploy(self, job: TrainingJobStatus) -> dict[str, Any]:
+        """Deploys the model of a completed job and waits until it is served. Raises BackendError if that fails."""
+        nim, namespace, seconds = (
+            self.config.deployment_config,
+            self.config.namespace,
+            self.config.deployment_timeout_seconds,
+        )
+        model, key = (job.metadata or {})["output_model"], (job.metadata or {})["key"]
+        name = nim.deployment_name or model.split("/")[-1].split("@")[0]
+        label = f"{job_label(job)} is completed (model {model}), but deployment {namespace}/{name}"
+        image = nim.model_dump(include={"image_name", "image_tag", "gpu"})
+        options = {"description": nim.description, "config": {"model": model, "nim_deployment": image}}
+        find = partial(self._services.deployment, namespace, name)
+
+        async def create() -> None:
+            try:
+                await self._services.create_deployment(namespace, name, key, options)
+            except RequestRefused as error:
+                if error.status != 409:
+                    raise
+                existing = await find()
+                if existing is not None and existing.model != model:
+                    problem = f"{label} exists already and serves {existing.model}; delete it or choose another name"
+                    raise RequestRefused(problem, status=409) from error
+
+        await self._entities("create the deployment", create)
+        deadline = time.monotonic() + seconds
+        while True:
+            state = await polled(label, find, self.poll_interval, self.max_status_failures, self.address)
+            if state is None:
+                raise BackendError(f"{label} no longer exists")
+            if state.status is TrainingStatusEnum.COMPLETED:
+                return {"name": f"{namespace}/{name}", "model": model, "status": "ready"}
+            if state.status not in UNFINISHED:
+                raise BackendError(f"{label} is {state.status.value}: {state.message or 'no reason given'}")
+            if time.monotonic() >= deadline:
+                raise BackendError(f"{label} is not ready after {seconds:g} s (deployment_timeout_seconds)")
+            await asyncio.sleep(min(self.poll_interval, max(0.0, deadline - time.monotonic())))
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         await self._services.cancel_job(_job_id(ref))

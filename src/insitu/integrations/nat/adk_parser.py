@@ -54,14 +54,15 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
         raise TrajectoryError("partial response of a stream; report the final one only")
     messages = _content_messages({**content, "role": "model"}, before) or [{"role": "assistant", "content": ""}]
     chosen = _get(_get(item, "logprobsResult") or {}, "chosenCandidates")
-    logprobs = None if chosen is None else [float(_get(token, "logProbability")) for token in chosen]
-    ids = None if chosen is None else [_get(token, "tokenId") for token in chosen]
-    texts = None if chosen is None else [str(token.get("token") or "") for token in chosen]
-    reason = openai_finish_reason(_get(item, "finishReason"))
-    if reason == "stop" and messages[0].get("tool_calls"):
-        reason = "tool_calls"  # Gemini reports STOP for tool calls
-    known_ids = ids if ids and None not in ids else None
-    return [Completion(messages[0], reason, logprobs, known_ids, tokens=texts)]
+    completion = Completion(message=messages[0], finish_reason=openai_finish_reason(_get(item, "finishReason")))
+    if completion.finish_reason == "stop" and messages[0].get("tool_calls"):
+        completion.finish_reason = "tool_calls"  # Gemini reports STOP for tool calls
+    if chosen is not None:
+        ids = [_get(token, "tokenId") for token in chosen]
+        completion.token_ids = ids if ids and None not in ids else None
+        completion.logprobs = [float(_get(token, "logProbability")) for token in chosen]
+        completion.tokens = [str(token.get("token") or "") for token in chosen]
+    return [completion]
 
 
 def _is_tool_message(output: JsonObject) -> bool:

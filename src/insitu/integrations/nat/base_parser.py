@@ -8,7 +8,6 @@ tool's result as the model saw it.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from insitu.collect.conversations import Turn, conversations
@@ -24,12 +23,10 @@ from insitu.integrations.nat.parser_common import (
     naming_step,
     parse_prompt,
     parse_step,
-    sampled_call,
     step_completions,
     step_metadata,
     step_prompt,
 )
-from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 from insitu.wire.http_format import to_jsonable
 
@@ -57,21 +54,16 @@ def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
 
     The logprobs of a completion appear in exactly one of them.
     """
-    sampled = _parse_calls(steps)
-    calls = [call for call, _ in sampled]
+    calls = parse_calls(steps)
     unanswered = [call for call in calls if call.message is None]
     if unanswered:
         reasons = ", ".join(sorted({str(call.error) for call in unanswered}))
         logger.warning("skipped %d of %d model calls without a completion: %s", len(unanswered), len(calls), reasons)
-    tokens = {call.index: completion.tokens for call, completion in sampled if completion is not None}
-    return [[_parse_turn(turn, tokens) for turn in turns] for turns in conversations(calls)]
+    return [[_with_sampling(turn) for turn in turns] for turns in conversations(calls)]
 
 
-def _parse_turn(turn: Turn, tokens: dict[int, list[str] | None]) -> Message:
-    message, call = turn
-    if message.get("role") != "assistant":
-        return message
-    return assistant_message(message, call, None if call is None else tokens.get(call.index))
+def _with_sampling(turn: Turn) -> Message:
+    return assistant_message(turn.message, turn.call) if turn.message.get("role") == "assistant" else turn.message
 
 
 class _CallSteps(NamedTuple):
@@ -88,17 +80,13 @@ class _CallSteps(NamedTuple):
         return step
 
 
-def parse_calls(steps: Iterable[Any]) -> list[ModelCall]:
+def parse_calls(steps: Iterable[Any]) -> list[Completion]:
     """The model calls in the order they began. Several completions of one prompt are separate calls.
 
     A call without a completion has `message` None, and the reason in `error`. Raises TrajectoryError, naming the step,
     if a step cannot be parsed.
     """
-    return [call for call, _ in _parse_calls(steps)]
-
-
-def _parse_calls(steps: Iterable[Any]) -> list[tuple[ModelCall, Completion | None]]:
-    calls: list[tuple[ModelCall, Completion | None]] = []
+    calls: list[Completion] = []
     for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
         calls.extend(_pair_calls(pair, len(calls)))
     return calls
@@ -122,29 +110,24 @@ def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
     return pairs
 
 
-def _pair_calls(pair: _CallSteps, index: int) -> list[tuple[ModelCall, Completion | None]]:
+def _pair_calls(pair: _CallSteps, index: int) -> list[Completion]:
     """A call per completion, with the completion; a single one without, if there is none."""
-    completions, error = [], "its LLM_END is missing"
-    prompt = _pair_prompt(pair)
+    completions: list[Completion] = []
+    error, prompt = "its LLM_END is missing", _pair_prompt(pair)
     if pair.end is not None:
         with naming_step(pair.end):
             completions = step_completions(pair.end, prompt, FORMATS)
             error = str(step_metadata(pair.end).get("error") or "it ended without a completion")
     metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
-    shared: dict[str, Any] = {
-        "messages": prompt,
-        "tools": next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None),
-        "functions": (pair.first.function_ancestry.function_name,),
-        "started": pair.first.event_timestamp,
-        "ended": (pair.end or pair.first).event_timestamp,
-    }
-    if pair.end is None or not completions:
-        model = metadata[0].get("model") or pair.first.name or ""
-        return [(ModelCall(index, model, llm=metadata[0].get("llm"), error=error, **shared), None)]
-    return [
-        (replace(sampled_call(pair.end, completion), index=index + choice, choice=choice, **shared), completion)
-        for choice, completion in enumerate(completions)
-    ]
+    if not completions:
+        model, llm = metadata[0].get("model") or pair.first.name or "", metadata[0].get("llm")
+        completions = [Completion(model=model, llm=llm, messages=prompt, error=error)]
+    tools = next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
+    for choice, call in enumerate(completions):
+        call.index, call.choice, call.tools = index + choice, choice, tools
+        call.functions = (pair.first.function_ancestry.function_name,)
+        call.started, call.ended = pair.first.event_timestamp, (pair.end or pair.first).event_timestamp
+    return completions
 
 
 def _pair_prompt(pair: _CallSteps) -> list[Message]:

@@ -18,7 +18,7 @@ from insitu.builder import Builder
 from insitu.collect.datasets import StructureConfig
 from insitu.collect.evaluators import parse_score, score
 from insitu.errors import WorkflowError, describe_error
-from insitu.integrations.nat.ttc import PipelineTypeEnum, StageTypeEnum, StrategyBase, TTCItem
+from insitu.integrations.nat.ttc import BuiltInStrategy, StageTypeEnum, TTCItem
 from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import EvaluatorRef, FunctionRef, LLMRef, TTCStrategyBaseConfig
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem
@@ -38,7 +38,7 @@ class SampleCandidatesConfig(TTCStrategyBaseConfig, name="sample_candidates"):
     """`one`: a single request with the parameter `n`. `each`: a request per candidate, for servers without it."""
 
 
-class SampleCandidates(StrategyBase):
+class SampleCandidates(BuiltInStrategy):
     """`input` of an item is a list of messages, or the text of a user message; none: the original prompt.
 
     Keyword arguments are parameters of the requests (`tools`, say). A candidate's `metadata["message"]` is the whole
@@ -46,6 +46,7 @@ class SampleCandidates(StrategyBase):
     """
 
     config: SampleCandidatesConfig
+    stage = StageTypeEnum.SEARCH
 
     async def build_components(self, builder: Builder) -> None:
         self.llm = await builder.get_llm(self.config.llm)
@@ -79,12 +80,6 @@ class SampleCandidates(StrategyBase):
         update = {"input": messages, "output": message_text(message), "score": None, "metadata": metadata}
         return item.model_copy(update=update)
 
-    def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
-        return list(PipelineTypeEnum)
-
-    def stage_type(self) -> StageTypeEnum:
-        return StageTypeEnum.SEARCH
-
 
 class ScoreCandidatesConfig(TTCStrategyBaseConfig, name="score_candidates"):
     """Scores the candidates of a turn, and reports each as a step."""
@@ -103,13 +98,14 @@ class ScoreCandidatesConfig(TTCStrategyBaseConfig, name="score_candidates"):
         return self
 
 
-class ScoreCandidates(StrategyBase):
+class ScoreCandidates(BuiltInStrategy):
     """Candidates that cannot be scored keep `score` None, with the reason in `feedback`.
 
     All items belong to one turn: the keyword `turn_index`, by default the number of earlier turns in the episode.
     """
 
     config: ScoreCandidatesConfig
+    stage = StageTypeEnum.SCORING
 
     async def build_components(self, builder: Builder) -> None:
         if self.config.evaluator is not None:
@@ -132,46 +128,33 @@ class ScoreCandidates(StrategyBase):
         if self.config.evaluator is not None:
             context = Context.get()
             row = context.row if isinstance(context.row, dict) else None
-            asked = EvalInputItem(
+            candidate = EvalInputItem(
                 id=context.row_id or "",
                 input_obj=item.input,
                 expected_output_obj=(row or {}).get(self.answer_key),
                 output_obj=item.output,
                 full_dataset_entry=row,
             )
-            given = await score(self.evaluator, self.config.evaluator, [asked], self.limit)
-            value, _, problem = parse_score(given.eval_output_items[0])
+            scores = await score(self.evaluator, self.config.evaluator, [candidate], self.limit)
+            value, _, problem = parse_score(scores.eval_output_items[0])
         else:
             try:
-                returned = await self.function.ainvoke(item.output)
+                value, _, problem = parse_score(EvalOutputItem(id="", score=await self.function.ainvoke(item.output)))
             except Exception as error:  # the scorer's fault costs the candidate, not the episode
                 value, problem = None, f"{self.config.function} raised {describe_error(error)}"
-            else:
-                value, _, problem = parse_score(EvalOutputItem(id="", score=returned))
         return item.model_copy(update={"score": value, "feedback": problem or item.feedback})
 
     def _report(self, name: str, items: Sequence[TTCItem], turn_index: int | None) -> None:
-        scope = current_scope()
         if turn_index is None:
-            reported = [step.data for step in (scope.steps if scope else ()) if step.name == name]
-            turn_index = len({data.turn_index for data in reported if isinstance(data, TTCEventData)})
+            scope = current_scope()
+            earlier = [step.data for step in (scope.steps if scope else ()) if step.name == name]
+            turn_index = len({data.turn_index for data in earlier if isinstance(data, TTCEventData)})
+        turn: dict[str, Any] = {"turn_id": f"turn {turn_index}", "turn_index": turn_index}
         for index, item in enumerate(items):
-            data = TTCEventData(
-                input=item.input,
-                output=item.output,
-                turn_id=f"turn {turn_index}",
-                turn_index=turn_index,
-                candidate_index=index,
-                score=item.score,
-            )
+            candidate = {name: getattr(item, name) for name in ("input", "output", "score")}
+            data = TTCEventData(**candidate, candidate_index=index, **turn)
             payload = IntermediateStepPayload(event_type=IntermediateStepType.TTC_END, name=name, data=data)
             Context.get().intermediate_step_manager.push_intermediate_step(payload)
-
-    def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
-        return list(PipelineTypeEnum)
-
-    def stage_type(self) -> StageTypeEnum:
-        return StageTypeEnum.SCORING
 
 
 @register_ttc_strategy(config_type=SampleCandidatesConfig)

@@ -6,7 +6,8 @@ Python objects are converted to JSON first, so a step has the same meaning befor
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from insitu.wire.http_format import MALFORMED, parse_token_ids, to_jsonable
 
 JsonObject = dict[str, Any]
 Message = JsonObject
+T = TypeVar("T")
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = {"content", "tool_calls", "function_call", "refusal", "audio"}
@@ -36,18 +38,13 @@ _FINISH_REASONS = {
 """Other providers' finish reasons -> OpenAI's. Reasons without an equivalent are only lower-cased."""
 
 
-class Completion(NamedTuple):
-    """An assistant message and how it was sampled.
+@dataclass(slots=True)
+class Completion(ModelCall):
+    """A model call with the texts of its sampled tokens; a framework's format sets `message` and how it was sampled."""
 
-    `logprobs`, `token_ids` and `tokens` (their texts) have one entry per token.
-    """
-
-    message: Message
-    finish_reason: str | None = None
-    logprobs: list[float] | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    policy_version: int | None = None
+    index: int = 0
+    model: str = ""
+    messages: list[Message] = field(default_factory=list)
     tokens: list[str] | None = None
 
 
@@ -72,22 +69,23 @@ def parse_prompt(value: Any, formats: Sequence[StepFormat]) -> list[Message]:
     """The messages of a prompt, which is a list of messages, a request, or text."""
     prompt: list[Message] = []
     for item in _json_items(value):
-        parsed = next((m for f in formats if (m := f.read_messages(item, prompt)) is not None), None)
-        if parsed is None:
-            raise TrajectoryError(f"{_describe(item)} is not a message of a known framework")
-        prompt.extend(parsed)
+        prompt += _first_reading("message", item, [f.read_messages for f in formats], prompt)
     return prompt
 
 
 def parse_completions(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[Completion]:
     """The completions of one prompt."""
-    completions: list[Completion] = []
-    for item in _json_items(value):
-        parsed = next((c for f in formats if (c := f.read_completions(item, prompt)) is not None), None)
-        if parsed is None:
-            raise TrajectoryError(f"{_describe(item)} is not a completion of a known framework")
-        completions.extend(parsed)
-    return completions
+    readers = [f.read_completions for f in formats]
+    return [found for item in _json_items(value) for found in _first_reading("completion", item, readers, prompt)]
+
+
+def _first_reading(
+    what: str, item: Any, readers: list[Callable[[Any, Sequence[Message]], list[T] | None]], before: Sequence[Message]
+) -> list[T]:
+    for read in readers:
+        if (parsed := read(item, before)) is not None:
+            return parsed
+    raise TrajectoryError(f"{_describe(item)} is not a {what} of a known framework")
 
 
 def _json_items(value: Any) -> list[Any]:
@@ -116,7 +114,7 @@ def step_prompt(step: IntermediateStep) -> Any:
 def step_completions(
     step: IntermediateStep, prompt: Sequence[Message], formats: Sequence[StepFormat]
 ) -> list[Completion]:
-    """The completions of an LLM_END step.
+    """The completions of an LLM_END step, as far as they are known.
 
     What insitu recorded of each one in the metadata overrides what the framework reported.
     """
@@ -125,37 +123,25 @@ def step_completions(
     if responses is None:
         responses = step.data.output if step.data is not None and step.data.output is not None else []
     completions = parse_completions(responses, prompt, formats)
-    for position, recorded in enumerate((metadata.get("choices") or [metadata])[: len(completions)]):
+    for completion in completions:
+        completion.messages = [*prompt]
+        completion.model, completion.llm = metadata.get("model") or step.name or "", metadata.get("llm")
+        completion.tools = to_jsonable(metadata.get("tools_schema"))
+        completion.functions = (step.function_ancestry.function_name,)
+    for completion, recorded in zip(completions, metadata.get("choices") or [metadata], strict=False):
         values = {name: to_jsonable(recorded.get(name)) for name in _RECORDED}
         values["logprobs"] = parse_logprobs(values["logprobs"])
-        known = {name: value for name, value in values.items() if value is not None}
-        completions[position] = completions[position]._replace(**known)
+        for name, value in values.items():
+            if value is not None:
+                setattr(completion, name, value)
     return completions
 
 
-def sampled_call(step: IntermediateStep, completion: Completion, prompt: Sequence[Message] = ()) -> ModelCall:
-    """The model call of an LLM_END step, as far as it is known."""
-    metadata = step_metadata(step)
-    return ModelCall(
-        index=0,
-        model=metadata.get("model") or step.name or "",
-        messages=[*prompt],
-        llm=metadata.get("llm"),
-        tools=to_jsonable(metadata.get("tools_schema")),
-        message=completion.message,
-        prompt_token_ids=completion.prompt_token_ids,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        finish_reason=completion.finish_reason,
-        policy_version=completion.policy_version,
-        functions=(step.function_ancestry.function_name,),
-    )
-
-
-def assistant_message(message: Message, call: ModelCall | None, tokens: list[str] | None = None) -> Message:
+def assistant_message(message: Message, call: ModelCall | None) -> Message:
     """The message with its `logprobs` (see `call_logprobs`), and `token_ids` and `finish_reason` if known."""
     sampling = {} if call is None else {"token_ids": call.token_ids, "finish_reason": call.finish_reason}
     known = {name: value for name, value in sampling.items() if value is not None}
+    tokens = call.tokens if isinstance(call, Completion) else None
     return {**message, "logprobs": call_logprobs(call, tokens), **known}
 
 
@@ -182,8 +168,7 @@ def step_parser(*formats: StepFormat) -> StepParser:
                 case IntermediateStepType.LLM_START if prompt := parse_prompt(step_prompt(step), formats):
                     return prompt[-1]
                 case IntermediateStepType.LLM_END if completions := step_completions(step, before, formats):
-                    first = completions[0]
-                    return assistant_message(first.message, sampled_call(step, first), first.tokens)
+                    return assistant_message(completions[0].message or {}, completions[0])
                 case IntermediateStepType.TOOL_END:
                     return _tool_message(step, before, formats)
             raise TrajectoryError(
@@ -263,7 +248,8 @@ def make_completion(message: Message, finish_reason: Any, logprobs: Any) -> Comp
     """`logprobs` is a list of numbers or OpenAI's object, whose tokens may be written as `token_id:123`."""
     tokens = [str(token) for token in sampled_tokens(logprobs)[0]]
     reason, numbers = openai_finish_reason(finish_reason), parse_logprobs(logprobs)
-    return Completion(message, reason, numbers, parse_token_ids(tokens), tokens=tokens or None)
+    ids = parse_token_ids(tokens)
+    return Completion(message=message, finish_reason=reason, logprobs=numbers, token_ids=ids, tokens=tokens or None)
 
 
 def tool_call(name: Any, arguments: Any, call_id: Any) -> JsonObject:
@@ -317,7 +303,7 @@ def _openai_messages(item: Any, before: Sequence[Message]) -> list[Message] | No
 
 def _openai_completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
     if isinstance(item, str):
-        return [Completion({"role": "assistant", "content": item})]
+        return [Completion(message={"role": "assistant", "content": item})]
     if not isinstance(item, dict):
         return None
     if isinstance(choices := item.get("choices"), list):  # a complete response

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +16,8 @@ from insitu.builder import Builder
 from insitu.errors import WorkflowError
 from insitu.registry import register_ttc_strategy
 from insitu.schemas.components import TTCStrategyBaseConfig
+
+__all__ = ["PipelineTypeEnum", "StageTypeEnum", "StrategyBase", "TTCItem"]
 
 
 class StageTypeEnum(StrEnum):
@@ -81,15 +83,29 @@ class StrategyBase(ABC):
         self.pipeline_type = pipeline_type
 
 
+class BuiltInStrategy(StrategyBase):
+    """A strategy for any pipeline; needs no components by default."""
+
+    stage: ClassVar[StageTypeEnum]
+
+    async def build_components(self, builder: Builder) -> None:
+        pass
+
+    def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
+        return list(PipelineTypeEnum)
+
+    def stage_type(self) -> StageTypeEnum:
+        return self.stage
+
+
 class BestOfNSelectionConfig(TTCStrategyBaseConfig, name="best_of_n_selection"):
     """Selects the candidate with the highest score, the first one in a tie."""
 
 
-class BestOfNSelection(StrategyBase):
+class BestOfNSelection(BuiltInStrategy):
     """Ignores candidates without a score; raises WorkflowError if none has one."""
 
-    async def build_components(self, builder: Builder) -> None:
-        pass
+    stage = StageTypeEnum.SELECTION
 
     async def ainvoke(
         self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
@@ -98,12 +114,6 @@ class BestOfNSelection(StrategyBase):
         if not scored:
             raise WorkflowError(f"best_of_n_selection: none of {len(items)} candidates has a score")
         return [max(scored, key=lambda pair: pair[0])[1]]
-
-    def supported_pipeline_types(self) -> list[PipelineTypeEnum]:
-        return list(PipelineTypeEnum)
-
-    def stage_type(self) -> StageTypeEnum:
-        return StageTypeEnum.SELECTION
 
 
 @register_ttc_strategy(config_type=BestOfNSelectionConfig)

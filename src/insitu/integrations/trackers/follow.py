@@ -18,7 +18,7 @@ from insitu.disk.json_files import read_object
 from insitu.errors import InsituError
 from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
-from insitu.training.trackers import Tracker, tracker_class
+from insitu.training.trackers import tracker_class
 from insitu.wire.redaction import redact_stream, remember_environment
 
 INTERVAL = 1.0
@@ -27,41 +27,25 @@ _NICENESS = 19
 """The lowest priority: about 1.5 % of a core that the run wants too."""
 
 
-class Follower:
-    """What a tracker has of a run is in `trackers/NAME.json`, so that a resumed run continues it."""
+class _Tracked:
+    """A run in a tracker. What the tracker has of it is in `trackers/NAME.json`, so that a resumed run continues it."""
 
     def __init__(self, name: str, files: TrackedFiles) -> None:
-        self._name = name
+        run = files.run
+        run.folder.mkdir(exist_ok=True)
         self._files = files
-        self._tracker: Tracker | None = None
-        self._state: dict[str, Any] = {}
+        self._state_file = files.folder / TRACKERS / f"{name}.json"
+        saved = read_object(self._state_file) if self._state_file.is_file() else {}
+        new: dict[str, Any] = {"run_id": run.run_id, "id": None, "epoch": -1}
+        self._state = saved if saved.get("run_id") == run.run_id else new
+        self.tracker = tracker_class(name)()
+        self._save(id=self.tracker.start(run, self._state["id"]))
 
     def update(self) -> None:
         """Logs the epochs that are new."""
-        if self._tracker is None:
-            if not self._files.has_begun:
-                return
-            self._tracker = self._started()
         for step in self._files.steps(self._state["epoch"]):
-            self._tracker.log(step)
+            self.tracker.log(step)
             self._save(epoch=step.epoch)
-
-    def finish(self) -> None:
-        if self._tracker is not None:
-            self._tracker.finish(self._files.status)
-
-    @property
-    def _state_file(self) -> Path:
-        return self._files.folder / TRACKERS / f"{self._name}.json"
-
-    def _started(self) -> Tracker:
-        run = self._files.run
-        run.folder.mkdir(exist_ok=True)
-        known = read_object(self._state_file) if self._state_file.is_file() else {}
-        self._state = known if known.get("run_id") == run.run_id else {"run_id": run.run_id, "id": None, "epoch": -1}
-        tracker = tracker_class(self._name)()
-        self._save(id=tracker.start(run, self._state["id"]))
-        return tracker
 
     def _save(self, **changes: Any) -> None:
         self._state |= changes
@@ -70,14 +54,16 @@ class Follower:
 
 def follow(name: str, folder: Path) -> None:
     """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
-    files = TrackedFiles(folder)
-    follower = Follower(name, files)
-    has_ended = False
+    files, tracked, has_ended = TrackedFiles(folder), None, False
     while not has_ended:
         readable, _, _ = select.select([sys.stdin], [], [], INTERVAL)
         has_ended = bool(readable)  # nothing is ever written to it
-        follower.update()
-    follower.finish()
+        if tracked is None and files.has_begun:
+            tracked = _Tracked(name, files)
+        if tracked is not None:
+            tracked.update()
+    if tracked is not None:
+        tracked.tracker.finish(files.status)
     if not files.progress:
         raise InsituError(f"nothing was logged: the trainer of this run writes no {PROGRESS}")
 
