@@ -23,7 +23,7 @@ from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.optimizer_loop import learning_rate
 from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
-from insitu.disk.checkpoint_files import read_record, write_record
+from insitu.disk.model_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings

@@ -14,7 +14,7 @@ from fake_nemo import FakeNeMo
 from processes import run, run_project
 
 from insitu.backend.model import load_model
-from insitu.disk.checkpoint_files import read_record
+from insitu.disk.model_files import read_record
 
 TOKENS = torch.tensor([[1, 5, 7, 2, 9]])
 EPOCHS = 5

@@ -11,7 +11,7 @@ from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
 from insitu.disk.folder_lock import FolderLock
-from insitu.runs.stored import dataset_record
+from insitu.runs.replay import dataset_record
 
 FILE: dict[str, Any] = {
     "eval": {

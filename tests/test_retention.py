@@ -20,7 +20,7 @@ from insitu.backend.inference.sampler import GenerationRequest, SamplingParams, 
 from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend
-from insitu.disk.checkpoint_files import expired
+from insitu.disk.model_files import expired
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import listening

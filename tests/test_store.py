@@ -22,8 +22,8 @@ from insitu.errors import ConfigError, InsituError
 from insitu.runs import store as store_module
 from insitu.runs.files import RUN_FILES
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
+from insitu.runs.replay import StoredRun
 from insitu.runs.store import RewardPlot, RunStore, set_aside
-from insitu.runs.stored import StoredRun
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 

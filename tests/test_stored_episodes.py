@@ -20,8 +20,8 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.plugin_api import Builder
 from insitu.runs.files import RESCORES
+from insitu.runs.replay import StoredRun
 from insitu.runs.store import RunStore
-from insitu.runs.stored import StoredRun
 from insitu.schemas.finetuning import FinetuneRunConfig, Trajectory, TrajectoryCollection
 from insitu.training.runtime import finetuning_main
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from insitu.release.trajectories import ExportOptions, export
-from insitu.runs.stored import StoredRun
+from insitu.runs.replay import StoredRun
 from insitu.schemas.episodes import CandidateStep, Episode
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the other libraries, on themselves

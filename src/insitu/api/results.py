@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.errors import ConfigError, InsituError
-from insitu.runs.files import BEST, METRICS
+from insitu.runs.files import BEST, METRICS, holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
@@ -66,7 +66,7 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
         self._files = RunReader(self.folder)
-        if not self._files.holds_run:
+        if not holds_run(self.folder):
             raise ConfigError(f"{folder} holds no run of insitu finetune")
 
     @property
@@ -96,13 +96,12 @@ class Run:
 
     def episodes(self, epoch: int | None = None, row: Any = None) -> Iterator[Episode]:
         """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
-        from insitu.runs.stored import StoredRun
+        from insitu.runs.replay import StoredRun
 
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
-        for number in stored.epochs:
-            for group in stored.groups(number):
-                if row is None or group.row_id == str(row):
-                    yield from stored.load(group)
+        for group in stored.selected:
+            if row is None or group.row_id == str(row):
+                yield from stored.load(group)
 
     def model(self, checkpoint: str | None = None, device: str | None = None) -> "TrainedModel":
         """Serves the trained model on this machine until it is closed.

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from insitu.disk.checkpoint_files import check_model
 from insitu.disk.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
     check_adapter,
+    check_model,
     check_templates,
     check_weights,
     code_problem,

@@ -18,15 +18,14 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, push:
 
     OUT must not exist, or be empty. The state of the optimizer is left out.
     """
-    from insitu.release import hub
-    from insitu.release.model_export import export_model, open_source
+    from insitu.release.model_export import check_push, export_model, open_source, upload
     from insitu.runs.checkpoints import checkpoint_of_run
 
     source = open_source(run_dir, checkpoint_of_run(run_dir, checkpoint, "--checkpoint"))
     if push is not None:
-        hub.check_push(push, source, merge)
+        check_push(push, source, merge)
     export_model(source, out, merge=merge, name=push)
     kind = "adapter" if source.is_adapter and not merge else "model"
     print(f"exported {source.folder.name} of {run_dir} to {out} ({kind})")
     if push is not None:
-        print(f"uploaded to {hub.push(out, push)}")
+        print(f"uploaded to {upload(out, push)}")

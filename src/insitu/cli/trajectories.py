@@ -11,7 +11,7 @@ from insitu.cli import options
 from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
-    from insitu.runs.rescoring import Rescoring
+    from insitu.runs.replay import Rescoring
 
 _SORT_KEYS = ("reward", "seconds", "tokens", "calls")
 _MAX_CHARACTERS = 2000
@@ -109,7 +109,7 @@ def export(
 ) -> None:
     """Write the episodes of RUN_DIR as training data for other tools. Prints how many records were dropped, and why."""
     from insitu.release.trajectories import ExportOptions, export
-    from insitu.runs.stored import StoredRun
+    from insitu.runs.replay import StoredRun
     from insitu.training.report import counts
 
     run = StoredRun(run_dir, "RUN_DIR", reward, epoch or None)
@@ -131,27 +131,26 @@ def rescore(
 ) -> None:
     """Score the episodes of RUN_DIR again and append the scores to it; what it has recorded does not change."""
     from insitu.collect.event_loop import run_async
-    from insitu.runs.rescoring import open_rescoring
+    from insitu.runs.replay import Rescoring
 
-    run_async(_rescore(open_rescoring(run_dir, evaluator, config_file, dataset, override)))
+    run_async(_rescore(Rescoring(run_dir, evaluator, config_file, dataset, override)))
 
 
 async def _rescore(rescoring: "Rescoring") -> None:
     from insitu.algorithms.statistics import mean_ci95
     from insitu.builder import Builder
     from insitu.errors import InsituError
-    from insitu.runs.rescoring import rescore
     from insitu.training.report import Report, counts
 
     report = Report(results_console())
     async with Builder(rescoring.config) as builder:
         with report.phase(f"scoring with {rescoring.evaluator}", rescoring.episodes_in_total):
-            summary = await rescore(rescoring, builder, report.advance)
-    scored = len(summary.scores)
-    mean = f", mean {mean_ci95(summary.scores).mean:.4g}" if scored else ""
-    left_out = f"; failed episodes without an output: {summary.failed_episodes}" * bool(summary.failed_episodes)
+            await rescoring.run(builder, report.advance)
+    scored = len(rescoring.scores)
+    mean = f", mean {mean_ci95(rescoring.scores).mean:.4g}" if scored else ""
+    left_out = f"; failed episodes without an output: {rescoring.failed_episodes}" * bool(rescoring.failed_episodes)
     print(f"{rescoring.evaluator}: {scored} of {rescoring.episodes_in_total} episodes scored{mean}{left_out}")
-    if summary.unscored:
-        print(f"without a score: {counts(summary.unscored)}; the first, {summary.first_error}")
+    if rescoring.unscored:
+        print(f"without a score: {counts(rescoring.unscored)}; the first, {rescoring.first_error}")
     if not scored:
         raise InsituError("nothing could be scored")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from insitu.algorithms.selection import included_fraction
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE
+from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.doctor.findings import Finding, Severity
 from insitu.doctor.plan import Plan
 from insitu.schemas.training_jobs import KeepConfig

@@ -8,7 +8,7 @@ import orjson
 import yaml
 
 from insitu import __version__
-from insitu.disk.checkpoint_files import TrainingRecord
+from insitu.disk.model_files import TrainingRecord
 from insitu.runs.reader import RunReader
 
 _METHODS = {

@@ -4,7 +4,7 @@ preferences    TRL's conversational preferences: prompt, chosen, rejected
 kto            TRL's unpaired preferences: prompt, completion, label
 sft            TRL's language modeling: messages
 openai         the finetuning format of OpenAI's API: messages, tools
-parquet        a table with a row per episode (see `table`)
+parquet        a table with a row per episode (see `parquet`)
 """
 
 import json
@@ -14,8 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.collect.conversations import (
@@ -27,13 +25,13 @@ from insitu.collect.conversations import (
     template_messages,
 )
 from insitu.disk.files import new_file
-from insitu.disk.json_files import LineFile, dump_json
+from insitu.disk.json_files import LineFile, dump_lines
 from insitu.errors import ConfigError, TrajectoryError
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import Duplicates, best_of_group, desirable
+from insitu.release.parquet import write_table
 from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
-from insitu.runs.stored import StoredRun
-from insitu.runs.table import write_table
+from insitu.runs.replay import StoredRun
 from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_builders import (
@@ -75,6 +73,8 @@ ALLOWED = {
 }
 """The formats, and the options that each takes."""
 
+_PAIR_OPTIONS = {"exhaustive": "exhaustive", "min_diff": "min_score_diff", "max_pairs": "max_pairs"}
+"""Options of an export -> fields of `PairOptions`."""
 _RECORDED = frozenset((*RUN_FILES, CALLS, GROUPS, ADVANTAGES, PAIRS, RESCORES))
 """Files of a run that `--force` does not replace: an export could not be repeated without them."""
 
@@ -111,23 +111,13 @@ def export(
         if format == "parquet":
             exporter.summary.written = write_table(run, draft)
         else:
-            _write_lines(draft, exporter, exporter.records_of(format))
+            exporter.write_lines(draft, exporter.records_of(format))
         summary = exporter.summary
         if not summary.written:
             why = f": {counts(summary.dropped)}" if summary.dropped else ""
             first = f"; the first: {summary.first_error}" if summary.first_error else ""
             raise TrajectoryError(f"nothing of {run.folder} can be written as {format}{why}{first}")
     return summary
-
-
-def _write_lines(path: Path, exporter: "Exporter", records_of: Callable[[list[Episode]], Records]) -> None:
-    with closing(LineFile(path)) as file:
-        for epoch in exporter.run.epochs:
-            for stored in exporter.run.groups(epoch):
-                records = records_of(exporter.run.load(stored))
-                lines = [dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in records]
-                file.append(b"".join(lines))
-                exporter.summary.written += len(lines)
 
 
 class Exporter:
@@ -142,14 +132,20 @@ class Exporter:
         self._run_id = settings.get("run_id")
         self._trained = TrainedCalls(**(settings.get("targets") or {}), as_text=True)
 
+    def write_lines(self, path: Path, records_of: Callable[[list[Episode]], Records]) -> None:
+        with closing(LineFile(path)) as file:
+            for stored in self.run.selected:
+                records = [*records_of(self.run.load(stored))]
+                file.append(dump_lines(records))
+                self.summary.written += len(records)
+
     def records_of(self, format: str) -> Callable[[list[Episode]], Records]:
         """The function that turns a group into the records of a format."""
         if format != "preferences":
             return {"kto": self._kto, "sft": self._sft, "openai": self._openai}[format]
         between = self.options.pairs
         if between is None:
-            groups = (group for epoch in self.run.epochs for group in self.run.groups(epoch))
-            recorded = any("candidates" in record for record in self.run.files.episode_records(groups))
+            recorded = any("candidates" in record for record in self.run.files.episode_records(self.run.selected))
             between = "candidates" if recorded else "episodes"
         return self._candidate_pairs if between == "candidates" else self._episode_pairs
 
@@ -272,13 +268,8 @@ class Exporter:
                 self._drop(DropReason.NOT_TEXT)
 
     def _pair_options(self, default: PairOptions) -> PairOptions:
-        given = self.options
-        changed: dict[str, Any] = {
-            "exhaustive": given.exhaustive,
-            "min_score_diff": given.min_diff,
-            "max_pairs": given.max_pairs,
-        }
-        return default._replace(**{name: value for name, value in changed.items() if value is not None})
+        changed = {_PAIR_OPTIONS[name]: value for name, value in self.options.given().items() if name in _PAIR_OPTIONS}
+        return default._replace(**changed)
 
     def _origin(self, episode: Episode) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from insitu.config import Config, Moved, moved_path
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError
-from insitu.runs.files import BEST, CHECKPOINTS, RUN_FILES
+from insitu.runs.files import BEST, CHECKPOINTS, holds_run
 from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
@@ -33,18 +33,18 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
     path, find = Path(name), partial(config.find_path, key=key, moved=moved)
     if str(path) in NAMES:
         run = moved_path(Path(config.finetuning.output_dir), moved)
-        if not _is_run(run):
+        if not holds_run(run):
             raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
         return _of_run(run, str(path), key)
     try:
         folder = find(path)
     except ConfigError:
-        if path.name in NAMES and _is_run(run := find(path.parent)):
+        if path.name in NAMES and holds_run(run := find(path.parent)):
             return _of_run(run, path.name, key)
         if _STEP.fullmatch(path.name):
             _check_kept(find(path.parent) / path.name, key)
         raise
-    if _is_model(folder) or not _is_run(folder):
+    if _is_model(folder) or not holds_run(folder):
         return Checkpoint(folder)
     return _of_run(folder, "best" if (folder / BEST).exists() else "latest", key)
 
@@ -54,7 +54,7 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
 
     Raises ConfigError naming `key` if there is none.
     """
-    if not _is_run(run):
+    if not holds_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     if name is not None and _STEP.fullmatch(name):
         folder: Path | None = run / CHECKPOINTS / name
@@ -86,10 +86,6 @@ def _steps(folder: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN_FILES)
 
 
 def _of_run(run: Path, name: str, key: str) -> Checkpoint:

@@ -4,6 +4,7 @@ No other module has such a name as a literal.
 """
 
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -28,63 +29,69 @@ class RunFile(NamedTuple):
     """
 
     format: Format
-    holds: str
     by_epoch: bool = False
     marks_run: bool = False
 
 
-RUN = "run.json"
-PROGRESS = "progress.json"
-PROGRESS_HISTORY = "progress_history.jsonl"
-JOURNAL = "journal.jsonl"
-EVENTS = "events.jsonl"
-EPISODES = "episodes.jsonl.gz"
-CALLS = "calls.jsonl.gz"
-GROUPS = "groups.jsonl"
-ADVANTAGES = "advantages.jsonl"
-RESCORES = "rescores.jsonl"
-METRICS = "training_metrics.jsonl"
-REWARDS = "reward_history.json"
-VALIDATIONS = "validation_history.json"
-VALIDATION_SCORES = "validation_scores.jsonl"
-BEST = "best.json"
-WARM_UP = "warm_up.json"
-CURRICULUM = "curriculum_state.json"
-PLOT = "reward_plot.png"
-INDEX = ".index.sqlite"
-COLLECTIONS = "data_collection_progress.jsonl"
-COLLECTION_HISTORY = "collection_history.json"
-PAIRS = "pairs.jsonl"
-SUBMISSION = "submission.json"
-FINAL_METRICS = "final_metrics.json"
+FILES: dict[str, RunFile] = {}
+"""All files by name."""
 
-FILES = {
-    RUN: RunFile(Format.OBJECT, "run id, settings, versions", marks_run=True),
-    PROGRESS: RunFile(Format.OBJECT, "the point from which the run can continue"),
-    JOURNAL: RunFile(Format.LINES, "the finished episodes of the epoch in progress"),
-    EVENTS: RunFile(Format.LINES, "when the run was started, forked, continued and ended"),
-    EPISODES: RunFile(Format.BLOCKS, "outcome, reward and cost of each episode", by_epoch=True, marks_run=True),
-    CALLS: RunFile(Format.BLOCKS, "the model calls; a call that extends another holds what it adds", by_epoch=True),
-    GROUPS: RunFile(Format.LINES, "the groups, and where the lines of each are in both files above", by_epoch=True),
-    ADVANTAGES: RunFile(Format.LINES, "the advantages of each scored episode, or why it was dropped", by_epoch=True),
-    RESCORES: RunFile(Format.LINES, "scores given later, by `insitu trajectories rescore`"),
-    METRICS: RunFile(Format.PLAIN_LINES, "the metrics of each epoch", by_epoch=True, marks_run=True),
-    PROGRESS_HISTORY: RunFile(Format.LINES, "the earlier points, from which a fork can begin", by_epoch=True),
-    REWARDS: RunFile(Format.LIST, "the mean reward of each epoch", marks_run=True),
-    VALIDATIONS: RunFile(Format.LIST, "the score of each validation", marks_run=True),
-    VALIDATION_SCORES: RunFile(Format.LINES, "the scores of each held-out row"),
-    BEST: RunFile(Format.OBJECT, "the best validation so far, and its checkpoint"),
-    WARM_UP: RunFile(Format.OBJECT, "the result of the warm-up"),
-    CURRICULUM: RunFile(Format.OBJECT, "what the curriculum has learned about the examples"),
-    PLOT: RunFile(Format.IMAGE, "training reward and held-out score by epoch"),
-    INDEX: RunFile(Format.DATABASE, "an index of the episodes, made again if it is deleted"),
-    ".lock": RunFile(Format.LOCK, "who writes the run"),
-    COLLECTIONS: RunFile(Format.PLAIN_LINES, "NeMo Customizer: each collection", by_epoch=True),
-    COLLECTION_HISTORY: RunFile(Format.LIST, "NeMo Customizer: the same as a list"),
-    PAIRS: RunFile(Format.LINES, "NeMo Customizer: the pairs that are trained", by_epoch=True),
-    SUBMISSION: RunFile(Format.OBJECT, "NeMo Customizer: the state of the job, in runs of earlier releases"),
-    FINAL_METRICS: RunFile(Format.OBJECT, "NeMo Customizer: how the job has ended"),
-}
+
+def _file(name: str, format: Format, *, by_epoch: bool = False, marks_run: bool = False) -> str:
+    FILES[name] = RunFile(format, by_epoch, marks_run)
+    return name
+
+
+RUN = _file("run.json", Format.OBJECT, marks_run=True)
+"""Run id, settings, versions."""
+PROGRESS = _file("progress.json", Format.OBJECT)
+"""The point from which the run can continue."""
+JOURNAL = _file("journal.jsonl", Format.LINES)
+"""The finished episodes of the epoch in progress."""
+EVENTS = _file("events.jsonl", Format.LINES)
+"""When the run was started, forked, continued and ended."""
+EPISODES = _file("episodes.jsonl.gz", Format.BLOCKS, by_epoch=True, marks_run=True)
+"""Outcome, reward and cost of each episode."""
+CALLS = _file("calls.jsonl.gz", Format.BLOCKS, by_epoch=True)
+"""The model calls; a call that extends another holds what it adds."""
+GROUPS = _file("groups.jsonl", Format.LINES, by_epoch=True)
+"""The groups, and where the lines of each are in both files above."""
+ADVANTAGES = _file("advantages.jsonl", Format.LINES, by_epoch=True)
+"""The advantages of each scored episode, or why it was dropped."""
+RESCORES = _file("rescores.jsonl", Format.LINES)
+"""Scores given later, by `insitu trajectories rescore`."""
+METRICS = _file("training_metrics.jsonl", Format.PLAIN_LINES, by_epoch=True, marks_run=True)
+"""The metrics of each epoch."""
+PROGRESS_HISTORY = _file("progress_history.jsonl", Format.LINES, by_epoch=True)
+"""The earlier points, from which a fork can begin."""
+REWARDS = _file("reward_history.json", Format.LIST, marks_run=True)
+"""The mean reward of each epoch."""
+VALIDATIONS = _file("validation_history.json", Format.LIST, marks_run=True)
+"""The score of each validation."""
+VALIDATION_SCORES = _file("validation_scores.jsonl", Format.LINES)
+"""The scores of each held-out row."""
+BEST = _file("best.json", Format.OBJECT)
+"""The best validation so far, and its checkpoint."""
+WARM_UP = _file("warm_up.json", Format.OBJECT)
+"""The result of the warm-up."""
+CURRICULUM = _file("curriculum_state.json", Format.OBJECT)
+"""What the curriculum has learned about the examples."""
+PLOT = _file("reward_plot.png", Format.IMAGE)
+"""Training reward and held-out score by epoch."""
+INDEX = _file(".index.sqlite", Format.DATABASE)
+"""An index of the episodes, made again if it is deleted."""
+_file(".lock", Format.LOCK)
+"""Who writes the run."""
+COLLECTIONS = _file("data_collection_progress.jsonl", Format.PLAIN_LINES, by_epoch=True)
+"""NeMo Customizer: each collection."""
+COLLECTION_HISTORY = _file("collection_history.json", Format.LIST)
+"""NeMo Customizer: the same as a list."""
+PAIRS = _file("pairs.jsonl", Format.LINES, by_epoch=True)
+"""NeMo Customizer: the pairs that are trained."""
+SUBMISSION = _file("submission.json", Format.OBJECT)
+"""NeMo Customizer: the state of the job, in runs of earlier releases."""
+FINAL_METRICS = _file("final_metrics.json", Format.OBJECT)
+"""NeMo Customizer: how the job has ended."""
 
 BACKEND_FOLDER = "backend"
 """The folder of the embedded backend: its log, checkpoints and jobs."""
@@ -98,3 +105,7 @@ BY_EPOCH = tuple(name for name, file in FILES.items() if file.by_epoch)
 PLAIN_LINES = tuple(name for name, file in FILES.items() if file.format is Format.PLAIN_LINES)
 BLOCKS = tuple(name for name, file in FILES.items() if file.format is Format.BLOCKS)
 RUN_FILES = tuple(name for name, file in FILES.items() if file.marks_run)
+
+
+def holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RUN_FILES)

@@ -11,7 +11,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.disk.checkpoint_files import (
+from insitu.disk.files import cannot_write, new_folder, writable_folder
+from insitu.disk.json_files import read_object, shorter_than_written
+from insitu.disk.model_files import (
     OPTIMIZER_FILE,
     RECORD_FILE,
     check_model,
@@ -19,8 +21,6 @@ from insitu.disk.checkpoint_files import (
     read_record,
     write_record,
 )
-from insitu.disk.files import cannot_write, new_folder, writable_folder
-from insitu.disk.json_files import read_object, shorter_than_written
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.reader import RunReader

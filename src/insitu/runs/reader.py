@@ -11,7 +11,6 @@ import orjson
 from pydantic import ValidationError
 
 from insitu.collect.datasets import WORKFLOW_OUTPUT
-from insitu.disk.checkpoint_files import TrainingRecord, saved_checkpoints
 from insitu.disk.files import file_size
 from insitu.disk.json_files import (
     AppendedLines,
@@ -24,6 +23,7 @@ from insitu.disk.json_files import (
     shorter_than_written,
     whole_lines,
 )
+from insitu.disk.model_files import TrainingRecord, saved_checkpoints
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.records import (
@@ -88,10 +88,6 @@ class RunReader:
     def __init__(self, folder: Path, key: str = "") -> None:
         self.folder = folder
         self.where = f"{key}: {folder}" if key else str(folder)
-
-    @property
-    def holds_run(self) -> bool:
-        return any((self.folder / name).exists() for name in files.RUN_FILES)
 
     def object(self, name: str) -> dict[str, Any] | None:
         """The JSON object in a file; None if there is no such file."""

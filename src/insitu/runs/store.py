@@ -46,7 +46,7 @@ def set_aside(folder: Path) -> Path | None:
     with FolderLock(folder, OUTPUT_DIR):
         if (folder / files.BACKEND_FOLDER / LOCK_FILE).exists():
             FolderLock(folder / files.BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
-        if not any((folder / name).exists() for name in files.RUN_FILES):
+        if not files.holds_run(folder):
             return None
         if Path.cwd().is_relative_to(folder):
             raise ConfigError(f"{OUTPUT_DIR}: {folder} holds an earlier run and the working directory: cannot move it")

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE
 from insitu.disk.files import file_size
 from insitu.disk.folder_lock import locked_by
 from insitu.disk.json_files import shorter_than_written
+from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import ConfigError
-from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES
+from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.records import RunProgress
 
@@ -148,7 +148,7 @@ def _last_written(run: Path) -> str:
 def read_details(run: Path) -> RunDetails:
     """Reads no file of episodes. Raises ConfigError if the folder holds no run."""
     files = RunReader(run)
-    if not files.holds_run and not (run / PROGRESS).exists():
+    if not holds_run(run) and not (run / PROGRESS).exists():
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     summary = read_summary(run)
     attempt, problems = summary.problems.attempt, summary.problems

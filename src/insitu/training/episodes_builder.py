@@ -27,7 +27,7 @@ from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
-from insitu.runs.stored import StoredEpisodesConfig, StoredRun, open_stored
+from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection

@@ -24,9 +24,9 @@ from insitu.config.code import LoadedPart, call_with
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
 from insitu.runs.records import journal_record, new_run_id
+from insitu.runs.replay import provenance
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
-from insitu.runs.stored import provenance
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,

@@ -18,7 +18,7 @@ from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, requested_config
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError, describe_error
 from insitu.registry import EVALUATOR, TRAJECTORY_BUILDER, not_found
-from insitu.runs.files import RUN_FILES
+from insitu.runs.files import holds_run
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus, TrainingStatusEnum
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.serving import check_open_files, watched
@@ -127,7 +127,7 @@ async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> 
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
     check_trackers(config.finetuning.report_to)
-    if isinstance(request.resume, Path) and not any((request.resume / name).exists() for name in RUN_FILES):
+    if isinstance(request.resume, Path) and not holds_run(request.resume):
         raise ConfigError(f"--resume: {request.resume} holds no run that can continue")
     completed = _with_validation(request, config)
     check_open_files(config)

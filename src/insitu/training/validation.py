@@ -12,8 +12,8 @@ from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.records import RunProgress
+from insitu.runs.replay import dataset_record
 from insitu.runs.store import RunStore
-from insitu.runs.stored import dataset_record
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.report import Report

@@ -9,19 +9,18 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
 from insitu.builder import Builder
 from insitu.config import Config, check_config
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE
-from insitu.errors import BackendUnavailable, InsituError, describe_error
+from insitu.disk.model_files import OPTIMIZER_FILE
+from insitu.errors import BackendUnavailable, InsituError, RequestRefused, describe_error
 from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.connection import Connection
-from insitu.wire.http_format import MALFORMED, error_message
 
 logger = logging.getLogger(__name__)
 
@@ -173,34 +172,21 @@ def _part(call: ModelCall, scores: dict[Text, list[float | None]]) -> list[float
 
 async def _ask(endpoint: PolicyEndpoint, text: Text, *, is_whole: bool = True) -> list[float | None]:
     """The log-probability of each token; None for the first. Raises BackendUnavailable."""
-    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
-    connection = Connection("the backend for scores", headers, _READ_SECONDS, 0.0, lambda: None)
-    body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 0}
-    try:
-        async with connection.open("POST", f"{endpoint.base_url}/completions", orjson.dumps(body)) as response:
-            content = await response.read()
-            if is_whole and _is_too_long(content):  # the limit is for prompt and completion together
-                return [*await _ask(endpoint, text[:-1], is_whole=False), None]
-            if response.status != 200:
-                reason = error_message(_json(content)) or content[:200].decode(errors="replace")
-                raise BackendUnavailable(f"the newest weights cannot score this episode: {reason}")
+
+    def parse(content: bytes) -> list[float | None]:
         [choice] = orjson.loads(content)["choices"]
         entries = zip(text, choice["prompt_logprobs"], strict=True)
         return [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
-    except MALFORMED as error:
-        raise BackendUnavailable(f"the backend for scores has answered in another form: {error!r}") from error
+
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    connection = Connection("the backend for scores", headers, _READ_SECONDS, 0.0)
+    body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 0}
+    url = f"{endpoint.base_url}/completions"
+    try:
+        return await connection.request("POST", url, parse, orjson.dumps(body), retried=False)
+    except RequestRefused as error:
+        if is_whole and error.code == "context_length_exceeded":  # the limit is for prompt and completion together
+            return [*await _ask(endpoint, text[:-1], is_whole=False), None]
+        raise BackendUnavailable(f"the newest weights cannot score this episode: {error}") from error
     finally:
         await connection.close()
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return None
-
-
-def _is_too_long(content: bytes) -> bool:
-    body = _json(content)
-    error = body.get("error") if isinstance(body, dict) else None
-    return isinstance(error, dict) and error.get("code") == "context_length_exceeded"

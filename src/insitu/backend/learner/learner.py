@@ -28,7 +28,8 @@ from insitu.backend.learner.policy import (
 )
 from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
 from insitu.backend.model import LoadedModel, load_model
-from insitu.disk.checkpoint_files import (
+from insitu.disk.files import delete_drafts, delete_folder
+from insitu.disk.model_files import (
     OPTIMIZER_FILE,
     JobRecord,
     TrainingRecord,
@@ -37,7 +38,6 @@ from insitu.disk.checkpoint_files import (
     read_record,
     saved_checkpoints,
 )
-from insitu.disk.files import delete_drafts, delete_folder
 from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.parts import function_of
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings

@@ -1,7 +1,7 @@
 """Trainable weights, all of the model's or LoRA adapters over weights shared with the served model; and their files.
 
 A checkpoint folder is a model that `insitu backend --model` loads, plus the state to resume training from it (see
-`checkpoint_files`).
+`model_files`).
 """
 
 import contextlib

@@ -24,7 +24,7 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.ranks import TOKEN_VARIABLE, write_rows
 from insitu.backend.model import LoadedModel
-from insitu.disk.checkpoint_files import JobRecord
+from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
 

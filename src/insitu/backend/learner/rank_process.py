@@ -21,7 +21,7 @@ from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.ranks import TOKEN_VARIABLE, ProcessGroup, read_rows
 from insitu.backend.model import load_model
-from insitu.disk.checkpoint_files import JobRecord
+from insitu.disk.model_files import JobRecord
 from insitu.errors import InsituError, JobFailed
 from insitu.schemas.training_jobs import TrainingSettings
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import Row
-from insitu.disk.checkpoint_files import JobRecord
+from insitu.disk.model_files import JobRecord
 from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE
 from insitu.backend.child_process import ChildProcess
 from insitu.backend.model import LoadedModel, base_and_adapter
-from insitu.disk.checkpoint_files import OPTIMIZER_FILE
+from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError, install_command
 from insitu.schemas.samplers import SamplerOptions
 

@@ -1,53 +1,38 @@
 """The episodes of a run as a table in a parquet file, with everything that was recorded."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import orjson
-
 from insitu.collect.conversations import conversations
-from insitu.disk.files import cannot_write
-from insitu.disk.json_files import dump_json
+from insitu.disk.files import writing
+from insitu.disk.json_files import dump_json, dump_lines
 from insitu.errors import ConfigError, InsituError, install_command
 from insitu.runs.files import ADVANTAGES
 from insitu.runs.records import call_records, episode_record
-from insitu.runs.stored import StoredRun
+from insitu.runs.replay import StoredRun
 from insitu.schemas.episodes import Episode
 
 _COLUMNS = {
-    "run": "String",
-    "episode": "String",
+    **dict.fromkeys(("run", "episode"), "String"),
     "epoch": "Int64",
     "row_id": "String",
-    "generation": "Int64",
-    "attempt": "Int64",
-    "outcome": "String",
-    "reason": "String",
-    "error": "String",
+    **dict.fromkeys(("generation", "attempt"), "Int64"),
+    **dict.fromkeys(("outcome", "reason", "error"), "String"),
     "output": "json",
     "reward": "Float64",
     "step_rewards": "Float64 list",
     "rewarded_functions": "String list",
-    "scores": "json",
-    "reasoning": "json",
+    **dict.fromkeys(("scores", "reasoning"), "json"),
     "policy_versions": "Int64 list",
-    "calls": "Int64",
-    "prompt_tokens": "Int64",
-    "sampled_tokens": "Int64",
+    **dict.fromkeys(("calls", "prompt_tokens", "sampled_tokens"), "Int64"),
     "seconds": "Float64",
     "failed_requests": "json",
-    "source": "String",
-    "dropped": "String",
-    "advantages": "json",
-    "conversations": "json",
-    "model_calls": "json",
-    "candidates": "json",
-    "rescores": "json",
+    **dict.fromkeys(("source", "dropped"), "String"),
+    **dict.fromkeys(("advantages", "conversations", "model_calls", "candidates", "rescores"), "json"),
 }
 """Values whose shape differs between episodes are JSON."""
 _PART_ROWS = 500
@@ -62,27 +47,20 @@ def write_table(run: StoredRun, path: Path) -> int:
         raise ConfigError(f"--format parquet needs the extra tables: {install_command('tables')}") from error
     types = {name: _type(polars, kind) for name, kind in _COLUMNS.items()}
     records, written = _records(run), 0
-    with TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder, _writing(path, polars):
-        parts: list[Path] = []
-        while lines := [dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in islice(records, _PART_ROWS)]:
-            parts.append(Path(folder) / f"{len(parts)}.parquet")
-            part = BytesIO()
-            polars.read_ndjson(b"".join(lines), schema=types).write_parquet(part)
-            parts[-1].write_bytes(part.getbuffer())
-            written += len(lines)
-        if parts:  # polars cannot append to a file, but join files without reading them as a whole
-            polars.scan_parquet(parts, low_memory=True).sink_parquet(path, row_group_size=_PART_ROWS)
-    return written
-
-
-@contextmanager
-def _writing(path: Path, polars: Any) -> Iterator[None]:
     try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error) from error
+        with writing(path), TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+            parts: list[Path] = []
+            while lines := [*islice(records, _PART_ROWS)]:
+                part = BytesIO()
+                polars.read_ndjson(dump_lines(lines), schema=types).write_parquet(part)
+                parts.append(Path(folder) / f"{len(parts)}.parquet")
+                parts[-1].write_bytes(part.getbuffer())
+                written += len(lines)
+            if parts:  # polars cannot append to a file, but join files without reading them as a whole
+                polars.scan_parquet(parts, low_memory=True).sink_parquet(path, row_group_size=_PART_ROWS)
     except polars.exceptions.PolarsError as error:
         raise InsituError(f"{path} cannot be written: {error}") from error
+    return written
 
 
 def _type(polars: Any, kind: str) -> Any:
@@ -97,11 +75,9 @@ def _records(run: StoredRun) -> Iterator[dict[str, Any]]:
     for (name, _), record in run.files.rescores().items():
         rescores.setdefault(name, []).append({k: v for k, v in record.items() if k != "episode"})
     run_id = run.files.settings().get("run_id")
-    for epoch in run.epochs:
-        for group in run.groups(epoch):
-            for episode in run.load(group):
-                name = episode.key.text()
-                yield {"run": run_id, **_record(episode, training.get(name, {}), rescores.get(name, []))}
+    for episode in (episode for group in run.selected for episode in run.load(group)):
+        name = episode.key.text()
+        yield {"run": run_id, **_record(episode, training.get(name, {}), rescores.get(name, []))}
 
 
 def _record(episode: Episode, training: dict[str, Any], rescores: list[Any]) -> dict[str, Any]:
