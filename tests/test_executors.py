@@ -1,6 +1,7 @@
 """Where episodes run: the worker of an executor without a cluster, and what is refused without Ray."""
 
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,8 +20,7 @@ from insitu.collect.episodes import AttemptResult, EpisodeOptions, run_episode
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError, RequestRefused
-from insitu.integrations.ray.openings import Opening, Target, opening_of, this_host
-from insitu.integrations.ray.worker import EpisodeWorker
+from insitu.integrations.ray.worker import EpisodeWorker, Opening, Target
 from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
 from insitu.remote.client import ServiceSession
 from insitu.runs.resume import check_same_run
@@ -77,7 +77,7 @@ async def test_an_episode_of_a_worker_is_the_same_as_in_this_process(config: Con
         here = await run_episode(run, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
     async with working() as worker:
         about = await worker.start({})
-        report = await opened(worker, opening_of(config, None, None))
+        report = await opened(worker, Opening.of(config, None, None))
         with pytest.raises(RequestRefused, match="bearer token is missing or wrong"):
             await attempt("wrong-token", report["url"], question)
         there = await attempt(about["token"], report["url"], question)
@@ -92,7 +92,7 @@ async def test_a_file_that_was_changed_on_the_command_line(tmp_path: Path, serve
         load(tmp_path, openai_at("${SERVER}"))
         config = load_config(tmp_path / "config.yml", [("llms.player.model_name", "other")])
     assert config.variables == {"SERVER"}
-    opening = opening_of(config, None, None)
+    opening = Opening.of(config, None, None)
     async with working() as worker:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("SERVER", raising=False)
@@ -114,7 +114,7 @@ async def test_the_policy_of_a_worker(tmp_path: Path) -> None:
         endpoint = PolicyEndpoint(server.base_url, "m", "key", current_model=lambda: next(names))
         async with working() as worker:
             about = await worker.start({})
-            report = await opened(worker, opening_of(config, ServedPolicy.of(endpoint), None))
+            report = await opened(worker, Opening.of(config, ServedPolicy.of(endpoint), None))
             for expected in ("m@1", "m@2"):
                 episode = await attempt(about["token"], report["url"], {"do": "plain"}, ServedPolicy.of(endpoint))
                 assert [call.model for call in episode.calls] == [expected]
@@ -122,7 +122,7 @@ async def test_the_policy_of_a_worker(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOpenAI) -> None:
-    opening = opening_of(config, None, None)
+    opening = Opening.of(config, None, None)
     async with working() as worker:
         for url, problem in (("http://127.0.0.1:9/v1", "ClientConnectorError"), (f"{server.base_url}/not/there", "")):
             opening.targets = [Target(key="trainer_adapters.a", base_url=url)]
@@ -135,7 +135,7 @@ async def test_a_server_that_workers_cannot_reach(config: Config, server: FakeOp
             else:
                 assert "error" not in report  # it is another route of a server that answers
         opening.targets[0].base_url = "http://localhost:8700/v1"
-        opening.check_host(this_host())
+        opening.check_host(socket.gethostname())
         with pytest.raises(ConfigError, match="that is another machine's address of itself"):
             opening.check_host("elsewhere")
 

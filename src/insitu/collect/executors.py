@@ -14,15 +14,11 @@ from insitu.schemas.components import ExecutorBaseConfig
 class Executor(ABC):
     """Runs attempts at episodes of the workflows of a run; a run has one, which its evaluations share."""
 
-    @property
-    def stray_completions(self) -> Counter[str]:
+    def __init__(self) -> None:
+        self.stray_completions = Counter[str]()
         """Completions that workflows in other processes have requested outside every episode, by key of `llms`."""
-        return Counter()
-
-    @property
-    def outside_completions(self) -> Counter[str]:
+        self.outside_completions = Counter[str]()
         """Completions requested outside every episode, by URL of the server."""
-        return Counter()
 
     @property
     def lost_workers(self) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
@@ -42,17 +41,15 @@ class RemoteExecutor(Executor):
     """
 
     def __init__(self, pool: ServicePool, max_losses: int, timeout: float | None = None) -> None:
+        super().__init__()
         self.pool = pool
         self._max_losses = max_losses
         self._timeout = timeout
 
-    @property
-    def stray_completions(self) -> Counter[str]:
-        return self.pool.stray
-
-    @property
-    def outside_completions(self) -> Counter[str]:
-        return self.pool.outside
+    def count(self, counts: Counts) -> None:
+        """Adds completions that a service has requested outside every episode."""
+        self.stray_completions.update(counts[0])
+        self.outside_completions.update(counts[1])
 
     @property
     def lost_workers(self) -> int:
@@ -143,7 +140,7 @@ class ServiceExecutor(RemoteExecutor):
         super().__init__(ServicePool("workflow service"), config.max_losses, config.timeout)
         self.config = config
         self._urls = [config.url] if isinstance(config.url, str) else config.url
-        self.pool.starters = [partial(AddressedService, url, self.pool.count) for url in self._urls]
+        self.pool.starters = [partial(AddressedService, url, self.count) for url in self._urls]
 
     async def check(self, builder: Builder) -> None:
         await self._check(builder.config.trained_llms(), None, reached=False)

@@ -1,6 +1,6 @@
 """Workflows that are built for others: once for each policy that a request may name, and shared by its episodes.
 
-async with HostedWorkflow(config, serve_policy) as hosted:
+async with aclosing(HostedWorkflow(config, serve_policy)) as hosted:
     result = await hosted.attempt(request)
 """
 
@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from insitu.builder import Builder
@@ -99,10 +99,8 @@ class HostedWorkflow:
         self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # most recently used last
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def aclose(self) -> None:
+        """Closes the workflows."""
         for policy in list(self._deployments):
             self._close(policy)
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -12,13 +12,12 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Self
 
 from insitu.errors import BackendError, BackendUnavailable, InsituError, format_error
-from insitu.remote.attempt_records import Counts
 from insitu.remote.client import ServiceLost, ServiceSession
 
 logger = logging.getLogger(__name__)
@@ -101,8 +100,6 @@ class ServicePool:
 
     def __init__(self, noun: str, most_failures: float = math.inf) -> None:
         self.starters: Sequence[Callable[[], RemoteService]] = ()
-        self.stray, self.outside = Counter[str](), Counter[str]()
-        """Completions requested outside every episode."""
         self.lost_services = 0
         self._noun = noun
         self._most_failures = most_failures
@@ -127,11 +124,6 @@ class ServicePool:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         closing = [service.close(gently=service in self._ready) for service in self._services]
         await asyncio.gather(*closing, *self._closing, return_exceptions=True)
-
-    def count(self, counts: Counts) -> None:
-        """Adds completions that were requested outside every episode."""
-        self.stray.update(counts[0])
-        self.outside.update(counts[1])
 
     async def open(self, workflow: str, description: Any, expected: int, limit: float) -> bool:
         """Opens a workflow, with this id, on all services. Raises the error of the first one that cannot.

@@ -13,28 +13,32 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
 from insitu.collect.event_loop import loop_in_thread, run_in_loop
+from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
 from insitu.registry import LLM
-from insitu.remote.attempt_records import LineCutter
-from insitu.remote.attempt_stream import AttemptStream, WorkflowLoop
-from insitu.remote.client import EPISODES, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
+from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
+from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import decode, encode, http_url
+from insitu.wire.http_format import decode, encode, error_body, http_url
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -44,15 +48,17 @@ from insitu.wire.http_server import (
     parse_body,
     parse_json,
     read_body,
+    validation_refusal,
 )
-from insitu.wire.redaction import redact_bytes
+from insitu.wire.redaction import redact, redact_bytes
 from insitu.workflow.context import EpisodeScope
 
 logger = logging.getLogger(__name__)
 
 _BASE_URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]{1,5})?(/[\w.~/-]*)?", re.ASCII)
 """No user, query or other part that one library reads as the host and another does not."""
-_Body = TypeVar("_Body", bound=BaseModel)
+_BLOCKED_SECONDS = 1.0
+"""A loop that does not run for this long is blocked."""
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
@@ -89,9 +95,9 @@ class WorkflowService:
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episodes)
         app.router.add_post("/generate", self._generate)
-        self._workflows = WorkflowLoop()
+        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         loop, stack = asyncio.new_event_loop(), AsyncExitStack()
-        async with self.hosted:
+        async with aclosing(self.hosted):
             with loop_in_thread(loop, "insitu serve"):
                 try:
                     served = stack.enter_async_context(listening(app, (host, port), decompress=True))
@@ -105,18 +111,18 @@ class WorkflowService:
     async def _describe(self, request: web.Request) -> web.Response:
         """Refuses a trainer whose model server this service may not use before the trainer sends episodes."""
         if (base_url := request.query.get("base_url")) is not None:
-            self._check_policy(base_url, request.remote)
+            self.check_policy(base_url, request.remote)
         return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = await _read(request, GenerateRequest)
+        body = GenerateRequest.model_validate(await _parse_line(await read_body(request, LINE_LIMIT)))
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
                     return _json({"value": await workflow.ainvoke(body.input)})
 
-        ran = await run_in_loop(self._workflows.loop, isolated(generate))
+        ran = await run_in_loop(self.loop, isolated(generate))
         if ran.error is None:
             assert ran.value is not None
             return ran.value
@@ -130,8 +136,7 @@ class WorkflowService:
 
     async def _episodes(self, request: web.Request) -> web.StreamResponse:
         """Carries attempts; a first line that is refused has an error as its response."""
-        check_policy = partial(self._check_policy, client=request.remote)
-        stream = AttemptStream(self.hosted, self._workflows, check_policy)
+        stream = AttemptStream(self, request.remote)
         lines = _lines(request)
         response = web.StreamResponse(headers={"Content-Type": JSON_LINES})
         try:
@@ -145,7 +150,7 @@ class WorkflowService:
             stream.cancel()
         return response
 
-    def _check_policy(self, base_url: str, client: str | None) -> None:
+    def check_policy(self, base_url: str, client: str | None) -> None:
         """Raises RequestRefused unless this service may send requests to the trainer's model server."""
         try:
             url = URL(base_url) if _BASE_URL.fullmatch(base_url) else URL()
@@ -168,11 +173,145 @@ class WorkflowService:
         )
 
 
-async def _read(request: web.Request, model: type[_Body]) -> _Body:
-    def parse(body: bytes) -> _Body:
-        return model.model_validate(parse_json(body, loads=decode))
+class AttemptStream:
+    """Runs the attempts of one client, and cancels those in flight when the client leaves.
 
-    return await parse_body(parse, await read_body(request, LINE_LIMIT))
+    Its methods run in the loop of the HTTP server, attempts in that of the workflows, so that the client hears from the
+    service even while an agent blocks them.
+    """
+
+    def __init__(self, service: WorkflowService, client: str | None) -> None:
+        self._service = service
+        self._hosted = service.hosted
+        self._client = client
+        self._attempts: dict[int, Future[bytes]] = {}
+        self._outbox: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._watchdog = Watchdog(None, None)
+        self._counted: dict[ServedPolicy | None, Counts] = {}
+        """What the workflow of each policy has requested outside every episode, as far as the client knows."""
+
+    async def begin(self, text: bytes) -> None:
+        """Begins or cancels an attempt. Raises RequestRefused."""
+        data = await _parse_line(text)
+        if isinstance(data, dict) and isinstance(data.get("cancel"), int):
+            if (cancelled := self._attempts.pop(data["cancel"], None)) is not None:
+                cancelled.cancel()
+            return
+        try:
+            request = EpisodeRequest.model_validate(data)
+        except ValidationError as error:
+            raise validation_refusal(error) from None
+        number = request.attempt
+        if request.policy is not None:
+            self._service.check_policy(request.policy.base_url, self._client)
+        if number in self._attempts:
+            raise RequestRefused(f"attempt {number} is in progress", param="attempt")
+        attempt = asyncio.run_coroutine_threadsafe(self._attempt(request), self._service.loop)
+        self._attempts[number] = attempt
+        loop = asyncio.get_running_loop()
+        attempt.add_done_callback(lambda ended: loop.call_soon_threadsafe(self._end, number, ended))
+
+    async def run(self, lines: AsyncIterator[bytes], write: Callable[[bytes], Awaitable[None]]) -> None:
+        reading = asyncio.create_task(self._read(lines), name="read attempts")
+        reading.add_done_callback(lambda _: self._wake.set())
+        report_at = 0.0
+        try:
+            while self._attempts or self._outbox or not reading.done():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), max(report_at - time.monotonic(), 0.0))
+                self._wake.clear()
+                if time.monotonic() >= report_at:
+                    report_at = time.monotonic() + HEARTBEAT_SECONDS
+                    self._outbox.append(await self._report())
+                chunk, self._outbox = b"".join(self._outbox), []
+                if chunk:
+                    await write(chunk)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancels all attempts."""
+        for attempt in self._attempts.values():
+            attempt.cancel()
+        self._attempts.clear()
+
+    async def _read(self, lines: AsyncIterator[bytes]) -> None:
+        try:
+            async for text in lines:
+                try:
+                    if text:
+                        await self.begin(text)
+                except RequestRefused as error:
+                    self._send(_refusal(error, _number_in(text)))
+        except RequestRefused as error:  # the lines themselves cannot be read
+            self._send(_refusal(error))
+
+    def _send(self, text: bytes) -> None:
+        self._outbox.append(text)
+        self._wake.set()
+
+    def _end(self, number: int, attempt: "Future[bytes]") -> None:
+        if self._attempts.get(number) is not attempt:  # it was cancelled by the client
+            return
+        del self._attempts[number]
+        error = RuntimeError("it was cancelled") if attempt.cancelled() else attempt.exception()
+        if error is None:
+            self._send(attempt.result())
+        else:
+            self._send(_refusal(RequestRefused(f"the attempt failed: {describe_error(error)}", status=500), number))
+
+    async def _attempt(self, body: EpisodeRequest) -> bytes:
+        """The line of an attempt; runs in the loop of the workflows."""
+        if body.policy not in self._counted:
+            self._counted[body.policy] = self._hosted.outside_completions(body.policy)
+        with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
+            result = await self._hosted.attempt(body)
+        return result_line(body.attempt, result, **self._new_counts())
+
+    def _new_counts(self) -> dict[str, Counts]:
+        """Completions requested outside every episode since the last time, by the workflows that the client uses."""
+        stray, outside = Counter[str](), Counter[str]()
+        for policy, before in self._counted.items():
+            now = self._counted[policy] = self._hosted.outside_completions(policy)
+            stray += now[0] - before[0]
+            outside += now[1] - before[1]
+        return {"counts": (stray, outside)} if outside else {}
+
+    async def _report(self) -> bytes:
+        """What each attempt is doing, and where an agent blocks all of them."""
+        blocked, counts = None, {}
+
+        async def count() -> dict[str, Counts]:
+            return self._new_counts()
+
+        try:
+            async with asyncio.timeout(_BLOCKED_SECONDS):
+                counts = await run_in_loop(self._service.loop, count())
+        except TimeoutError:
+            blocked = where_thread_is(self._service.thread)
+        activities = {name: redact(text) for name, text in self._watchdog.activities().items()}
+        return line(report={"activities": activities, "blocked": blocked}, **counts)
+
+
+def _number_in(text: bytes) -> int | None:
+    """The number of an attempt that was refused, if its line has one."""
+    try:
+        number: Any = decode(text)["attempt"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return number if isinstance(number, int) else None
+
+
+async def _parse_line(text: bytes) -> Any:
+    return await parse_body(partial(parse_json, loads=decode), text)
+
+
+def _refusal(error: RequestRefused, number: int | None = None) -> bytes:
+    body = error_body(str(error), error.status, error.param, error.code)
+    return line(attempt=number, status=error.status, **body)
 
 
 async def _lines(request: web.Request) -> AsyncGenerator[bytes, None]:
@@ -187,5 +326,5 @@ async def _lines(request: web.Request) -> AsyncGenerator[bytes, None]:
         yield lines.rest
 
 
-def _json(content: Any, status: int = 200) -> web.Response:
-    return web.Response(body=redact_bytes(encode(content)), status=status, content_type="application/json")
+def _json(content: Any) -> web.Response:
+    return web.Response(body=redact_bytes(encode(content)), content_type="application/json")

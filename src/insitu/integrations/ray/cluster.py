@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: what is given to Ray, which writes it to files, and what only to running workers."""
+"""A Ray cluster: its configuration, what Ray gets, which writes it to files, and what only running workers get."""
 
 import asyncio
 import logging
@@ -9,21 +9,75 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from insitu.config import Config
 from insitu.errors import ConfigError, format_error, install_command
-from insitu.integrations.ray.config import RayExecutorConfig
-from insitu.integrations.ray.worker import EpisodeWorker
-from insitu.wire.redaction import hide_url_secrets, is_secret_variable, redact
+from insitu.integrations.ray.worker import KEY, EpisodeWorker
+from insitu.schemas.components import ExecutorBaseConfig
+from insitu.wire.redaction import hide_url_secrets, is_secret_variable, redact, remember_environment
 
 logger = logging.getLogger(__name__)
 
-KEY = "general.executor"
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 45.0
 _CLIENT_VARIABLES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NVIDIA_API_KEY")
 """Those that llms are configured by."""
+
+
+class RuntimeEnvConfig(BaseModel):
+    """What Ray sets up for the workers, as in its own documentation."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+
+    working_dir: str | None = None
+    """A folder that is copied to the workers, in which they run; or the URI of an archive."""
+    py_modules: list[str] | None = None
+    """Folders of Python packages, or URIs, that workers can import."""
+    excludes: list[str] | None = None
+    """Files of `working_dir` and `py_modules` that are not copied, as in a .gitignore."""
+    pip: list[str] | dict[str, Any] | str | None = None
+    """Packages to install, or a requirements file."""
+    uv: list[str] | dict[str, Any] | str | None = None
+    """The same, installed by uv."""
+    conda: dict[str, Any] | str | None = None
+    """A conda environment."""
+    image_uri: str | None = None
+    """A container image."""
+    env_vars: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
+    """Environment variables. Secrets among them are sent to the running workers instead of being given to Ray, which
+    writes them to files."""
+    config: dict[str, Any] | None = None
+    """Options of the set-up, such as `setup_timeout_seconds`."""
+
+    @field_validator("env_vars")
+    @classmethod
+    def _remember_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        remember_environment(variables)
+        return variables
+
+
+class RayExecutorConfig(ExecutorBaseConfig, name="ray"):
+    """Episodes run in worker processes on the machines of a Ray cluster."""
+
+    address: str = "auto"
+    """Address of the cluster's head, such as `10.0.0.5:6379`; auto: the cluster that this machine belongs to, or that
+    the variable RAY_ADDRESS names."""
+    workers: int = Field(ge=1)
+    """Number of worker processes. They share `eval.general.max_concurrency` episodes equally."""
+    cpus_per_worker: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for each worker."""
+    runtime_env: RuntimeEnvConfig = Field(default_factory=RuntimeEnvConfig)
+    """What Ray sets up for the workers: their files, packages and environment variables."""
+    pass_env: list[str] = Field(default_factory=list)
+    """Names of environment variables that workers get from this process, besides those that the file refers to."""
+    start_timeout: float = Field(default=300.0, gt=0)
+    """Seconds to wait for the first worker."""
+    max_losses: int = Field(default=3, ge=0)
+    """How often an attempt is made again because its worker has ended. After the second loss it gets a worker without
+    other episodes, so that an agent that ends its process fails only itself."""
 
 
 class Cluster(NamedTuple):
@@ -36,13 +90,8 @@ class Cluster(NamedTuple):
 
     def create_worker(self) -> Any:
         """The handle of a new worker, which runs once the cluster has room for it."""
-        options = {
-            "num_cpus": self.config.cpus_per_worker,
-            "max_concurrency": 16,
-            "max_restarts": 0,
-            "scheduling_strategy": "SPREAD",
-        }
-        return self.ray.remote(EpisodeWorker).options(**options).remote()
+        options = {"num_cpus": self.config.cpus_per_worker, "max_concurrency": 16, "max_restarts": 0}
+        return self.ray.remote(EpisodeWorker).options(**options, scheduling_strategy="SPREAD").remote()
 
     def room(self) -> int:
         """The workers that the machines of the cluster could run if they ran nothing else."""
@@ -72,10 +121,7 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
         async with asyncio.timeout(_JOIN_SECONDS):
             await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
     except TimeoutError:  # Ray tries again for ever if another server answers
-        raise ConfigError(
-            f"{KEY}.address is {settings.address!r}, where no Ray cluster answers within {_JOIN_SECONDS:g} s: set "
-            "the address of its head, as ray start --head prints it"
-        ) from None
+        raise _wrong_address(settings.address, f"where no Ray cluster answers within {_JOIN_SECONDS:g} s") from None
     try:
         _take_signals_back()
         yield cluster
@@ -91,10 +137,7 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     try:
         ray.init(address=address, runtime_env=runtime_env or None, configure_logging=False)
     except ConnectionError as error:
-        raise ConfigError(
-            f"{KEY}.address is {address!r}, but no Ray cluster can be reached there: start one (ray start --head), or "
-            f"set the address of its head ({_first_line(error)})"
-        ) from error
+        raise _wrong_address(address, f"but no Ray cluster can be reached there ({_first_line(error)})") from error
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {_first_line(error)}") from error
     finally:
@@ -106,6 +149,11 @@ def _take_signals_back() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.getsignal(number))
+
+
+def _wrong_address(address: str, problem: str) -> ConfigError:
+    advice = "start a Ray cluster (ray start --head), or set the address of its head, as that prints it"
+    return ConfigError(f"{KEY}.address is {address!r}, {problem}: {advice}")
 
 
 def _first_line(error: Exception) -> str:
@@ -134,10 +182,7 @@ async def _check_address(address: str) -> None:
         reason = "no answer" if isinstance(error, TimeoutError) else format_error(error)
         if isinstance(error, socket.gaierror):
             reason = "no such host"
-        raise ConfigError(
-            f"{KEY}.address is {address!r}, but nothing can be reached there ({reason}): start a Ray cluster (ray "
-            "start --head), or set the address of its head"
-        ) from error
+        raise _wrong_address(address, f"but nothing can be reached there ({reason})") from error
 
 
 def _runtime_env(settings: RayExecutorConfig, config: Config) -> tuple[dict[str, Any], dict[str, str]]:

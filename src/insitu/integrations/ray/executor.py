@@ -11,9 +11,8 @@ from insitu.builder import Builder
 from insitu.collect.episodes import Attempt
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError
-from insitu.integrations.ray.cluster import KEY, Cluster, connected
-from insitu.integrations.ray.config import RayExecutorConfig
-from insitu.integrations.ray.openings import Opening, opening_of
+from insitu.integrations.ray.cluster import Cluster, RayExecutorConfig, connected
+from insitu.integrations.ray.worker import KEY, Opening
 from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy
 from insitu.remote.client import ServiceLost, ServiceSession
@@ -131,10 +130,10 @@ class RayExecutor(RemoteExecutor):
             if self._cluster is None:
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
                 await self._stack.enter_async_context(self.pool)
-                make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.pool.count)
+                make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.count)
                 self.pool.starters = [make] * workers
                 self._cluster = cluster
-        opening = opening_of(file or config, policy, self._cluster.working_dir)
+        opening = Opening.of(file or config, policy, self._cluster.working_dir)
         if loads_only:
             opening = opening.model_copy(update={"build": False, "targets": []})
         limit, room = self.config.start_timeout, await asyncio.to_thread(self._cluster.room)
