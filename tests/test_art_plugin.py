@@ -85,7 +85,7 @@ async def test_the_parts_are_made_of_their_configurations_alone(write: Any) -> N
     assert made.evaluation_runs == {}
     trainer = OwnTrainer(ARTTrainerConfig())
     assert trainer.run_id.startswith("art_run_")
-    assert trainer._estimator().settings() == {"advantages": "computed by the ART server"}
+    assert trainer._estimator.settings() == {"advantages": "computed by the ART server"}
     with pytest.raises(ConfigError, match="StrictBuilder is used outside a finetuning run: pass StrictBuilder"):
         await made.initialize(FinetuneConfig(run_configuration=FinetuneRunConfig(config_file="none.yml")))
 
@@ -326,7 +326,7 @@ def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers()
     groups = [group(0.0, 1.0, 1.0), group(0.5, 0.5), group(1.0)]
     groups[0][2].episode = groups[0][2].episode[:1]  # no answer
     collection = TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
-    estimator = ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator()
+    estimator = ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator
     collection, advantages, _ = estimate_epoch(collection, estimator)
     assert advantages == [(t, {1: None}) for t in groups[0][:2]]
     assert collection.trajectories == [groups[0][:2]]

@@ -38,15 +38,11 @@ _PAGE = 100
 _MOST_JOBS = 10_000
 """Jobs of a namespace that are searched for one of ours, the newest first."""
 _STATUSES = {
-    "created": TrainingStatusEnum.PENDING,
-    "pending": TrainingStatusEnum.PENDING,
-    "running": TrainingStatusEnum.RUNNING,
-    "cancelling": TrainingStatusEnum.CANCELED,
-    "unknown": TrainingStatusEnum.RUNNING,
-    "cancelled": TrainingStatusEnum.CANCELED,
+    **dict.fromkeys(("created", "pending"), TrainingStatusEnum.PENDING),
+    **dict.fromkeys(("running", "unknown"), TrainingStatusEnum.RUNNING),
+    **dict.fromkeys(("cancelling", "cancelled"), TrainingStatusEnum.CANCELED),
+    **dict.fromkeys(("completed", "ready"), TrainingStatusEnum.COMPLETED),
     "failed": TrainingStatusEnum.FAILED,
-    "completed": TrainingStatusEnum.COMPLETED,
-    "ready": TrainingStatusEnum.COMPLETED,
 }
 _METRICS = ("train_loss", "val_loss", "best_epoch", "epochs_completed", "steps_completed", "elapsed_time")
 
@@ -56,6 +52,9 @@ class Store(StrEnum):
 
     ENTITIES = "Entity Store"
     FILES = "Data Store"
+
+
+_NAMESPACES = {Store.ENTITIES: "/v1/namespaces", Store.FILES: "/v1/datastore/namespaces"}
 
 
 class ServiceJob(NamedTuple):
@@ -82,50 +81,41 @@ def load_sdk() -> tuple[Any, Any]:
     try:
         return importlib.import_module("nemo_microservices"), importlib.import_module("huggingface_hub")
     except ImportError as error:
-        raise ConfigError(
-            "the NeMo Customizer plugin needs the packages nemo-microservices and huggingface-hub: "
-            f"{install_command('customizer')} in the clone of insitu ({error})"
-        ) from error
+        problem = "the NeMo Customizer plugin needs the packages nemo-microservices and huggingface-hub"
+        raise ConfigError(f"{problem}: {install_command('customizer')} in the clone of insitu ({error})") from error
 
 
 class NeMoServices:
     """Entity Store, Customizer and Deployment Management at one address, the Data Store at another."""
 
     def __init__(self, entity_host: str, datastore_host: str, token: str, timeout: float) -> None:
-        self._nemo, self._hub = load_sdk()
+        nemo, self._hub = load_sdk()
         self._token = token
         self._hosts = {Store.ENTITIES: entity_host, Store.FILES: datastore_host}
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._entities = self._nemo.NeMoMicroservices(base_url=entity_host, max_retries=0, timeout=timeout)
-        self._datastore = self._nemo.NeMoMicroservices(
-            base_url=datastore_host, max_retries=0, timeout=timeout, default_headers=headers
-        )
+        make, options = nemo.NeMoMicroservices, {"max_retries": 0, "timeout": timeout}
+        self._entities = make(base_url=entity_host, **options)
+        datastore = make(base_url=datastore_host, **options, default_headers=headers)
+        self._clients = {Store.ENTITIES: self._entities, Store.FILES: datastore}
         # False: huggingface-hub would send the token of the user's login otherwise
         self._files = self._hub.HfApi(endpoint=f"{datastore_host}/v1/hf", token=token or False)
 
     def close(self) -> None:
-        self._entities.close()
-        self._datastore.close()
+        for client in self._clients.values():
+            client.close()
 
     async def has_namespace(self, store: Store, namespace: str) -> bool:
-        def retrieve() -> Any:
-            if store is Store.ENTITIES:
-                return self._entities.namespaces.retrieve(namespace)
-            return self._datastore.get(f"/v1/datastore/namespaces/{namespace}", cast_to=object)
-
-        return await self._found(f"namespace {namespace}", retrieve, store) is not None
+        client, path = self._clients[store], f"{_NAMESPACES[store]}/{namespace}"
+        found = await self._found(f"namespace {namespace}", lambda: client.get(path, cast_to=object), store)
+        return found is not None
 
     async def create_namespace(self, store: Store, namespace: str) -> None:
         """Creates a namespace; it may exist already."""
-
-        def create() -> None:
-            if store is Store.ENTITIES:
-                self._entities.namespaces.create(id=namespace)
-            else:
-                self._datastore.post("/v1/datastore/namespaces", body={"namespace": namespace}, cast_to=object)
-
+        client, body = self._clients[store], {"id" if store is Store.ENTITIES else "namespace": namespace}
         try:
-            await self._request(f"namespace {namespace}", create, store)
+            await self._request(
+                f"namespace {namespace}", lambda: client.post(_NAMESPACES[store], body=body, cast_to=object), store
+            )
         except RequestRefused as error:
             if error.status not in (409, 422) or not await self.has_namespace(store, namespace):
                 raise

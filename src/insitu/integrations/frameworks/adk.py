@@ -5,7 +5,7 @@ runner = InMemoryRunner(LlmAgent(name="looker", model=model, tools=[look]), plug
 """
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from google.adk.agents import BaseAgent, LlmAgent
@@ -16,12 +16,12 @@ from google.adk.plugins.base_plugin import BasePlugin
 from google.adk.runners import InMemoryRunner
 from google.genai.types import Content, Part
 
-from insitu.agents.frameworks import ToolSteps, async_client, push
-from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
+from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.integrations.frameworks import ModelSteps
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 
-_TOOLS = ToolSteps("adk")
+_MODELS, _TOOLS = ModelSteps("adk"), ToolSteps("adk")
 
 
 def make_llm(llm: ModelClient) -> LiteLlm:
@@ -37,7 +37,10 @@ async def ask_agent(agent: BaseAgent, question: Any) -> str:
     asked = Content(role="user", parts=[Part(text=str(question))])
     events = runner.run_async(user_id="user", session_id=session.id, new_message=asked)
     final = [event async for event in events if event.is_final_response()]
-    parts = (final[-1].content.parts or () if final and final[-1].content else ()) or ()
+    return _text((final[-1].content.parts if final and final[-1].content else None) or ())
+
+
+def _text(parts: Iterable[Part]) -> str:
     return "".join(part.text for part in parts if part.text and not part.thought)
 
 
@@ -58,9 +61,7 @@ class _ReportingLlm(LiteLlm):
             return
         run_id, name = uuid.uuid4(), self.model.removeprefix("openai/")
         request = llm_request.model_copy(update={"contents": list(llm_request.contents)})  # ADK appends to the original
-        metadata = TraceMetadata.model_construct(chat_inputs=request)
-        data = StreamEventData(input=request)
-        push("adk", IntermediateStepType.LLM_START, run_id, name, data, metadata=metadata)
+        _MODELS.start(run_id, name, request, chat_inputs=request)
         held: list[LlmResponse] = []
         try:
             async for response in super().generate_content_async(llm_request, stream):
@@ -69,14 +70,11 @@ class _ReportingLlm(LiteLlm):
                 else:
                     held.append(response)
         except BaseException as error:  # reported, then re-raised
-            push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata={"error": repr(error)})
+            _MODELS.end(run_id, name, error=repr(error))
             raise
         final = [response for response in held if not response.partial]
-        metadata = TraceMetadata.model_construct(chat_responses=final)
         parts = [part for response in final if response.content for part in response.content.parts or ()]
-        text = "".join(part.text for part in parts if part.text and not part.thought)
-        data = StreamEventData(input=request, output=text)
-        push("adk", IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata)
+        _MODELS.end(run_id, name, _text(parts), final)
         for response in held:  # after LLM_END: ADK runs the tools of a response before it resumes this generator
             yield response
 

@@ -5,7 +5,6 @@ reports are discarded.
 """
 
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -17,8 +16,8 @@ from langchain_openai import ChatOpenAI
 
 from insitu.agents.frameworks import ToolSteps, push
 from insitu.capture.transport import recording_transport
-from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata, UsageInfo
-from insitu.workflow.context import current_scope
+from insitu.integrations.frameworks import ModelSteps
+from insitu.schemas.steps import IntermediateStepType, StreamEventData, UsageInfo
 from insitu.workflow.llms import ModelClient, http_library
 
 _ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
@@ -58,48 +57,28 @@ class StepReporter(BaseCallbackHandler):
 
     run_inline = True  # a thread per event would cost more than the callback
 
-    def __init__(self) -> None:
-        self._inputs: dict[UUID, Any] = {}  # of open runs, repeated in LLM_END
-
     def on_chat_model_start(
         self, serialized: dict[str, Any], messages: list[list[BaseMessage]], *, run_id: UUID, **others: Any
     ) -> None:
-        if current_scope() is None:
-            return
-        params = others.get("invocation_params") or {}
-        inputs = list(messages[0])
-        metadata = TraceMetadata.model_construct(chat_inputs=inputs, tools_schema=params.get("tools"))
+        params, inputs = others.get("invocation_params") or {}, list(messages[0])
         name = params.get("model") or params.get("model_name")
-        self._inputs[run_id] = inputs
-        _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=inputs), metadata=metadata)
+        _MODELS.start(run_id, name, inputs, chat_inputs=inputs, tools_schema=params.get("tools"))
 
     def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], *, run_id: UUID, **others: Any) -> None:
-        if current_scope() is not None:
-            name = (others.get("invocation_params") or {}).get("model")
-            self._inputs[run_id] = prompts
-            _push(IntermediateStepType.LLM_START, run_id, name, StreamEventData(input=prompts))
+        _MODELS.start(run_id, (others.get("invocation_params") or {}).get("model"), prompts)
 
     def on_llm_new_token(self, token: Any, *, run_id: UUID, **others: Any) -> None:
-        if current_scope() is not None:
-            _push(IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
+        push("langchain", IntermediateStepType.LLM_NEW_TOKEN, run_id, None, StreamEventData(chunk=token))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **others: Any) -> None:
-        inputs = self._inputs.pop(run_id, None)
-        if current_scope() is None:
-            return
-        first = response.generations[0][0] if response.generations and response.generations[0] else None
-        llm_output = response.llm_output or {}
-        metadata = TraceMetadata.model_construct(chat_responses=response.generations[0] if first is not None else [])
-        usage = UsageInfo.model_construct(token_usage=llm_output.get("token_usage"), num_llm_calls=1)
+        generations = response.generations[0] if response.generations else []
+        first, report = generations[0] if generations else None, response.llm_output or {}
         output = None if first is None else first.text
-        name = llm_output.get("model_name")
-        data = StreamEventData(input=inputs, output=output, payload=first)
-        _push(IntermediateStepType.LLM_END, run_id, name, data, metadata=metadata, usage_info=usage)
+        usage = UsageInfo.model_construct(token_usage=report.get("token_usage"), num_llm_calls=1)
+        _MODELS.end(run_id, report.get("model_name"), output, generations, payload=first, usage_info=usage)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
-        data = StreamEventData(input=self._inputs.pop(run_id, None))
-        if current_scope() is not None:
-            _push(IntermediateStepType.LLM_END, run_id, None, data, metadata={"error": repr(error)})
+        _MODELS.end(run_id, error=repr(error))
 
     def on_tool_start(self, serialized: dict[str, Any], input_str: str, *, run_id: UUID, **others: Any) -> None:
         name = (serialized or {}).get("name") or others.get("name")
@@ -113,7 +92,7 @@ class StepReporter(BaseCallbackHandler):
 
 
 _TOOLS = ToolSteps("langchain")
-_push = partial(push, "langchain")
+_MODELS = ModelSteps("langchain")
 _REPORTER = StepReporter()  # shared by all episodes, since run ids are unique
 _reporter: ContextVar[StepReporter | None] = ContextVar("insitu_langchain", default=_REPORTER)
 register_configure_hook(_reporter, inheritable=True)

@@ -23,11 +23,11 @@ from llama_index.core.tools.types import BaseToolAsyncAdapter
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import PrivateAttr
 
-from insitu.agents.frameworks import ToolSteps, async_http, push, sync_http
-from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
-from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.agents.frameworks import ToolSteps, async_http, sync_http
+from insitu.integrations.frameworks import ModelSteps
 from insitu.workflow.llms import ModelClient
 
+_MODELS, _TOOLS = ModelSteps("llama_index"), ToolSteps("llama_index")
 _CONTEXT_WINDOW = 2**17
 """LlamaIndex truncates histories to this many tokens; the server enforces the real limit."""
 
@@ -64,49 +64,31 @@ def with_model(agent: BaseWorkflowAgent, model: OpenAILike) -> BaseWorkflowAgent
 class _ModelReports(BaseEventHandler):
     """A model call's span opens with its start event and closes with an end event, an error, or an abandoned stream."""
 
-    _open: dict[str, tuple[EpisodeScope, Any]] = PrivateAttr(default_factory=dict)
-
     def handle(self, event: Any, **others: Any) -> None:
         match event:
             case LLMChatStartEvent():
-                self._start(event, list(event.messages))
+                messages = list(event.messages)
+                self._start(event, messages, chat_inputs=messages)
             case LLMCompletionStartEvent():
                 self._start(event, event.prompt)
             case LLMChatEndEvent() | LLMCompletionEndEvent():
                 response = event.response
                 is_text = isinstance(response, CompletionResponse)
                 text = response.text if is_text else response and response.message.content
-                metadata = TraceMetadata.model_construct(chat_responses=[] if response is None else [response])
-                self._end(event, text, metadata)
+                _MODELS.end(event.span_id, None, text, [] if response is None else [response])
             case ExceptionEvent():
-                self._end(event, None, {"error": repr(event.exception)})
+                _MODELS.end(event.span_id, error=repr(event.exception))
             case SpanDropEvent():
-                self._end(event, None, {"error": event.err_str})
+                _MODELS.end(event.span_id, error=event.err_str)
 
-    def _start(self, event: Any, inputs: Any) -> None:
-        scope = current_scope()
-        if scope is None:
-            return
-        self._open[event.span_id] = scope, inputs
-        fields = {"tools_schema": event.additional_kwargs.get("tools")}
-        if isinstance(inputs, list):
-            fields["chat_inputs"] = inputs
-        metadata = TraceMetadata.model_construct(**fields)
-        name = event.model_dict.get("model_name")
-        data = StreamEventData(input=inputs)
-        push("llama_index", IntermediateStepType.LLM_START, event.span_id, name, data, scope, metadata=metadata)
-
-    def _end(self, event: Any, output: str | None, metadata: Any) -> None:
-        scope, inputs = self._open.pop(event.span_id, (None, None))
-        if scope is not None:
-            data = StreamEventData(input=inputs, output=output)
-            push("llama_index", IntermediateStepType.LLM_END, event.span_id, None, data, scope, metadata=metadata)
+    def _start(self, event: Any, prompt: Any, **metadata: Any) -> None:
+        name, tools = event.model_dict.get("model_name"), event.additional_kwargs.get("tools")
+        _MODELS.start(event.span_id, name, prompt, tools_schema=tools, **metadata)
 
 
 class _ToolReports(NullSpanHandler):
     """Each tool run is a span. If a tool's methods call one another, only the outermost is reported."""
 
-    _tools: ToolSteps = PrivateAttr(default_factory=lambda: ToolSteps("llama_index"))
     _running: dict[str, BaseTool] = PrivateAttr(default_factory=dict)
 
     def span_enter(
@@ -118,16 +100,16 @@ class _ToolReports(NullSpanHandler):
             bound = dict(bound_args.arguments)
             arguments = {**bound.pop("kwargs", {}), **bound}
             arguments.pop(getattr(instance, "ctx_param_name", None), None)  # the workflow's context, not the model's
-            self._tools.start(id_, instance.metadata.get_name(), arguments)
+            _TOOLS.start(id_, instance.metadata.get_name(), arguments)
         self._running[id_] = instance
 
     def span_exit(self, id_: str, bound_args: Any, instance: Any = None, result: Any = None, **others: Any) -> None:
         self._running.pop(id_, None)
-        self._tools.end(id_, result)
+        _TOOLS.end(id_, result)
 
     def span_drop(self, id_: str, bound_args: Any, instance: Any = None, err: Any = None, **others: Any) -> None:
         self._running.pop(id_, None)
-        self._tools.end(id_, error=err)
+        _TOOLS.end(id_, error=err)
 
 
 get_dispatcher().add_event_handler(_ModelReports())

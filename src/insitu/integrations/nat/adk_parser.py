@@ -13,20 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.errors import TrajectoryError
-from insitu.integrations.nat.parser_common import (
-    OPENAI,
-    Completion,
-    JsonObject,
-    Message,
-    StepFormat,
-    media_part,
-    message_content,
-    openai_finish_reason,
-    step_parser,
-    to_json,
-    tool_call,
-    with_call_ids,
-)
+from insitu.integrations.nat import parser_common as common
+from insitu.integrations.nat.parser_common import Completion, JsonObject, Message, StepFormat
 
 _ROLES = {"model": "assistant", "user": "user", "system": "system", None: "user"}
 
@@ -54,9 +42,10 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
         raise TrajectoryError("partial response of a stream; report the final one only")
     messages = _content_messages({**content, "role": "model"}, before) or [{"role": "assistant", "content": ""}]
     chosen = _get(_get(item, "logprobsResult") or {}, "chosenCandidates")
-    completion = Completion(message=messages[0], finish_reason=openai_finish_reason(_get(item, "finishReason")))
-    if completion.finish_reason == "stop" and messages[0].get("tool_calls"):
-        completion.finish_reason = "tool_calls"  # Gemini reports STOP for tool calls
+    reason = common.openai_finish_reason(_get(item, "finishReason"))
+    if reason == "stop" and messages[0].get("tool_calls"):
+        reason = "tool_calls"  # Gemini reports STOP for tool calls
+    completion = Completion(message=messages[0], finish_reason=reason)
     if chosen is not None:
         ids = [_get(token, "tokenId") for token in chosen]
         completion.token_ids = ids if ids and None not in ids else None
@@ -89,7 +78,7 @@ def _system_messages(instruction: Any) -> list[Message]:
         return []
     items = instruction if isinstance(instruction, list) else [instruction]
     parts = [{"type": "text", "text": item} if isinstance(item, str) else _part(item) for item in items]
-    return [{"role": "system", "content": message_content(parts)}]
+    return [{"role": "system", "content": common.message_content(parts)}]
 
 
 def _content_messages(content: JsonObject, before: Sequence[Message]) -> list[Message]:
@@ -104,7 +93,7 @@ def _content_messages(content: JsonObject, before: Sequence[Message]) -> list[Me
     for part in content.get("parts") or ():
         if (function_call := _get(part, "functionCall")) is not None:
             call_id = _original_call_id(function_call)
-            tool_calls.append(tool_call(function_call["name"], function_call.get("args"), call_id))
+            tool_calls.append(common.tool_call(function_call["name"], function_call.get("args"), call_id))
         elif (response := _get(part, "functionResponse")) is not None:
             messages.append(_tool_message(response, [*before, *messages]))
             parts.extend(_part(media) for media in response.get("parts") or ())
@@ -113,12 +102,8 @@ def _content_messages(content: JsonObject, before: Sequence[Message]) -> list[Me
         else:
             parts.append(_part(part))
     if parts or tool_calls or thoughts:
-        message: Message = {"role": _ROLES[role], "content": message_content(parts)}
-        if tool_calls:
-            message["tool_calls"] = with_call_ids(tool_calls, len(before) + len(messages))
-        if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
-        messages.append(message)
+        content_parts, position = common.message_content(parts), len(before) + len(messages)
+        messages.append(common.make_message(_ROLES[role], content_parts, position, tool_calls, "".join(thoughts)))
     return messages
 
 
@@ -137,7 +122,7 @@ def _tool_message(response: JsonObject, before: Sequence[Message]) -> Message:
         if not pending:
             raise TrajectoryError(f"function response for {name!r} has no preceding call")
         call_id = pending[0]
-    content = result if isinstance(result, str) else to_json(result)
+    content = result if isinstance(result, str) else common.to_json(result)
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
 
 
@@ -145,12 +130,12 @@ def _part(part: JsonObject) -> JsonObject:
     if part.get("text") is not None:
         return {"type": "text", "text": part["text"]}
     if (blob := _get(part, "inlineData")) is not None:
-        return media_part(_get(blob, "mimeType"), blob["data"])
+        return common.media_part(_get(blob, "mimeType"), blob["data"])
     if (file := _get(part, "fileData")) is not None:
-        return media_part(_get(file, "mimeType"), None, _get(file, "fileUri"))
+        return common.media_part(_get(file, "mimeType"), None, _get(file, "fileUri"))
     keys = [key for key, value in part.items() if value is not None]
     raise TrajectoryError(f"Part with {', '.join(keys) or 'nothing'} has no OpenAI equivalent")
 
 
 ADK = StepFormat(_messages, _completions, _is_tool_message)
-parse_to_openai_message = step_parser(ADK, OPENAI)
+parse_to_openai_message = common.step_parser(ADK, common.OPENAI)

@@ -12,27 +12,17 @@ from typing import Any, NamedTuple
 
 from insitu.collect.conversations import Turn, conversations
 from insitu.errors import TrajectoryError
+from insitu.integrations.nat import parser_common as common
 from insitu.integrations.nat.adk_parser import ADK
 from insitu.integrations.nat.langchain_parser import LANGCHAIN
 from insitu.integrations.nat.llama_index_parser import LLAMA_INDEX
-from insitu.integrations.nat.parser_common import (
-    OPENAI,
-    Completion,
-    Message,
-    assistant_message,
-    naming_step,
-    parse_prompt,
-    parse_step,
-    step_completions,
-    step_metadata,
-    step_prompt,
-)
+from insitu.integrations.nat.parser_common import Completion, Message
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 from insitu.wire.http_format import to_jsonable
 
 logger = logging.getLogger(__name__)
 
-FORMATS = (LANGCHAIN, LLAMA_INDEX, ADK, OPENAI)
+FORMATS = (LANGCHAIN, LLAMA_INDEX, ADK, common.OPENAI)
 
 
 def parse_to_openai_messages(steps: Iterable[Any], **kwargs: Any) -> list[Message]:
@@ -63,7 +53,9 @@ def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
 
 
 def _with_sampling(turn: Turn) -> Message:
-    return assistant_message(turn.message, turn.call) if turn.message.get("role") == "assistant" else turn.message
+    return (
+        common.assistant_message(turn.message, turn.call) if turn.message.get("role") == "assistant" else turn.message
+    )
 
 
 class _CallSteps(NamedTuple):
@@ -97,7 +89,7 @@ def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
     pairs: list[_CallSteps] = []
     open_pairs: dict[str, list[int]] = {}
     for position, item in enumerate(steps):
-        step = parse_step(item)
+        step = common.parse_step(item)
         if step.event_type is IntermediateStepType.LLM_START:
             open_pairs.setdefault(step.UUID, []).append(len(pairs))
             pairs.append(_CallSteps(position, step))
@@ -115,10 +107,10 @@ def _pair_calls(pair: _CallSteps, index: int) -> list[Completion]:
     completions: list[Completion] = []
     error, prompt = "its LLM_END is missing", _pair_prompt(pair)
     if pair.end is not None:
-        with naming_step(pair.end):
-            completions = step_completions(pair.end, prompt, FORMATS)
-            error = str(step_metadata(pair.end).get("error") or "it ended without a completion")
-    metadata = [step_metadata(step) for step in (pair.end, pair.start) if step is not None]
+        with common.naming_step(pair.end):
+            completions = common.step_completions(pair.end, prompt, FORMATS)
+            error = str(common.step_metadata(pair.end).get("error") or "it ended without a completion")
+    metadata = [common.step_metadata(step) for step in (pair.end, pair.start) if step is not None]
     if not completions:
         model, llm = metadata[0].get("model") or pair.first.name or "", metadata[0].get("llm")
         completions = [Completion(model=model, llm=llm, messages=prompt, error=error)]
@@ -132,8 +124,8 @@ def _pair_calls(pair: _CallSteps, index: int) -> list[Completion]:
 
 def _pair_prompt(pair: _CallSteps) -> list[Message]:
     for step in (pair.start, pair.end):
-        if step is not None and (prompt := step_prompt(step)) is not None:
-            with naming_step(step):
-                return parse_prompt(prompt, FORMATS)
-    with naming_step(pair.end or pair.first):
+        if step is not None and (prompt := common.step_prompt(step)) is not None:
+            with common.naming_step(step):
+                return common.parse_prompt(prompt, FORMATS)
+    with common.naming_step(pair.end or pair.first):
         raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")

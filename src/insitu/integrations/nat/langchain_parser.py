@@ -9,20 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.errors import TrajectoryError
-from insitu.integrations.nat.parser_common import (
-    OPENAI,
-    Completion,
-    JsonObject,
-    Message,
-    StepFormat,
-    make_completion,
-    media_part,
-    openai_tool_calls,
-    parse_completions,
-    step_parser,
-    tool_call,
-    with_call_ids,
-)
+from insitu.integrations.nat import parser_common as common
+from insitu.integrations.nat.parser_common import Completion, JsonObject, Message, StepFormat
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "function", "chat": ""}
 _CLASSES = {
@@ -47,22 +35,14 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     role = extras.get("__openai_role__") or _ROLES[kind] or _chat_role(message)
     content = message["content"]
     parts, reasoning = _parts(content)
-    result: Message = {"role": role, "content": content if isinstance(content, str) else parts or ""}
-    if message.get("name"):
-        result["name"] = message["name"]
-    if kind == "tool":
-        result["tool_call_id"] = message["tool_call_id"]
-    for key in ("function_call", "refusal", "audio", "reasoning_content"):
-        if extras.get(key) is not None:
-            result[key] = extras[key]
-    if reasoning:
-        result["reasoning_content"] = reasoning
     parsed = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
-    calls = [tool_call(call["name"], call["args"], call.get("id")) for call in parsed] or openai_tool_calls(extras)
-    if calls:
-        result["tool_calls"] = with_call_ids(calls, len(before))
-        result["content"] = result["content"] or None
-    return [result]
+    calls = [common.tool_call(call["name"], call["args"], call.get("id")) for call in parsed]
+    calls = calls or common.openai_tool_calls(extras)
+    text = content if isinstance(content, str) else parts or ""
+    others = {key: extras.get(key) for key in ("function_call", "refusal", "audio")}
+    others |= {"name": message.get("name") or None, "tool_call_id": message["tool_call_id"] if kind == "tool" else None}
+    reasoning = reasoning or extras.get("reasoning_content") or ""
+    return [common.make_message(role, text or None if calls else text, len(before), calls, reasoning, **others)]
 
 
 def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
@@ -71,7 +51,7 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
     if isinstance(prompts := item.get("generations"), list):  # an LLMResult
         if len(prompts) != 1:
             raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: one")
-        return parse_completions(prompts[0], before, (LANGCHAIN,))
+        return common.parse_completions(prompts[0], before, (LANGCHAIN,))
     info: dict[str, Any] = {}
     message = item
     if item.get("type") in _GENERATIONS:
@@ -82,7 +62,7 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
         return None
     info = {**info, **(fields.get("response_metadata") or {})}
     reason = next((info[k] for k in ("finish_reason", "stop_reason", "done_reason") if info.get(k)), None)
-    return [make_completion(messages[0], reason, info.get("logprobs"))]
+    return [common.make_completion(messages[0], reason, info.get("logprobs"))]
 
 
 def _is_tool_message(output: JsonObject) -> bool:
@@ -141,8 +121,8 @@ def _media(block: JsonObject) -> JsonObject:
         raise TrajectoryError(f"content of type {kind!r} with neither data nor url nor file_id")
     holders = (block, block.get("extras") or {}, block.get("metadata") or {})
     name = next((holder["filename"] for holder in holders if "filename" in holder), None) if kind == "file" else None
-    return media_part(mime, data, url, **({"filename": name} if name else {}))
+    return common.media_part(mime, data, url, **({"filename": name} if name else {}))
 
 
 LANGCHAIN = StepFormat(_messages, _completions, _is_tool_message)
-parse_to_openai_message = step_parser(LANGCHAIN, OPENAI)
+parse_to_openai_message = common.step_parser(LANGCHAIN, common.OPENAI)

@@ -10,20 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.errors import TrajectoryError
-from insitu.integrations.nat.parser_common import (
-    OPENAI,
-    Completion,
-    JsonObject,
-    Message,
-    StepFormat,
-    make_completion,
-    media_part,
-    message_content,
-    openai_tool_calls,
-    step_parser,
-    tool_call,
-    with_call_ids,
-)
+from insitu.integrations.nat import parser_common as common
+from insitu.integrations.nat.parser_common import Completion, JsonObject, Message, StepFormat
 
 _ROLES = {"chatbot": "assistant", "model": "assistant"}
 _MESSAGE_FIELDS = {"blocks", "additional_kwargs"}
@@ -34,25 +22,20 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
         return None
     if "tool_name" in item:  # a ToolOutput
         parts, _, _ = _parse_blocks(item["blocks"])
-        return [{"role": "tool", "name": item["tool_name"], "content": message_content(parts, join_text=True) or ""}]
+        text = common.message_content(parts, join_text=True) or ""
+        return [{"role": "tool", "name": item["tool_name"], "content": text}]
     if "role" not in item:
         return None
     extras = item.get("additional_kwargs") or {}
     blocks = item["blocks"] if "blocks" in item else [{"block_type": "text", "text": item.get("content") or ""}]
     parts, calls, thoughts = _parse_blocks(blocks)
-    calls = openai_tool_calls(extras) or calls  # the same calls, as the server sent them
-    content = message_content(parts, join_text=True) or (None if calls else "")
-    message: Message = {"role": _ROLES.get(item["role"], item["role"]), "content": content}
-    if calls:
-        message["tool_calls"] = with_call_ids(calls, len(before))
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    for key in ("tool_call_id", "name", "function_call", "refusal"):
-        if extras.get(key) is not None:
-            message[key] = extras[key]
+    calls = common.openai_tool_calls(extras) or calls  # the same calls, as the server sent them
+    content = common.message_content(parts, join_text=True) or (None if calls else "")
+    others = {key: extras.get(key) for key in ("tool_call_id", "name", "function_call", "refusal")}
     if extras.get("reference_audio_id"):
-        message["audio"] = {"id": extras["reference_audio_id"]}
-    return [message]
+        others["audio"] = {"id": extras["reference_audio_id"]}
+    role = _ROLES[item["role"]] if item["role"] in _ROLES else item["role"]
+    return [common.make_message(role, content, len(before), calls, "".join(thoughts), **others)]
 
 
 def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
@@ -69,7 +52,7 @@ def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | Non
     choice = (raw.get("choices") or [{}])[0]
     reason = choice.get("finish_reason") or raw.get("done_reason") or raw.get("stop_reason")
     logprobs = choice.get("logprobs") if "delta" not in choice else None  # a chunk has only those of the tokens in it
-    return [make_completion(messages[0], reason, logprobs)]
+    return [common.make_completion(messages[0], reason, logprobs)]
 
 
 def _is_tool_message(output: JsonObject) -> bool:
@@ -77,7 +60,9 @@ def _is_tool_message(output: JsonObject) -> bool:
     return is_output or (output.get("role") == "tool" and not _MESSAGE_FIELDS.isdisjoint(output))
 
 
-def _parse_blocks(blocks: list[JsonObject]) -> tuple[list[JsonObject], list[JsonObject], list[str]]:
+def _parse_blocks(
+    blocks: list[JsonObject],
+) -> tuple[list[JsonObject], list[JsonObject], list[str]]:
     """Content parts, tool calls, and reasoning."""
     parts: list[JsonObject] = []
     calls: list[JsonObject] = []
@@ -87,7 +72,7 @@ def _parse_blocks(blocks: list[JsonObject]) -> tuple[list[JsonObject], list[Json
         if kind == "text":
             parts.append({"type": "text", "text": block["text"]})
         elif kind == "tool_call":
-            calls.append(tool_call(block["tool_name"], block["tool_kwargs"], block.get("tool_call_id")))
+            calls.append(common.tool_call(block["tool_name"], block["tool_kwargs"], block.get("tool_call_id")))
         elif kind == "thinking":
             thoughts.append(block.get("content") or "")
         elif kind in ("image", "audio", "video", "document"):
@@ -112,8 +97,8 @@ def _media(block: JsonObject) -> JsonObject:
         mime = block.get("document_mimetype") or ""
     else:
         mime = block.get(f"{kind}_mimetype") or f"{kind}/{block.get('format') or '*'}"
-    return media_part(mime, data, url, **extra)
+    return common.media_part(mime, data, url, **extra)
 
 
 LLAMA_INDEX = StepFormat(_messages, _completions, _is_tool_message)
-parse_to_openai_message = step_parser(LLAMA_INDEX, OPENAI)
+parse_to_openai_message = common.step_parser(LLAMA_INDEX, common.OPENAI)

@@ -264,12 +264,20 @@ def openai_tool_calls(message: JsonObject) -> list[JsonObject]:
     return [tool_call(call["function"]["name"], call["function"]["arguments"], call.get("id")) for call in calls]
 
 
-def with_call_ids(calls: list[JsonObject], message_index: int) -> list[JsonObject]:
-    """Fills in missing tool call ids from the call's position.
+def make_message(
+    role: str, content: Any, position: int, calls: Sequence[JsonObject] = (), reasoning: str = "", **others: Any
+) -> Message:
+    """The message at this position of a prompt, with those of the other keys that are not None.
 
-    Every prompt that repeats the message thus gets the same ids.
+    Tool calls without an id get one from their position, so every prompt that repeats the message has the same ids.
     """
-    return [{**call, "id": call["id"] or f"call_{message_index}_{k}"} for k, call in enumerate(calls)]
+    message: Message = {"role": role, "content": content}
+    if calls:
+        numbered = enumerate(calls)
+        message["tool_calls"] = [{**call, "id": call["id"] or f"call_{position}_{number}"} for number, call in numbered]
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | {key: value for key, value in others.items() if value is not None}
 
 
 def message_content(parts: list[JsonObject], *, join_text: bool = False) -> str | list[JsonObject] | None:
