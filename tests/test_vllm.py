@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from insitu.backend.child_process import ChildProcess
 from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.errors import BackendError
+from insitu.integrations.vllm.fleet import AFFINITY, BLOCK, PrefixRouter
 from insitu.integrations.vllm.replica import request_body, sampled_tokens
-from insitu.integrations.vllm.routing import AFFINITY, BLOCK, PrefixRouter
 from insitu.integrations.vllm.servers import visible_devices
 from insitu.training.native.config import InsituAdapterConfig
 

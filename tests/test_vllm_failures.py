@@ -370,12 +370,12 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
 async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded: LoadedModel, tmp_path: Path) -> None:
     async with sampling(loaded, tmp_path) as parts:
         servers, (replica,) = parts.sampler._fleet, parts.sampler._fleet.replicas
-        servers._failures[replica] = 2000
+        replica.failures = 2000
         await replica.leave_out("a test")
         assert (await complete(parts.sampler)).version == 0
         await fleet.cancelled(servers._watching)  # the next check is the only one
         await replica.leave_out("another test")
-        await servers._check(0)
+        await servers._check(replica)
         assert replica.ready, "the delay after earlier failures has ended with them"
 
 

@@ -98,7 +98,7 @@ class BatchShapes:
                 layer.keys, layer.values, layer.is_initialized = source.keys[rows], source.values[rows], True
             token_B = np.array([prompts[row][0] for row in rows])
             position_B = np.array([len(prompts[row]) for row in rows])
-            outcome.append(runner.decode(token_B, position_B, np.ones(size, dtype=bool), width))
+            outcome.append(runner.decode(token_B, position_B, width))
         return _by_request(torch.cat(outcome), 16)
 
     def _probe_prefill(self, columns: int, size: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ def check_supported(module: nn.Module) -> None:
             runner = Runner(module)
             chunk = runner.prefill([prompt[:-1]], [1], [next_span(len(prompt) - 1, 0)], 2)[0]
             token, position = np.array([0, prompt[-1]]), np.array([0, len(prompt) - 1])
-            step_V = runner.decode(token, position, np.array([False, True]))[1]
+            step_V = runner.decode(token, position)[1]
             served_2V = torch.stack([chunk.logits_V, step_V]).float()
             error = (served_2V - expected_TV[-2:]).abs().max() / expected_TV[-2:].abs().max().clamp_min(1e-6)
     except Exception as failure:  # an unsupported model can fail in any way

@@ -12,28 +12,28 @@ import functools
 import itertools
 import logging
 import os
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
+from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
 from insitu.backend.inference.sampler import (
     LATEST,
+    Deliver,
     GenerationRequest,
     OutputDelta,
+    Sampler,
     WeightVersion,
     canonical,
     check_in_flight,
-    eos_token_ids,
 )
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
-from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError
@@ -54,8 +54,8 @@ PREFIX_AFFINITY = 8
 """A scheduler that holds a request's prompt prefix is preferred while it has at most this many more requests."""
 
 
-class Engine:
-    """Samples completions. `load_version` returns the module of an older version or raises RequestRefused."""
+class Engine(Sampler):
+    """Samples completions in this process."""
 
     def __init__(
         self,
@@ -65,14 +65,7 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self.options = options or EngineOptions(max_length=loaded.max_length)
-        self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
-        self.vocab_size = loaded.vocab_size
-        self.num_completed = 0
-        """Completions delivered since the start."""
-        self._latest: dict[str, int] = {"": 0}
-        self._loaded = loaded
-        self._compute = compute
-        self._load_version = load_version
+        super().__init__(loaded, compute, load_version, self.options.max_length, self.options.kept_versions)
         self._inbox: deque[tuple[list[SequenceState], WeightVersion]] = deque()
         self._in_flight: dict[SequenceState, None] = {}
         self._has_aborted = False
@@ -82,12 +75,11 @@ class Engine:
         """Those with sequences."""
         self._schedulers_per_version = 1
         self._pool: ThreadPoolExecutor | None = None
-        self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
-        """Older versions that stay loaded, least recently requested first."""
         self._shapes: BatchShapes | None = None
 
     async def start(self) -> None:
         """Checks the model, probes its batch shapes and starts sampling; `compute` must be running."""
+        self._loop = asyncio.get_running_loop()
         self._compute.on_failure = self._fail_all
         await self._compute.call(self._prepare)
         self._compute.sampling_step = self.step
@@ -116,15 +108,6 @@ class Engine:
         """Whatever can be trained can be served."""
 
     @property
-    def max_length(self) -> int:
-        return self.options.max_length
-
-    @property
-    def version(self) -> int:
-        """Latest version of the backend's own policy."""
-        return self._latest[""]
-
-    @property
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions; approximate, because the compute thread keeps working."""
         waiting = sum(len(sequences) for sequences, _ in tuple(self._inbox))
@@ -136,10 +119,9 @@ class Engine:
 
     def _publish(self, weights: WeightVersion, module: nn.Module | None) -> None:
         assert weights.version is not None
-        self._open(
-            module if module is not None else self._load_version(weights), canonical(weights.version, weights.policy)
-        )
-        self._latest[weights.policy] = weights.version
+        module = module if module is not None else self._load_version(weights)
+        self._open(module, canonical(weights.version, weights.policy))
+        self._versions.latest[weights.policy] = weights.version
         self._drop_idle()
 
     async def versions_in_use(self, policy: str) -> set[int]:
@@ -154,26 +136,8 @@ class Engine:
         await self._compute.call(self._retire, weights)
 
     def _retire(self, weights: WeightVersion) -> None:
-        for each in list(self._recent):
-            if each.policy == weights.policy and weights.version in (None, each.version):
-                del self._recent[each]
-        if weights.version is None:
-            self._latest.pop(weights.policy, None)
+        self._versions.retire(weights)
         self._drop_idle()
-
-    async def complete(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> list[OutputDelta]:
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[OutputDelta]] = [loop.create_future() for _ in requests]
-        notify = [functools.partial(set_outcome, future) for future in futures]
-        sequences = [SequenceState(*request, each) for request, each in zip(requests, notify, strict=True)]
-        with self._submitted(loop, sequences, weights):
-            outputs = await asyncio.gather(*futures)
-        self.num_completed += len(outputs)
-        for output, sequence in zip(outputs, sequences, strict=True):
-            sequence.add_text(output, self.tokenizer)
-        return outputs
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
         return await self._compute.call(self._score, prompt, weights)
@@ -185,39 +149,18 @@ class Engine:
     def _logprobs(self) -> LogprobComputer:
         return LogprobComputer(self._loaded)
 
-    async def stream(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
-
-        def forward(index: int, output: OutputDelta | BaseException) -> None:
-            queue.put_nowait((index, output))
-
-        sequences = [SequenceState(*request, functools.partial(forward, i), True) for i, request in enumerate(requests)]
-        with self._submitted(loop, sequences, weights):
-            unfinished = len(sequences)
-            while unfinished:
-                index, output = await queue.get()
-                if isinstance(output, BaseException):
-                    raise output
-                if output.finish_reason is not None:
-                    unfinished -= 1
-                    self.num_completed += 1
-                yield index, output
-
-    @contextmanager
-    def _submitted(
-        self, loop: asyncio.AbstractEventLoop, sequences: list[SequenceState], weights: WeightVersion
-    ) -> Iterator[None]:
+    @asynccontextmanager
+    async def _sampling(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
+    ) -> AsyncIterator[None]:
         """Hands sequences to the compute thread; leaving the block early aborts them and frees their slots.
 
         Raises RequestRefused (429) if too many sequences are waiting already.
         """
         check_in_flight(len(self._in_flight), self.options.max_in_flight)
+        sequences = [SequenceState(*each, functools.partial(deliver, i), streamed) for i, each in enumerate(requests)]
         for sequence in sequences:
-            sequence.loop = loop
-            if sequence.streamed or sequence.params.stop:
+            if streamed or sequence.params.stop:
                 sequence.detokenize(self.tokenizer)
         self._in_flight.update(dict.fromkeys(sequences))
         self._inbox.append((sequences, weights))
@@ -272,20 +215,12 @@ class Engine:
                 self._busy[scheduler] = None
 
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
-        version = self._latest.get(weights.policy, 0) if weights.version is None else weights.version
-        weights = canonical(version, weights.policy)
-        if not self._is_latest(weights):
-            self._recent[weights] = None
-            self._recent.move_to_end(weights)
-            while len(self._recent) > self.options.kept_versions:
-                self._recent.popitem(last=False)
-                self._drop_idle()
+        weights = self._versions.resolve(weights)
+        self._versions.request(weights)
         if weights not in self._schedulers:
+            self._drop_idle()
             self._open(self._load_version(weights), weights)
         return self._schedulers[weights]
-
-    def _is_latest(self, weights: WeightVersion) -> bool:
-        return self._latest.get(weights.policy) == weights.version
 
     def _open(self, module: nn.Module, weights: WeightVersion) -> None:
         if self._shapes is None:
@@ -308,16 +243,12 @@ class Engine:
 
     def _drop_idle(self) -> None:
         for weights, group in list(self._schedulers.items()):
-            idle = self._busy.keys().isdisjoint(group)
-            if idle and not self._is_latest(weights) and weights not in self._recent:
+            if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
                 del self._schedulers[weights]
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Passes all outputs of a step to the event loop in one call."""
-        for loop in {sequence.loop for sequence, _ in results}:
-            assert loop is not None  # set on submission
-            batch = [(sequence.notify, output) for sequence, output in results if sequence.loop is loop]
-            call_in_loop(loop, _notify_all, batch)
+        call_in_loop(self._loop, _notify_all, [(sequence.notify, output) for sequence, output in results])
 
 
 def _notify_all(batch: list[tuple[Callable[[Any], None], Any]]) -> None:

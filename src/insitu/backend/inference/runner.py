@@ -222,13 +222,11 @@ class Runner:
         logits_RV = self._forward(self._tensor(tokens_RC), positions, masked)
         return [Chunk(fresh, row, span.end - start, logits_RV[row]) for row, span in enumerate(spans)]
 
-    def decode(
-        self, token_B: np.ndarray, position_B: np.ndarray, live_B: np.ndarray, min_width: int = MIN_WIDTH
-    ) -> torch.Tensor:
-        """Logits (B, V) after one more token in each of the first B slots; rows that are not live are padding."""
+    def decode(self, token_B: np.ndarray, position_B: np.ndarray, min_width: int = MIN_WIDTH) -> torch.Tensor:
+        """Logits (B, V) after one more token in each of the first B slots; rows at position 0 are padding."""
         width = max(min_width, width_for(int(position_B.max()) + 1))
         self.cache.ensure(len(token_B), width)
-        write_B = np.where(live_B, position_B, self.cache.length)
+        write_B = np.where(position_B > 0, position_B, self.cache.length)
         positions = self._tensor(position_B)[:, None]
         rows = torch.arange(len(token_B), device=self.device)[:, None]
         self.cache.mapping = SlotMapping(rows, self._tensor(write_B)[:, None], slice(len(token_B)), width)

@@ -3,14 +3,20 @@
 `inference.engine` samples in this process; `integrations/vllm` asks vLLM servers.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import nn
 
+from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -94,6 +100,9 @@ class OutputDelta:
     finish_reason: str | None = None
 
 
+Deliver = Callable[[int, OutputDelta | BaseException], None]
+
+
 @dataclass(slots=True, eq=False)
 class Completion:
     """The tokens of a completion so far, and where it ends.
@@ -126,14 +135,6 @@ class Completion:
             return text + self._flush(), "length"
         return text, None
 
-    def add_text(self, output: OutputDelta, tokenizer: ChatTokenizer) -> OutputDelta:
-        """Completes the only delta of a completion whose text was not needed while it was sampled."""
-        if self.detokenizer is None:
-            ids = [token.id for token in output.tokens]
-            # The token that ended the turn is not part of the text, whether it is a special token or not.
-            output.text = tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
-        return output
-
     def _flush(self) -> str:
         if self.detokenizer is None or self.stop_checker is None:
             return ""
@@ -146,68 +147,146 @@ def check_in_flight(count: int, limit: int) -> None:
         raise RequestRefused(f"{count} completions are waiting already", status=429, code="queue_full")
 
 
-class Sampler(Protocol):
-    """Completes prompts by the weights of any version that is served; awaited on the event loop."""
+class ServedVersions:
+    """The latest version of each policy, and the older ones that stay loaded: the last `kept` that were requested."""
 
-    tokenizer: ChatTokenizer
-    vocab_size: int
-    num_completed: int
-    """Completions delivered since the start."""
+    def __init__(self, kept: int = 2) -> None:
+        self.latest: dict[str, int] = {"": 0}
+        self._kept = kept
+        self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
 
-    @property
-    def max_length(self) -> int:
-        """Maximum tokens of a prompt and its completion."""
-        ...
+    def resolve(self, weights: WeightVersion) -> WeightVersion:
+        version = self.latest.get(weights.policy, 0) if weights.version is None else weights.version
+        return canonical(version, weights.policy)
+
+    def is_latest(self, weights: WeightVersion) -> bool:
+        return weights == self.resolve(WeightVersion(None, weights.policy))
+
+    def stays(self, weights: WeightVersion) -> bool:
+        return self.is_latest(weights) or weights in self._recent
+
+    def request(self, weights: WeightVersion) -> None:
+        if not self.is_latest(weights):
+            self._recent[weights] = None
+            self._recent.move_to_end(weights)
+            if len(self._recent) > self._kept:
+                self._recent.popitem(last=False)
+
+    def retire(self, weights: WeightVersion) -> None:
+        """Forgets a version, or with None the whole policy."""
+        if weights.version is None:
+            self.latest.pop(weights.policy, None)
+        for each in list(self._recent):
+            if each.policy == weights.policy and weights.version in (None, each.version):
+                del self._recent[each]
+
+
+class Sampler(ABC):
+    """Completes prompts by the weights of any version that is served; awaited on the event loop.
+
+    `load_version` gives the module of a version or raises RequestRefused. `max_length`: tokens of a prompt and its
+    completion.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        compute: ComputeThread,
+        load_version: Callable[[WeightVersion], nn.Module],
+        max_length: int,
+        kept_versions: int = 2,
+    ) -> None:
+        self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
+        self.vocab_size = loaded.vocab_size
+        self.max_length = max_length
+        self.num_completed = 0
+        """Completions delivered since the start."""
+        self._loaded = loaded
+        self._compute = compute
+        self._load_version = load_version
+        self._versions = ServedVersions(kept_versions)
 
     @property
     def version(self) -> int:
         """Latest version of the backend's own policy."""
-        ...
+        return self._versions.latest[""]
+
+    async def complete(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
+    ) -> list[OutputDelta]:
+        """One completion per request, all by the same weights."""
+        outputs = {index: output async for index, output in self.stream(requests, weights, streamed=False)}
+        for index, (_, params) in enumerate(requests):
+            if not params.stop:  # its text was not needed while it was sampled
+                output = outputs[index]
+                ids = [token.id for token in output.tokens]
+                # The token that ended the turn is not part of the text, whether it is a special token or not.
+                output.text = self.tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
+        self.num_completed += len(outputs)
+        return [outputs[index] for index in range(len(requests))]
+
+    async def stream(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST, *, streamed: bool = True
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Like `complete`, but yields (choice index, delta) as tokens are sampled; if not `streamed`, at the end."""
+        queue: asyncio.Queue[tuple[int, OutputDelta | BaseException]] = asyncio.Queue()
+        async with self._sampling(requests, weights, streamed, lambda *output: queue.put_nowait(output)):
+            unfinished = len(requests)
+            while unfinished:
+                index, output = await queue.get()
+                if isinstance(output, BaseException):
+                    raise output
+                if output.finish_reason is not None:
+                    unfinished -= 1
+                    self.num_completed += streamed
+                yield index, output
 
     @property
+    @abstractmethod
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions, approximately."""
-        ...
 
+    @abstractmethod
     async def start(self) -> None:
         """Serves version 0. Raises BackendError if the model cannot be sampled from."""
 
+    @abstractmethod
     async def close(self) -> None: ...
 
+    @abstractmethod
     def check(self, lora: LoRASettings | None) -> None:
         """Raises RequestRefused if weights trained with these adapters (None: all weights) could not be served."""
 
+    @abstractmethod
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
         """Makes this version, which is on disk, the latest of its policy, for requests from now on.
 
         Requests in flight keep theirs. `module` has the same weights, if they are in memory.
         """
 
+    @abstractmethod
     async def versions_in_use(self, policy: str) -> set[int]:
         """The versions of a policy that unfinished requests sample from."""
-        ...
 
+    @abstractmethod
     async def retire(self, weights: WeightVersion) -> None:
         """Stops serving a version (None: the whole policy) that was deleted."""
 
-    async def complete(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> list[OutputDelta]:
-        """One completion per request, all by the same weights."""
-        ...
-
+    @abstractmethod
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
         """The log-probability of each token of a prompt but the first, given those before it.
 
         Raises RequestRefused if this sampler cannot compute them.
         """
-        ...
 
-    def stream(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """Like `complete`, but yields (choice index, delta) as tokens are sampled."""
-        ...
+    @abstractmethod
+    def _sampling(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
+    ) -> AbstractAsyncContextManager[None]:
+        """Samples while the context is open, and aborts what is unfinished then.
+
+        `deliver` gets the deltas of each choice, a single one if not `streamed`, or the error that ended it.
+        """
 
 
 class ServedModel(NamedTuple):

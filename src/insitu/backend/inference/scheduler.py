@@ -2,11 +2,10 @@
 
     waiting -> (a free slot) -> prefilling -> (prompt computed, first token) -> running -> finished
 
-Everything here runs in the compute thread. Arrays end in `_S`: one entry per slot.
+Everything here runs in the compute thread. S are the slots; those at position 0 are free.
 B are the sequences that sample a token, V is the vocabulary.
 """
 
-import asyncio
 import heapq
 import math
 from collections import deque
@@ -64,7 +63,6 @@ class SequenceState(Completion):
 
     notify: Callable[[OutputDelta | BaseException], None]
     streamed: bool = False
-    loop: asyncio.AbstractEventLoop | None = None
     slot: int = -1
     computed: int = 0
     sent: int = 0
@@ -94,6 +92,16 @@ class SamplerOutput(NamedTuple):
     top: tuple[list[list[int]], list[list[float]]] | None
 
 
+_SLOT = np.dtype(
+    [
+        *((name, np.int64) for name in ("token", "position", "index")),
+        *(("temperature", np.float64), ("top_p", np.float64), ("seed", np.uint64)),
+        *(("min_tokens", np.int64), ("top_logprobs", np.int64)),
+    ]
+)
+"""A slot: the latest token, its position and that of the next token in the completion, and the sampling params."""
+
+
 class Scheduler:
     """Slots, prefix cache and the sequences of every stage, for one weight version."""
 
@@ -116,15 +124,7 @@ class Scheduler:
         self._prefixes = PrefixCache(self._options.prefix_bytes)
         size = self._shapes.decode_rows[-1]
         self._free_slots = list(range(size))
-        self._token_S = np.zeros(size, dtype=np.int64)
-        self._position_S = np.zeros(size, dtype=np.int64)
-        self._live_S = np.zeros(size, dtype=bool)
-        self._temperature_S = np.ones(size)
-        self._top_p_S = np.ones(size)
-        self._seed_S = np.zeros(size, dtype=np.uint64)
-        self._index_S = np.zeros(size, dtype=np.int64)
-        self._min_tokens_S = np.zeros(size, dtype=np.int64)
-        self._top_logprobs_S = np.zeros(size, dtype=np.int64)
+        self._slot_S = np.zeros(size, _SLOT)
 
     def drop_aborted(self) -> None:
         """Forgets waiting sequences that were aborted; those in slots are dropped by their next step."""
@@ -216,16 +216,10 @@ class Scheduler:
     def _start_decoding(self, ready: list[tuple[SequenceState, Chunk]]) -> list[Delivery]:
         """Samples the first token of each complete prompt."""
         for sequence, _ in ready:
-            slot, params = sequence.slot, sequence.params
-            self.running[slot] = sequence
-            self._live_S[slot] = True
-            self._position_S[slot] = len(sequence.prompt) - 1
-            self._temperature_S[slot] = params.temperature
-            self._top_p_S[slot] = params.top_p
-            self._seed_S[slot] = params.seed
-            self._index_S[slot] = 0
-            self._min_tokens_S[slot] = params.min_tokens
-            self._top_logprobs_S[slot] = params.top_logprobs
+            params, last = sequence.params, len(sequence.prompt) - 1
+            own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
+            self._slot_S[sequence.slot] = (0, last, 0, *own)
+            self.running[sequence.slot] = sequence
         sequences = [sequence for sequence, _ in ready]
         return self._sample(torch.stack([chunk.logits_V for _, chunk in ready]), sequences)
 
@@ -236,8 +230,8 @@ class Scheduler:
             return []
         slots = sorted(self.running)
         size = next(size for size in self._shapes.decode_rows if size > slots[-1])
-        arrays = self._token_S[:size], self._position_S[:size], self._live_S[:size]
-        logits_BV = self._runner.decode(*arrays, self._shapes.min_width)
+        slot_B = self._slot_S[:size]
+        logits_BV = self._runner.decode(slot_B["token"], slot_B["position"], self._shapes.min_width)
         if len(slots) < size:
             logits_BV = logits_BV[torch.tensor(slots, device=logits_BV.device)]
         return self._sample(logits_BV, [self.running[slot] for slot in slots])
@@ -245,26 +239,19 @@ class Scheduler:
     def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
         """Samples a token for each sequence; returns the deltas to deliver."""
         slots = [sequence.slot for sequence in sequences]
-        sampled = sample(
-            logits_BV,
-            SamplingMetadata(
-                self._temperature_S[slots],
-                self._top_p_S[slots],
-                self._seed_S[slots],
-                self._index_S[slots],
-                self._banned(slots),
-                bool(self._top_logprobs_S[slots].any()),
-            ),
-        )
-        self._token_S[slots] = sampled.tokens
-        self._position_S[slots] += 1
-        self._index_S[slots] += 1
+        slot_B = self._slot_S[slots]
+        temperature_B, top_p_B, seed_B = slot_B["temperature"], slot_B["top_p"], slot_B["seed"]
+        more = self._banned(slot_B), bool(slot_B["top_logprobs"].any())
+        sampled = sample(logits_BV, SamplingMetadata(temperature_B, top_p_B, seed_B, slot_B["index"], *more))
+        self._slot_S["token"][slots] = sampled.tokens
+        self._slot_S["position"][slots] += 1
+        self._slot_S["index"][slots] += 1
         return [output for row, sequence in enumerate(sequences) if (output := self._append(sequence, sampled, row))]
 
-    def _banned(self, slots: list[int]) -> tuple[list[int], list[int]]:
+    def _banned(self, slot_B: np.ndarray) -> tuple[list[int], list[int]]:
         """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
         tokens = list(self._tokenizer.eos_token_ids)
-        short = np.flatnonzero(self._index_S[slots] < self._min_tokens_S[slots])
+        short = np.flatnonzero(slot_B["index"] < slot_B["min_tokens"])
         return np.repeat(short, len(tokens)).tolist(), tokens * len(short)
 
     def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
@@ -285,8 +272,7 @@ class Scheduler:
 
     def _release(self, sequence: SequenceState) -> None:
         self.running.pop(sequence.slot, None)
-        self._live_S[sequence.slot] = False
-        self._position_S[sequence.slot] = 0
+        self._slot_S["position"][sequence.slot] = 0
         heapq.heappush(self._free_slots, sequence.slot)
 
 

@@ -1,23 +1,22 @@
-"""The vLLM servers together: which weights they have, which of them are used, and when they are taken back.
+"""The vLLM servers together: which weights they have, which of them get completions, and when they are taken back.
 
 A server is `ready` if it responds and has the weights to serve. One that fails is left out, and `_watch` takes it back
 once it has them again. Adapters of several versions are served together, of full weights only one version is.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from insitu.backend.inference.sampler import WeightVersion, canonical
+from insitu.backend.inference.sampler import ServedVersions, WeightVersion, canonical
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused, format_error
+from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import STARTED_WITH, Replica, WrongWeights
-from insitu.integrations.vllm.routing import PrefixRouter
-from insitu.integrations.vllm.servers import StartedServer, model_files
+from insitu.integrations.vllm.servers import model_files
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,13 @@ WAIT_SECONDS = 600.0
 """How long completions and new versions wait for a server."""
 MAX_STARTS = 3
 """How often a server is started before it is ready again."""
-_KEPT_ADAPTERS = 2
-"""Older versions whose adapters stay loaded, of those that were requested."""
 _UNKNOWN = WeightVersion(-1)
+BLOCK = 16
+"""Tokens of a prompt that are compared together."""
+AFFINITY = 8
+"""A server that knows a prompt's start is preferred while it has at most this many more completions."""
+_MAX_BLOCKS = 2**18
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -44,41 +47,61 @@ class Place(NamedTuple):
     is_adapter: bool
 
 
-class Fleet:
-    """`servers` are those that this process starts, in the order of `replicas`; it has none at given addresses.
+class PrefixRouter(Generic[T]):
+    """Remembers which server last had each start of a prompt, in whole blocks.
 
-    `folder_of` gives the files of a version or raises RequestRefused. `scratch` gets files for the servers to read.
-    `probe` raises BackendError if the model of that name on a server is not the loaded one, and `compare_weights` if it
-    has other weights than those of a fingerprint.
+    The next call of an episode begins with the prompt of the one before, so it goes to the same server.
     """
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[int, T] = OrderedDict()
+
+    def choose(self, prompt: Sequence[int], loads: dict[T, int]) -> T:
+        """`loads` has the servers that can take the completion, with their unfinished ones."""
+        keys = _block_keys(prompt)
+        server = min(loads, key=lambda each: loads[each])
+        known = next((each for key in reversed(keys) if (each := self._servers.get(key)) is not None), None)
+        if known is not None and known in loads and loads[known] <= loads[server] + AFFINITY:
+            server = known
+        for key in keys:
+            self._servers[key] = server
+            self._servers.move_to_end(key)
+        while len(self._servers) > _MAX_BLOCKS:
+            self._servers.popitem(last=False)
+        return server
+
+
+def _block_keys(prompt: Sequence[int]) -> list[int]:
+    """A key for each whole block, which stands for everything up to its end."""
+    keys: list[int] = []
+    for end in range(BLOCK, len(prompt) + 1, BLOCK):
+        keys.append(hash((keys[-1] if keys else 0, *prompt[end - BLOCK : end])))
+    return keys
+
+
+class Fleet:
+    """`folder_of` gives the files of a version or raises RequestRefused; `scratch` gets files for servers to read."""
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        servers: Sequence[StartedServer],
+        versions: ServedVersions,
+        probe: Probe,
         max_length: int,
         folder_of: Callable[[WeightVersion], Path],
         scratch: Path,
-        probe: Callable[[Replica, str], Awaitable[None]],
-        compare_weights: Callable[[Replica, str, list[float]], Awaitable[None]],
     ) -> None:
         self.replicas = list(replicas)
-        self.latest: dict[str, int] = {"": 0}
-        self._servers = list(servers)
+        self._versions = versions
+        self._probe = probe
         self._max_length = max_length
         self._folder_of = folder_of
         self._scratch = scratch
-        self._probe = probe
-        self._compare_weights = compare_weights
         self._fingerprints: dict[str, list[float]] = {}
         """Of the latest versions, by policy."""
         self._base: WeightVersion | None = None
         """The full weights that every server must have."""
-        self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
         self._router: PrefixRouter[Replica] = PrefixRouter()
-        self._starts: Counter[Replica] = Counter()
-        self._failures: Counter[Replica] = Counter()
-        self._retry_at: dict[Replica, float] = {}
         self._changed = asyncio.Event()
         self._watching: list[asyncio.Task[None]] = []
         self._publishing = asyncio.Lock()
@@ -87,24 +110,23 @@ class Fleet:
 
     async def start(self) -> None:
         """Returns when all servers are ready. Raises BackendError if one cannot be used."""
-        for server in self._servers:
-            await asyncio.to_thread(server.start)
-        checks = [asyncio.create_task(self._first_check(index)) for index in range(len(self.replicas))]
+        for replica in self.replicas:
+            if replica.server is not None:
+                await asyncio.to_thread(replica.server.start)
+        checks = [asyncio.create_task(self._first_check(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*checks)
         finally:
             await cancelled(checks)
-        for index, replica in enumerate(self.replicas):
-            self._watching.append(asyncio.create_task(self._watch(index), name=f"watch {replica.name}"))
+        for replica in self.replicas:
+            self._watching.append(asyncio.create_task(self._watch(replica), name=f"watch {replica.name}"))
 
-    async def _first_check(self, index: int) -> None:
-        replica = self.replicas[index]
+    async def _first_check(self, replica: Replica) -> None:
         try:
-            while self._servers:
-                if report := await asyncio.to_thread(self._servers[index].exit_report):
+            while replica.server is not None:
+                if report := await asyncio.to_thread(replica.server.exit_report):
                     raise BackendError(report)
-                with contextlib.suppress(BackendUnavailable):
-                    await replica.check_health()
+                if await replica.responds():
                     break
                 await asyncio.sleep(WATCH_SECONDS / 4)
             await self._prepare(replica)
@@ -115,21 +137,15 @@ class Fleet:
         await cancelled(self._watching)
         for replica in self.replicas:
             await replica.close()
-        for server in self._servers:
-            await asyncio.to_thread(server.close)
 
     def resolve(self, weights: WeightVersion) -> WeightVersion:
         """The version to sample from. Raises RequestRefused if it is not served."""
-        version = self.latest.get(weights.policy, 0) if weights.version is None else weights.version
-        weights = canonical(version, weights.policy)
+        weights = self._versions.resolve(weights)
         if (place := self._place(weights)).base != self._base:
-            problem = f"version {version} is not served: vLLM has one version of all weights"
+            problem = f"version {weights.version} is not served: vLLM has one version of all weights"
             raise RequestRefused(f"{problem}, the latest", status=409, param="model", code="version_not_served")
-        if place.is_adapter and not self._is_latest(weights):
-            self._recent[weights] = None
-            self._recent.move_to_end(weights)
-            while len(self._recent) > _KEPT_ADAPTERS:
-                self._recent.popitem(last=False)
+        if place.is_adapter:
+            self._versions.request(weights)
         return weights
 
     async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
@@ -146,10 +162,8 @@ class Fleet:
             replica = self._router.choose(prompt, loads)
             if not place.is_adapter or weights in replica.adapters:
                 return replica
-            if self._is_latest(weights):
-                await self._change(replica, lambda replica: self._load_adapter(replica, weights))
-            else:
-                await self._load_older(replica, weights)
+            is_older = not self._versions.is_latest(weights)
+            await self._change(replica, lambda replica: self._load_adapter(replica, weights), optional=is_older)
 
     async def failed(self, replica: Replica, error: BackendError) -> None:
         """A completion has failed: leaves the server out, unless it responds and the reason may have been transient."""
@@ -172,14 +186,14 @@ class Fleet:
 
         async def load_adapter(replica: Replica) -> None:
             await self._load_adapter(replica, weights)
-            await self._compare_weights(replica, self.model_name(replica, weights), fingerprint)
+            await self._probe.compare_weights(replica, self.model_name(replica, weights), fingerprint)
 
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
                 errors = await self._on_each(load_adapter)
                 await self._raise_if_refused(weights, errors)
-            self.latest[weights.policy] = weights.version
+            self._versions.latest[weights.policy] = weights.version
             self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:
                 self._base = place.base
@@ -191,19 +205,13 @@ class Fleet:
                 raise BackendError(f"no vLLM server takes version {weights.version}: {error}") from error
 
     async def retire(self, weights: WeightVersion) -> None:
+        self._versions.retire(weights)
         if weights.version is None:
-            self.latest.pop(weights.policy, None)
             self._fingerprints.pop(weights.policy, None)
             if self._base is not None and self._base.policy == weights.policy:
                 self._base = None
                 await self._on_each(self._replace_base)
-        for each in list(self._recent):
-            if each.policy == weights.policy and weights.version in (None, each.version):
-                del self._recent[each]
         await self._on_each(self._unload_adapters)
-
-    def _is_latest(self, weights: WeightVersion) -> bool:
-        return weights == canonical(self.latest.get(weights.policy, 0), weights.policy)
 
     def _place(self, weights: WeightVersion) -> Place:
         folder = self._folder_of(weights)
@@ -219,30 +227,25 @@ class Fleet:
     async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> list[InsituError | None]:
         return await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
 
-    async def _change(self, replica: Replica, change: Callable[[Replica], Awaitable[None]]) -> InsituError | None:
-        """Changes the weights of a server; one that fails is left out, and its error is returned."""
+    async def _change(
+        self, replica: Replica, change: Callable[[Replica], Awaitable[None]], *, optional: bool = False
+    ) -> InsituError | None:
+        """Changes the weights of a server; one that fails is left out, and its error is returned.
+
+        If the change is `optional` and the server responds, which still serves the latest version, raises the error.
+        """
         try:
             async with replica.lock:
                 await change(replica)
         except Exception as error:  # also an answer of another shape: it must not end what waits for other servers
             failure = _failure(replica, error)
+            if optional and (isinstance(failure, RequestRefused) or await replica.responds()):
+                raise failure from error
             await replica.leave_out(str(failure))
             return failure
         finally:
             self._notify()
         return None
-
-    async def _load_older(self, replica: Replica, weights: WeightVersion) -> None:
-        """Raises the error of a server that responds: it still serves the latest version, so it is not left out."""
-        try:
-            async with replica.lock:
-                await self._load_adapter(replica, weights)
-        except InsituError as error:
-            if isinstance(error, RequestRefused) or await replica.responds():
-                raise
-            await replica.leave_out(str(error))
-        finally:
-            self._notify()
 
     async def _load_adapter(self, replica: Replica, weights: WeightVersion) -> None:
         if weights not in replica.adapters:
@@ -251,7 +254,7 @@ class Fleet:
     async def _unload_adapters(self, replica: Replica) -> None:
         """Unloads those that nobody asks for."""
         for weights in list(replica.adapters):
-            if not (self._is_latest(weights) or weights in self._recent or replica.in_flight[weights]):
+            if not (self._versions.stays(weights) or replica.in_flight[weights]):
                 await replica.unload_adapter(weights)
 
     async def _load_base(self, replica: Replica) -> None:
@@ -268,7 +271,7 @@ class Fleet:
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
         if self._base is not None:
-            await self._compare_weights(replica, replica.model, self._fingerprints[self._base.policy])
+            await self._probe.compare_weights(replica, replica.model, self._fingerprints[self._base.policy])
         replica.take_back()
 
     def _new_name(self, weights: WeightVersion) -> str:
@@ -288,44 +291,42 @@ class Fleet:
             replica.tag = tag
             await self._load_base(replica)
             await replica.forget_adapters(f"insitu-{self._session}-")
-            for policy, version in list(self.latest.items()):
+            for policy, version in list(self._versions.latest.items()):
                 weights = canonical(version, policy)
                 if self._place(weights).is_adapter:
                     await self._load_adapter(replica, weights)
                 if weights.version and self._place(weights).base == self._base:
                     name = self.model_name(replica, weights)
-                    await self._compare_weights(replica, name, self._fingerprints[policy])
+                    await self._probe.compare_weights(replica, name, self._fingerprints[policy])
             if replica.base is None:
                 if self._place(WeightVersion(0)).is_adapter:
                     await self._load_adapter(replica, WeightVersion(0))
-                await self._probe(replica, self.model_name(replica, WeightVersion(0)))
+                await self._probe.check_answers(replica, self.model_name(replica, WeightVersion(0)))
             replica.take_back()
-            self._starts[replica] = self._failures[replica] = 0
-            self._retry_at.pop(replica, None)
+            replica.starts, replica.failures, replica.retry_at = 0, 0, 0.0
         self._notify()
 
-    async def _watch(self, index: int) -> None:
+    async def _watch(self, replica: Replica) -> None:
         """Checks a server's health; takes it back after it was left out, when it can be used again."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await self._check(index)
+            await self._check(replica)
 
-    async def _check(self, index: int) -> None:
-        replica = self.replicas[index]
+    async def _check(self, replica: Replica) -> None:
         try:
-            if self._servers and (report := await asyncio.to_thread(self._servers[index].exit_report)):
+            if (server := replica.server) and (report := await asyncio.to_thread(server.exit_report)):
                 await replica.leave_out(report)
-                if self._starts[replica] >= MAX_STARTS:
+                if replica.starts >= MAX_STARTS:
                     return
-                self._starts[replica] += 1
-                logger.error("%s\nstarting it again (%d of %d)", report, self._starts[replica], MAX_STARTS)
-                await asyncio.to_thread(self._servers[index].start)
+                replica.starts += 1
+                logger.error("%s\nstarting it again (%d of %d)", report, replica.starts, MAX_STARTS)
+                await asyncio.to_thread(server.start)
             await replica.check_health()
             now = asyncio.get_running_loop().time()
-            waits = now < self._retry_at.get(replica, now) or replica.lock.locked()
+            waits = now < replica.retry_at or replica.lock.locked()
             if (not replica.ready or replica.base != self._base) and not waits:
-                self._failures[replica] = min(self._failures[replica] + 1, _MOST_DOUBLINGS)
-                self._retry_at[replica] = now + min(LONGEST_DELAY, 2.0 ** self._failures[replica])
+                replica.failures = min(replica.failures + 1, _MOST_DOUBLINGS)
+                replica.retry_at = now + min(LONGEST_DELAY, 2.0**replica.failures)
                 await self._prepare(replica)
         except Exception as error:  # also an answer of another shape: the server must be checked again
             failure = _failure(replica, error)
@@ -341,8 +342,7 @@ class Fleet:
 
     async def _wait_for_change(self, deadline: float) -> None:
         """Raises BackendUnavailable if no server can become ready, or none has until the deadline."""
-        pairs = [*zip(self.replicas, self._servers, strict=False)]
-        given_up = bool(pairs) and all(server.ended and self._starts[each] >= MAX_STARTS for each, server in pairs)
+        given_up = all(each.server and each.server.ended and each.starts >= MAX_STARTS for each in self.replicas)
         try:
             if given_up:
                 raise TimeoutError

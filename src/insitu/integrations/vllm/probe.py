@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,70 +23,73 @@ _TOLERANCE = 0.25
 """Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
 
 
-async def check_answers(replica: Replica, model: str, loaded: LoadedModel, compute: ComputeThread) -> None:
-    """Compares the log-probabilities of a completion with those computed here. Raises BackendError if they differ."""
-    last = min(max(loaded.tokenizer.get_vocab().values()), loaded.vocab_size - 1)
-    prompt = [last, *range(min(8, last))]
-    params = SamplingParams(seed=0, max_tokens=_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
-    body = request_body(model, Completion(prompt, params), (), stream=False)
-    try:
+class Probe:
+    """Compares servers with the loaded model, by what both compute."""
+
+    def __init__(self, loaded: LoadedModel, compute: ComputeThread) -> None:
+        self._loaded = loaded
+        self._compute = compute
+        length = min(32, loaded.max_length)
+        self._text = [index * 7919 % loaded.vocab_size for index in range(1, length)]
+
+    async def check_answers(self, replica: Replica, model: str) -> None:
+        """Raises BackendError if the log-probabilities of a completion differ from those computed here."""
+        loaded, name = self._loaded, replica.name
+        last = min(max(loaded.tokenizer.get_vocab().values()), loaded.vocab_size - 1)
+        prompt = [last, *range(min(8, last))]
+        params = SamplingParams(seed=0, max_tokens=_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
+        body = request_body(model, Completion(prompt, params), (), stream=False)
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                answer = await replica.generate(body)
+        except RequestRefused as error:
+            raise BackendError(f"{name} has another vocabulary or model than {loaded.source}: {error}") from None
+        except TimeoutError:
+            raise BackendUnavailable(f"{name} has not answered within {LOAD_SECONDS:g} s") from None
+        tokens = sampled_tokens(answer["choices"][0], 0)
+        ids = [token.id for token in tokens]
+        if not ids:
+            raise BackendError(f"{name} returns no tokens with log-probabilities: start it with --max-logprobs 21")
+        if max(ids) >= loaded.vocab_size:
+            problem = f"it has sampled token {max(ids)}, but that of {loaded.source} ends at {loaded.vocab_size - 1}"
+            raise BackendError(f"{name} has another vocabulary: {problem}")
+        sampled = [token.logprob for token in tokens]
+        own, tempered = await self._compute.call(_logprobs, loaded, loaded.module, prompt, ids)
+        tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
+        if (gap := _mean_gap(sampled, own)) <= tolerance:
+            return
+        if _mean_gap(sampled, tempered) <= tolerance:
+            problem = "returns log-probabilities after temperature: start it with --logprobs-mode raw_logprobs"
+            raise BackendError(f"{name} {problem}")
+        problem = f"the log-probabilities of its samples differ by {gap:.2g} on average (allowed: {tolerance:g})"
+        raise BackendError(f"{name} has another model than {loaded.source}: {problem}")
+
+    async def fingerprint(self, load: Callable[[], nn.Module]) -> list[float]:
+        """Log-probabilities of a fixed text by some weights of the loaded model."""
+        return (await self._compute.call(lambda: _logprobs(self._loaded, load(), self._text[:1], self._text[1:])))[0]
+
+    async def compare_weights(self, replica: Replica, model: str, expected: list[float]) -> None:
+        """Compares the weights of a model with those of a fingerprint. Raises BackendError if they differ."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         async with asyncio.timeout(LOAD_SECONDS):
-            answer = await replica.generate(body)
-    except RequestRefused as error:
-        raise BackendError(f"{replica.name} has another vocabulary or model than {loaded.source}: {error}") from None
-    except TimeoutError:
-        raise BackendUnavailable(f"{replica.name} has not answered within {LOAD_SECONDS:g} s") from None
-    tokens = sampled_tokens(answer["choices"][0], 0)
-    ids = [token.id for token in tokens]
-    if not ids:
-        raise BackendError(f"{replica.name} returns no tokens with log-probabilities: start it with --max-logprobs 21")
-    if max(ids) >= loaded.vocab_size:
-        problem = f"it has sampled token {max(ids)}, but that of {loaded.source} ends at {loaded.vocab_size - 1}"
-        raise BackendError(f"{replica.name} has another vocabulary: {problem}")
-    sampled = [token.logprob for token in tokens]
-    own, tempered = await compute.call(_logprobs, loaded, prompt, ids)
-    tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
-    if (gap := _mean_gap(sampled, own)) <= tolerance:
-        return
-    if _mean_gap(sampled, tempered) <= tolerance:
-        problem = "returns log-probabilities after temperature: start it with --logprobs-mode raw_logprobs"
-        raise BackendError(f"{replica.name} {problem}")
-    problem = f"the log-probabilities of its samples differ by {gap:.2g} on average (allowed: {tolerance:g})"
-    raise BackendError(f"{replica.name} has another model than {loaded.source}: {problem}")
+            answer = await replica.generate({"model": model, "token_ids": self._text, "sampling_params": params})
+        entries = zip(self._text[1:], answer["prompt_logprobs"][1:], strict=True)
+        gap = _mean_gap([entry[str(token)]["logprob"] for token, entry in entries], expected)
+        tolerance = _WEIGHT_TOLERANCES.get(self._loaded.dtype, _TOLERANCE)
+        if gap > tolerance:
+            problem = f"log-probabilities differ by {gap:.2g} on average (allowed: {tolerance:g})"
+            if getattr(self._loaded.module.config, "tie_word_embeddings", False):
+                problem += "; vLLM may have kept the output layer, as the embeddings are tied: train with lora"
+            raise BackendError(f"{replica.name} computes with other weights than it was given: {problem}")
 
 
-def fingerprint(loaded: LoadedModel, module: nn.Module) -> list[float]:
-    """Log-probabilities of a fixed text by some weights of the loaded model. Runs in the compute thread."""
-    tokens = torch.tensor([_text(loaded)], device=loaded.device)
-    with torch.inference_mode():
-        logprobs_TV = torch.log_softmax(module(input_ids=tokens, use_cache=False).logits[0, :-1].float(), -1)
-    return logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
-
-
-async def compare_weights(replica: Replica, model: str, loaded: LoadedModel, expected: list[float]) -> None:
-    """Compares the weights of a model with those of a fingerprint. Raises BackendError if they differ."""
-    text = _text(loaded)
-    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-    async with asyncio.timeout(LOAD_SECONDS):
-        answer = await replica.generate({"model": model, "token_ids": text, "sampling_params": params})
-    found = [entry[str(token)]["logprob"] for token, entry in zip(text[1:], answer["prompt_logprobs"][1:], strict=True)]
-    tolerance = _WEIGHT_TOLERANCES.get(loaded.dtype, _TOLERANCE)
-    if (gap := _mean_gap(found, expected)) > tolerance:
-        problem = f"log-probabilities differ by {gap:.2g} on average (allowed: {tolerance:g})"
-        if getattr(loaded.module.config, "tie_word_embeddings", False):
-            problem += "; vLLM may have kept the output layer, as the embeddings are tied: train with lora"
-        raise BackendError(f"{replica.name} computes with other weights than it was given: {problem}")
-
-
-def _text(loaded: LoadedModel) -> list[int]:
-    return [index * 7919 % loaded.vocab_size for index in range(1, min(32, loaded.max_length))]
-
-
-def _logprobs(loaded: LoadedModel, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:
+def _logprobs(
+    loaded: LoadedModel, module: nn.Module, prompt: list[int], ids: list[int]
+) -> tuple[list[float], list[float]]:
     """Log-probabilities of the tokens `ids` after the prompt, before and after temperature."""
     tokens = torch.tensor([prompt + ids], device=loaded.device)
     with torch.inference_mode():
-        logits_TV = loaded.module(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits_TV = module(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     chosen_T1 = tokens[0, len(prompt) :, None]
     own, tempered = (
         torch.log_softmax(logits_TV / temperature, -1).gather(-1, chosen_T1)[:, 0].tolist()

@@ -21,6 +21,7 @@ from insitu.backend.inference.sampler import (
     WeightVersion,
 )
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
+from insitu.integrations.vllm.servers import StartedServer
 from insitu.wire.connection import Connection, event_data, is_transient, retry_after
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import redact
@@ -52,8 +53,15 @@ class Replica:
     `base` are its full weights: None for those that it was started with. `adapters` are the names of LoRA adapters.
     """
 
-    def __init__(self, name: str, url: str, api_key: str | None = None, socket: Path | None = None) -> None:
+    def __init__(self, name: str, url: str, api_key: str | None = None, server: StartedServer | None = None) -> None:
         self.name = name
+        self.server = server
+        """If this process starts it."""
+        self.starts = 0
+        """How often it was started again since it was last ready."""
+        self.failures = 0
+        """Attempts to use it since then, the next one at `retry_at`."""
+        self.retry_at = 0.0
         self.ready = False
         self.problem = "it has not been checked yet"
         self.model = ""
@@ -74,7 +82,7 @@ class Replica:
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connection, self._health = (
-            Connection(name, headers, HEALTH_SECONDS, 0.0, connector=_connector(socket)) for _ in range(2)
+            Connection(name, headers, HEALTH_SECONDS, 0.0, connector=_connector(server)) for _ in range(2)
         )
         """Health checks have a connection that leaving the server out does not close: it would fail them."""
 
@@ -111,6 +119,8 @@ class Replica:
     async def close(self) -> None:
         await self._connection.close()
         await self._health.close()
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
 
     async def check_health(self) -> None:
         """Raises BackendUnavailable if it does not respond."""
@@ -272,11 +282,11 @@ def _reason(body: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
 
 
-def _connector(socket: Path | None) -> Callable[[], aiohttp.BaseConnector]:
+def _connector(server: StartedServer | None) -> Callable[[], aiohttp.BaseConnector]:
     """A connection for each completion, over TCP or the socket of a server that this process has started."""
-    if socket is None:
+    if server is None:
         return lambda: aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
-    return lambda: aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+    return lambda: aiohttp.UnixConnector(str(server.socket), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
 
 
 _MAX_SEED = 2**63 - 1

@@ -6,8 +6,8 @@ A completion is given to the caller only if the server says that all its tokens 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,18 @@ from insitu.backend.inference.sampler import (
     LATEST,
     MAX_IN_FLIGHT,
     Completion,
+    Deliver,
     GenerationRequest,
     OutputDelta,
     SampledToken,
+    Sampler,
     WeightVersion,
     check_in_flight,
-    eos_token_ids,
 )
-from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.fleet import Fleet, cancelled
-from insitu.integrations.vllm.probe import check_answers, compare_weights, fingerprint
+from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import (
     STARTED_WITH,
     Overloaded,
@@ -54,8 +54,8 @@ BUSY_SECONDS = 1.0
 """Delay after a server has too much to do, if it names none."""
 
 
-class VllmSampler:
-    """`folder_of` gives the files of a version or raises RequestRefused, `load_version` its module.
+class VllmSampler(Sampler):
+    """`folder_of` gives the files of a version or raises RequestRefused.
 
     `adapter_rank`: that of the adapters that will be trained, None for all weights. The servers that this process
     starts, with logs in `folder`, are made for it.
@@ -74,36 +74,22 @@ class VllmSampler:
         threads: int | None = None,
     ) -> None:
         """Raises BackendError if vLLM is to be started and is not installed."""
-        self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
-        self.vocab_size = loaded.vocab_size
-        self.num_completed = 0
-        self._dtype = str(loaded.dtype).removeprefix("torch.")
-        is_tied = getattr(loaded.module.config, "tie_word_embeddings", False)
-        self._hides_old_output_layer = is_tied and loaded.dtype != torch.float32
-        self.max_length = max_length
+        super().__init__(loaded, compute, load_version, max_length)
         self._in_flight: Counter[WeightVersion] = Counter()
-        self._started_rank = adapter_rank if not options.addresses else None
         self._is_started = not options.addresses
+        self._started_rank = adapter_rank
         if threads is not None:
             torch.set_num_threads(threads)
-        key = options.api_key.get_secret_value() if options.api_key is not None else None
-        if key is not None:
-            remember_secret(key)
         if options.addresses:
-            servers = []
+            key = options.api_key.get_secret_value() if options.api_key is not None else None
+            if key is not None:
+                remember_secret(key)
             replicas = [Replica(f"the server at {address}", address, key) for address in options.addresses]
         else:
             servers = started_servers(options, loaded, max_length, adapter_rank, folder)
-            replicas = [Replica(server.name, "http://localhost", socket=server.socket) for server in servers]
-
-        async def probe(replica: Replica, model: str) -> None:
-            await check_answers(replica, model, loaded, compute)
-
-        async def check(replica: Replica, model: str, expected: list[float]) -> None:
-            await compare_weights(replica, model, loaded, expected)
-
-        self._loaded, self._compute, self._load_version = loaded, compute, load_version
-        self._fleet = Fleet(replicas, servers, max_length, folder_of, folder / "vllm", probe, check)
+            replicas = [Replica(server.name, "http://localhost", server=server) for server in servers]
+        self._probe = Probe(loaded, compute)
+        self._fleet = Fleet(replicas, self._versions, self._probe, max_length, folder_of, folder / "vllm")
 
     async def start(self) -> None:
         await self._fleet.start()
@@ -112,22 +98,20 @@ class VllmSampler:
         await self._fleet.close()
 
     @property
-    def version(self) -> int:
-        return self._fleet.latest[""]
-
-    @property
     def num_requests(self) -> tuple[int, int]:
         running = sum(replica.load for replica in self._fleet.replicas)
         return running, self._in_flight.total() - running
 
     def check(self, lora: LoRASettings | None) -> None:
-        if lora is None and self._hides_old_output_layer:
+        loaded = self._loaded
+        is_tied = getattr(loaded.module.config, "tie_word_embeddings", False)
+        if lora is None and is_tied and loaded.dtype != torch.float32:
             problem = (
                 "all weights are trained, and this model's embeddings are tied: vLLM may keep the old output layer"
             )
-            raise RequestRefused(
-                f"sampler: {problem}, which cannot be seen in {self._dtype}: train with lora, or set dtype: float32"
-            )
+            dtype = str(loaded.dtype).removeprefix("torch.")
+            hint = "train with lora, or set dtype: float32"
+            raise RequestRefused(f"sampler: {problem}, which cannot be seen in {dtype}: {hint}")
         for replica in self._fleet.replicas:
             if lora is None and not replica.can_reload:
                 problem = f"all weights are trained, but {replica.name} cannot load new ones"
@@ -141,10 +125,10 @@ class VllmSampler:
             raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
-        def compute_fingerprint() -> list[float]:
-            return fingerprint(self._loaded, module if module is not None else self._load_version(weights))
-
-        await self._fleet.publish(weights, await self._compute.call(compute_fingerprint))
+        fingerprint = await self._probe.fingerprint(
+            lambda: module if module is not None else self._load_version(weights)
+        )
+        await self._fleet.publish(weights, fingerprint)
 
     async def versions_in_use(self, policy: str) -> set[int]:
         used = (weights for weights, count in self._in_flight.items() if count)
@@ -153,66 +137,35 @@ class VllmSampler:
     async def retire(self, weights: WeightVersion) -> None:
         await self._fleet.retire(weights)
 
-    async def complete(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> list[OutputDelta]:
-        version = self._fleet.resolve(weights)
-        with self._counted(len(requests), version):
-            tasks = [asyncio.create_task(self._whole(request, version)) for request in requests]
-            try:
-                outputs = await asyncio.gather(*tasks)
-            finally:
-                await cancelled(tasks)
-        self.num_completed += len(outputs)
-        return outputs
-
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
         problem = "prompt_logprobs is not supported with --sampler vllm; ask vLLM for them"
         raise RequestRefused(problem, param="prompt_logprobs", code="unsupported")
 
-    async def stream(
-        self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST
-    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    @asynccontextmanager
+    async def _sampling(
+        self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
+    ) -> AsyncIterator[None]:
         version = self._fleet.resolve(weights)
-        queue: asyncio.Queue[tuple[int, OutputDelta | Exception]] = asyncio.Queue()
+        check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
 
         async def forward(index: int, request: GenerationRequest) -> None:
             try:
-                async with aclosing(self._deltas(request, version, streamed=True)) as deltas:
+                async with aclosing(self._deltas(request, version, streamed=streamed)) as deltas:
                     async for delta in deltas:
-                        queue.put_nowait((index, delta))
+                        deliver(index, delta)
             except Exception as error:  # raised again where the stream is read
-                queue.put_nowait((index, error))
+                deliver(index, error)
 
-        with self._counted(len(requests), version):
-            tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
-            try:
-                unfinished = len(requests)
-                while unfinished:
-                    index, output = await queue.get()
-                    if isinstance(output, Exception):
-                        raise output
-                    if output.finish_reason is not None:
-                        unfinished -= 1
-                        self.num_completed += 1
-                    yield index, output
-            finally:
-                await cancelled(tasks)
-
-    @contextmanager
-    def _counted(self, count: int, weights: WeightVersion) -> Iterator[None]:
-        check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
-        self._in_flight[weights] += count
+        self._in_flight[version] += len(requests)
+        tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
         try:
             yield
         finally:
-            self._in_flight[weights] -= count
-            self._in_flight += Counter()  # forgets versions without completions
-
-    async def _whole(self, request: GenerationRequest, weights: WeightVersion) -> OutputDelta:
-        async with aclosing(self._deltas(request, weights, streamed=False)) as deltas:
-            output = await anext(deltas)
-        return output if request.params.stop else Completion(*request).add_text(output, self.tokenizer)
+            try:
+                await cancelled(tasks)
+            finally:
+                self._in_flight[version] -= len(requests)
+                self._in_flight += Counter()  # forgets versions without completions
 
     async def _deltas(
         self, request: GenerationRequest, weights: WeightVersion, *, streamed: bool
