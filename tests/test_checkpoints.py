@@ -12,7 +12,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.registry import TRAINER_ADAPTER
 from insitu.runs.checkpoints import find_checkpoint
-from insitu.training.serving import starting_from
+from insitu.training.runtime import starting_from
 
 
 def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step_000002") -> Path:

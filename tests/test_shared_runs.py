@@ -30,8 +30,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.runtime import finetuning_main
-from insitu.training.serving import evaluation_main
+from insitu.training.runtime import evaluation_main, finetuning_main
 
 Script = Callable[["ScriptedTrainer"], Awaitable[Any]]
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from insitu.agents.objects import binder
 from insitu.api.results import Evaluation, Run
-from insitu.api.settings import Project
+from insitu.api.settings import KEYS, Project
 from insitu.collect.event_loop import run_anywhere
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
@@ -26,8 +26,7 @@ from insitu.errors import ConfigError
 from insitu.runs.store import set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training.runtime import check_run, finetuning_main
-from insitu.training.serving import evaluation_main
+from insitu.training.runtime import check_run, evaluation_main, finetuning_main
 from insitu.wire.redaction import remember_environment, results_console
 
 Rows = Any
@@ -76,14 +75,14 @@ def finetune(
     Works in a script, and in a notebook, whose event loop runs already. Raises InsituError, as the command line would
     report it: ConfigError before anything is started.
     """
+    keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
-    project = _project(agent, score, train, config, caller, model=model, framework=framework, reward=reward, seed=seed)
+    _check_complete(config, {"an agent": agent, "a score": score, "rows": train, "model": model})
+    project = _project(agent, score, config, caller, framework, reward)
     output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
     project.set("finetuning.enabled", True)
-    project.set_keywords(epochs=epochs, generations=generations, rows_per_epoch=rows_per_epoch, method=method)
-    project.set_keywords(learning_rate=learning_rate, temperature=temperature, max_tokens=max_tokens)
-    project.set_keywords(max_concurrency=max_concurrency, validation_interval=validation_interval)
+    project.set_keywords(keywords)
     checked = partial(_checked, project, train, held_out, sections)
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config_of_draft = checked(Path(draft))
@@ -118,11 +117,13 @@ def evaluate(
     The other parameters are those of `finetune`. `checkpoint` is a folder of weights, or a run's directory (its best
     weights). Raises InsituError if nothing could be scored, ConfigError before anything is started.
     """
+    keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
-    project = _project(agent, score, rows, config, caller, model=model, framework=framework, reward=None, seed=seed)
+    _check_complete(config, {"an agent": agent, "a score": score, "rows": rows, "model": model})
+    project = _project(agent, score, config, caller, framework, None)
     output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
-    project.set_keywords(temperature=temperature, max_tokens=max_tokens, max_concurrency=max_concurrency)
+    project.set_keywords(keywords)
     request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
@@ -130,23 +131,10 @@ def evaluate(
 
 
 def _project(
-    agent: Any,
-    score: Any,
-    rows: Rows,
-    config: Any,
-    caller: Mapping[str, Any],
-    *,
-    model: str | None,
-    framework: str | None,
-    reward: str | None,
-    seed: int | None,
+    agent: Any, score: Any, config: Any, caller: Mapping[str, Any], framework: str | None, reward: str | None
 ) -> Project:
     """The settings that training and evaluating share."""
     remember_environment(os.environ)
-    if config is None:
-        given = {"an agent": agent, "a score": score, "rows": rows, "model": model}
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
     project = Project.of(config, caller)
     if agent is not None:
         _set_agent(project, agent, framework, caller)
@@ -154,8 +142,14 @@ def _project(
         _set_scores(project, score, reward, caller)
     elif reward is not None:
         project.set("finetuning.reward_function.name", reward)
-    project.set_keywords(model=model, seed=seed)
     return project
+
+
+def _check_complete(config: Any, required: Mapping[str, Any]) -> None:
+    """Raises ConfigError if neither a file nor the arguments say what is run."""
+    missing = [name for name, value in required.items() if value is None]
+    if config is None and missing:
+        raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
 
 
 def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:

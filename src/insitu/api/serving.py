@@ -16,7 +16,7 @@ from insitu.errors import ConfigError
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import RUN
 from insitu.runs.reader import RunReader
-from insitu.training.serving import serve_policy
+from insitu.training.runtime import serve_policy
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -32,7 +32,7 @@ _TYPES = {
     "trajectory_builder": "insitu_traj_builder",
     "trainer_adapter": "insitu_trainer_adapter",
 }
-_KEYS = {
+KEYS = {
     "seed": "general.seed",
     "model": "{trainer_adapter}.model",
     "temperature": "{student}.temperature",
@@ -70,7 +70,10 @@ class Project:
         script = _file_of(sys.modules.get(str(caller.get("__name__"))))
         folder = place_of(script)[0] if script is not None else Path.cwd()
         if config is None:
-            return cls(folder, Path(), _defaults())
+            sections = {f"{kind}s": {name: {"_type": _TYPES[kind]}} for kind, name in _NAMES.items()}
+            evaluation: Settings = {"general": {}, "evaluators": {}}
+            settings = {"general": {}, "llms": {_STUDENT: {"_type": "policy"}}, "eval": evaluation, **sections}
+            return cls(folder, Path(), settings | {"finetuning": dict(_NAMES)})
         if isinstance(config, Mapping):
             return cls(folder, Path(), copy.deepcopy(dict(config)))
         return cls(Path(config).resolve().parent, Path(), read_settings(Path(config)))
@@ -84,11 +87,11 @@ class Project:
         if value is not None:
             override(self.settings, key, value)
 
-    def set_keywords(self, **values: Any) -> None:
+    def set_keywords(self, values: Mapping[str, Any]) -> None:
         """Sets the keys that the keywords of a call stand for, unless they are None."""
         names = {kind: self.block(kind) for kind in _NAMES} | {"student": f"llms.{self.student}"}
         for name, value in values.items():
-            self.set(_KEYS[name].format(**names), value)
+            self.set(KEYS[name].format(**names), value)
 
     def block(self, kind: str) -> str:
         """The dotted key of the block that the section `finetuning` names as its `kind` of component."""
@@ -166,16 +169,6 @@ class Project:
         if shown != self.settings:
             head += "# Secrets are hidden: name environment variables in their place, as ${NAME}.\n"
         write_file(path, (head + dump_yaml(shown)).encode())
-
-
-def _defaults() -> Settings:
-    return {
-        "general": {},
-        "llms": {_STUDENT: {"_type": "policy"}},
-        "eval": {"general": {}, "evaluators": {}},
-        **{f"{kind}s": {name: {"_type": _TYPES[kind]}} for kind, name in _NAMES.items()},
-        "finetuning": dict(_NAMES),
-    }
 
 
 def _merged(before: Any, values: Any) -> Any:

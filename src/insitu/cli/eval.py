@@ -27,7 +27,7 @@ def command(request: "EvaluationRunConfig", checkpoint: Path | None) -> None:
     from insitu.collect.event_loop import run_async
     from insitu.errors import InsituError
     from insitu.training.report import evaluation_problems
-    from insitu.training.serving import evaluation_main
+    from insitu.training.runtime import evaluation_main
 
     output = run_async(evaluation_main(request, checkpoint, results_console(), notes_console()))
     for path in (output.workflow_output_file, *output.evaluator_output_files):

@@ -32,7 +32,7 @@ async def _run(request: "RunRequest", text: str, checkpoint: Path | None) -> str
     from insitu.config import requested_config
     from insitu.errors import InsituError, WorkflowError, describe_error
     from insitu.schemas.episodes import EpisodeKey
-    from insitu.training.serving import serve_policy, starting_from
+    from insitu.training.runtime import serve_policy, starting_from
     from insitu.workflow.context import EpisodeScope
 
     config = starting_from(requested_config(request), checkpoint, notes_console())

@@ -42,7 +42,7 @@ async def _serve(
     from insitu.config import requested_config
     from insitu.registry import LLM
     from insitu.remote.service import WorkflowService
-    from insitu.training.serving import serve_policy, starting_from
+    from insitu.training.runtime import serve_policy, starting_from
 
     config = starting_from(requested_config(request), checkpoint, notes_console())
     service = WorkflowService(config, serve_policy, access, policy_url)

@@ -36,17 +36,7 @@ from insitu.schemas.finetuning import (
     TrainingJobStatus,
     TrajectoryCollection,
 )
-from insitu.training.checks import (
-    EPISODES,
-    PAIRS,
-    Leftovers,
-    PolicyTraffic,
-    check_collected,
-    check_components,
-    check_results,
-    check_sampled,
-    new_version,
-)
+from insitu.training import checks
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
@@ -85,7 +75,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        check_components(self, self.method, computes_advantages=self.computes_advantages)
+        checks.check_components(self, self.method, computes_advantages=self.computes_advantages)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -187,7 +177,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 self.log_progress(epoch, metrics)
             if self._plot is not None:
                 await self._plot.update(self.reward_history, self._validations)
-            self.report.epoch(epoch, num_epochs, metrics, PAIRS if isinstance(self, PairTrainer) else EPISODES)
+            self.report.epoch(
+                epoch, num_epochs, metrics, checks.PAIRS if isinstance(self, PairTrainer) else checks.EPISODES
+            )
             return status
         except BaseException:  # reported, then re-raised
             self.report.end_run()
@@ -208,7 +200,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
         self.reward_history.append({key: statistics[key] for key in rewards})
-        check_sampled(self, collected, endpoint)
+        checks.check_sampled(self, collected, endpoint)
         collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
         trajectories = [t for group in collected.trajectories for t in group]
         self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
@@ -241,12 +233,12 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def _collect(
         self, epoch: int, run_id: str, served: PolicyEndpoint | None
-    ) -> tuple[TrajectoryCollection, Leftovers]:
+    ) -> tuple[TrajectoryCollection, checks.Leftovers]:
         """The groups of an epoch, each written to the run's files as it completes, and what their episodes left over.
 
         Finished episodes are journaled before their group is complete, so that a resumed run need not run them again.
         """
-        builder, traffic = self.trajectory_builder, PolicyTraffic(self._builder, served)
+        builder, traffic = self.trajectory_builder, checks.PolicyTraffic(self._builder, served)
         finished, errors = self._durable.finished(epoch), Counter[str]()
         journaled = {episode.key for episode in finished}
 
@@ -279,7 +271,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in errors.most_common(3)]:
             self.report.note(f"epoch {epoch}: {problem}")
-        check_collected(self, epoch, collection, errors, self.store.folder)
+        checks.check_collected(self, epoch, collection, errors, self.store.folder)
         return collection, leftovers
 
     def apply_curriculum_learning(
@@ -319,7 +311,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self.report.note(f"epoch {epoch}: these metrics are not finite: {', '.join(result.not_finite)}")
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         before, endpoint = result.metrics["policy_version"], await self.trainer_adapter.policy_endpoint()
-        result.metrics["policy_version"] = version = new_version(epoch, before, endpoint)
+        result.metrics["policy_version"] = version = checks.new_version(epoch, before, endpoint)
         if self.validation is not None:
             self.validation.checkpoints[version] = (status.metadata or {}).get("checkpoint")
         return status
@@ -348,7 +340,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             await self._plot.finish(self.reward_history, self._validations)
         self.report.summary(self._validations, self.validation.best if self.validation else None, self.store.folder)
         dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
-        check_results(statuses, self._validations, dropped, self._causes, self.store.folder)
+        checks.check_results(statuses, self._validations, dropped, self._causes, self.store.folder)
 
     async def cleanup(self) -> None:
         self.report.end_run()

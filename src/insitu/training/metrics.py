@@ -47,10 +47,7 @@ _NO_PAIRS: dict[str, tuple[str, str]] = {
         "the scores of each turn or row are equal",
         "use a finer score, or more varied candidates",
     ),
-    DropReason.IDENTICAL_RESPONSES: (
-        "the candidates of each turn or row have the same text",
-        "raise the temperature",
-    ),
+    DropReason.IDENTICAL_RESPONSES: ("the candidates of each turn or row have the same text", "raise the temperature"),
     DropReason.SMALL_DIFFERENCE: (
         "the scores differ by less than the smallest difference of the trajectory builder",
         "lower that, or use a finer score",

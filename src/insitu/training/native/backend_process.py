@@ -52,18 +52,14 @@ class BackendProcess:
     """
 
     def __init__(
-        self,
-        cli_arguments: Sequence[str],
-        log_path: Path,
-        max_restarts: int = 0,
-        secret_variables: Mapping[str, str] | None = None,
+        self, arguments: Sequence[str], log_path: Path, max_restarts: int, secret_variables: Mapping[str, str]
     ) -> None:
         self.token = secrets.token_urlsafe()
         """Required with every request, to keep other users of this machine out."""
         remember_secret(self.token)
-        self._cli_arguments = cli_arguments
+        self._arguments = arguments
         self._log_path = log_path
-        self._secret_variables = dict(secret_variables or {})
+        self._secret_variables = secret_variables
         self._port = 0
         self._startup_timeout = 0.0
         self._max_restarts = max_restarts
@@ -81,7 +77,7 @@ class BackendProcess:
         await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
         if self._started is not None:
             self._started[0].close()
-        command = [sys.executable, "-m", "insitu", "backend", *self._cli_arguments, "--port", str(self._port)]
+        command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--port", str(self._port)]
         command += ["--parent_pid", str(os.getpid())]
         with self._log_path.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child

@@ -93,7 +93,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         self._best_version: int | None = None
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
-        self._base_url, self._url_token = adapter_config.address_and_token
+        self._base_url, token = adapter_config.address_and_token
+        self._token = token or "none"  # the header needs a value
         if adapter_config.model is not None:
             self._resolve_model(adapter_config.model)  # raises now if it does not exist
 
@@ -108,11 +109,11 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             key = self.config.sampler.api_key
             secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
             self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts, secrets)
-            self._base_url = await self._process.start(self.config.startup_timeout)
+            self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
         if self._connection is None:
             self._connection = Connection(
                 f"the backend at {self._base_url}",
-                {"Authorization": f"Bearer {self._token()}"},
+                {"Authorization": f"Bearer {self._token}"},
                 self.config.read_timeout,
                 self.config.retry_timeout,
                 self._process.final_report if self._process is not None else lambda: None,
@@ -127,10 +128,6 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
         self._connection.verified = True
         self._first_version = 0 if self._process is not None else self._version
-
-    def _token(self) -> str:
-        own = self._process.token if self._process is not None else self._url_token
-        return own or "none"  # the header needs a value
 
     def _resolve_model(self, model: str) -> str:
         """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
@@ -155,16 +152,13 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         if request is not None and request.resume and record.is_file():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
             return str(read_object(record)["model"])
-        self._set_aside(folder)
-        resolved = self._resolve_model(model)
-        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
-        return resolved
-
-    def _set_aside(self, folder: Path) -> None:
         if (folder / "checkpoints").exists():
             FolderLock(folder, OUTPUT_DIR).release()
             self._builder.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
             logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
+        resolved = self._resolve_model(model)
+        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
+        return resolved
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections."""
@@ -186,7 +180,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         return PolicyEndpoint(
             f"{self._base_url}/v1",
             models.data[0].id,
-            self._token(),
+            self._token,
             version,
             base_model=self.config.model,
             **self._health.model_dump(exclude={"policy_version"}),
