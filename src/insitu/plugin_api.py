@@ -14,7 +14,7 @@ from insitu.algorithms.selection import apply_curriculum as apply_curriculum
 from insitu.builder import Builder as Builder, EvalBuilder as EvalBuilder, WorkflowBuilder as WorkflowBuilder
 from insitu.collect.evaluation import EvaluationRun as EvaluationRun
 from insitu.collect.evaluators import BaseEvaluator as BaseEvaluator
-from insitu.collect.executors import Executor as Executor
+from insitu.collect.episodes import Executor as Executor
 from insitu.registry import (
     register_dataset_loader as register_dataset_loader,
     register_evaluator as register_evaluator,

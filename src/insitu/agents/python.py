@@ -1,4 +1,4 @@
-"""A Python function as a workflow.
+"""A Python function as a workflow, or an agent object that it builds, asked one question for each episode.
 
 workflow: {_type: python, function: my_agent:answer, model: student}
 
@@ -6,26 +6,115 @@ async def answer(question: str, model: insitu.Model) -> str:
     return await model.ask(question)
 """
 
+import asyncio
+import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from functools import cached_property, partial
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from insitu.agents.blocking_model import BlockingModel
-from insitu.agents.objects import ask, binder, called, is_blocking
+from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built
 from insitu.config.code import load_code
-from insitu.errors import ConfigError
-from insitu.registry import LLM, not_found
+from insitu.errors import ConfigError, WorkflowError
+from insitu.registry import FRAMEWORK_GROUP, LLM, not_found
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function, type_hints
+from insitu.workflow.llms import ModelClient, as_messages, text_of
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletion
 
 _FROM_EPISODE: dict[str, Callable[[Context], Any]] = {
     "row": lambda context: context.row,
     "seed": lambda context: context.seed,
 }
+_METHODS = ("ainvoke", "arun", "run", "invoke")
+"""How an object is asked, if it cannot be called and is of no agent framework that insitu knows."""
+
+
+class BlockingModel:
+    """A `ModelClient` whose methods block, for functions that run in threads."""
+
+    def __init__(self, model: ModelClient) -> None:
+        self._model = model
+        self.model = model.model
+        self.params = model.params
+
+    @cached_property
+    def client(self) -> "OpenAI":
+        """The official client."""
+        return sync_client(self._model)
+
+    def complete(self, messages: str | list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
+        """One chat completion with the configured parameters; `overrides` take precedence. Text is a user's message."""
+        request: dict[str, Any] = {"model": self.model, "messages": as_messages(messages), **self.params, **overrides}
+        completion: ChatCompletion = self.client.chat.completions.create(**request)
+        return completion
+
+    def ask(self, messages: str | list[dict[str, Any]], **overrides: Any) -> str:
+        """The text of one completion."""
+        return text_of(self.complete(messages, **overrides))
+
+
+def framework_module(framework: str | None) -> Any:
+    """The module that has a framework's `ask_agent` and `with_model`; it may have neither."""
+    if framework is None:
+        return None
+    (point,) = entry_points(group=FRAMEWORK_GROUP, name=framework.lower())
+    return importlib.import_module(point.module)
+
+
+def is_blocking(function: Any) -> bool:
+    """Whether calling it waits for its result: it is neither a coroutine function nor an asynchronous generator."""
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    asynchronous = inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return not any(check(each) for check in asynchronous for each in (function, called))
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a function, which runs in a thread unless it is asynchronous."""
+    result = await asyncio.to_thread(function, *args, **kwargs) if is_blocking(function) else function(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def ask(agent: Any, question: Any, framework: str | None) -> Any:
+    """The answer of an agent object: of a framework's agent, a callable, or an object with one of the usual methods.
+
+    Raises WorkflowError if it is none of them.
+    """
+    ask_agent = getattr(framework_module(framework), "ask_agent", None)
+    if ask_agent is not None and not inspect.isroutine(agent):
+        return await ask_agent(agent, question)
+    if callable(agent):
+        return await called(agent, question)
+    method = next((name for name in _METHODS if callable(getattr(agent, name, None))), None)
+    if method is None:
+        raise WorkflowError(
+            f"the agent is a {type(agent).__name__}, which insitu cannot ask: return a function of the question, or an "
+            f"object that can be called or has a method {', '.join(_METHODS[:-1])} or {_METHODS[-1]}"
+        )
+    return await called(getattr(agent, method), question)
+
+
+def binder(agent: Any, framework: str | None, where: str) -> Callable[[Any], Any]:
+    """A function that returns a copy of an agent object with another model, for each episode.
+
+    Raises ConfigError if that cannot be done.
+    """
+    with_model = getattr(framework_module(framework), "with_model", None)
+    if with_model is None:
+        of = f"an agent of {framework}" if framework else f"a {type(agent).__name__}"
+        raise ConfigError(
+            f"{where}: {of} cannot be given another model once it is built; give a function that builds it, such as "
+            "`def build(model): return Agent(model)`, and name its framework"
+        )
+    return partial(with_model, agent)
 
 
 class PythonConfig(FunctionBaseConfig, name="python"):

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.agents.objects import binder
+from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
 from insitu.collect.event_loop import run_anywhere

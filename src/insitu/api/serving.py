@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from insitu.agents.blocking_model import BlockingModel
+from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
 from insitu.collect.event_loop import run_async
 from insitu.config import check_config

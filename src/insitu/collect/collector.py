@@ -29,11 +29,18 @@ from typing import Any, TypeVar
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.conversations import GroupRecord, scored_group
-from insitu.collect.episodes import Attempt, EpisodeOptions, fail, run_episode
+from insitu.collect.episodes import (
+    Attempt,
+    EpisodeOptions,
+    Executor,
+    LocalExecutor,
+    LocalExecutorConfig,
+    fail,
+    run_episode,
+)
 from insitu.collect.evaluators import Scorer, Scoring
-from insitu.collect.executors import Executor, LocalExecutor, LocalExecutorConfig
+from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
-from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, ConfigError, InsituError, WorkflowError
 from insitu.registry import EXECUTOR, FUNCTION, LLM
 from insitu.schemas.components import WORKFLOW

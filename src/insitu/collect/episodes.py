@@ -1,4 +1,4 @@
-"""One episode: attempts at a row until one succeeds or the retries are used up.
+"""One episode: attempts at a row until one succeeds or the retries are used up, and the executors that run them.
 
 An `Attempt` is a function of (row, key, options) that returns plain data: `in_process` runs the workflow here,
 `RemoteExecutor.attempt` in a workflow service.
@@ -7,18 +7,21 @@ An `Attempt` is a function of (row, key, options) that returns plain data: `in_p
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import ConfigDict
 from pydantic_core import from_json, to_jsonable_python
 
 from insitu.advantages.credit import credited_function
+from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
-from insitu.collect.watchdog import doing
+from insitu.collect.event_loop import doing
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
@@ -31,7 +34,8 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
-from insitu.schemas.components import WORKFLOW
+from insitu.registry import register_executor
+from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.http_format import json_form
@@ -50,40 +54,35 @@ _AGENTS_ERRORS = ("BadRequestError", "UnprocessableEntityError")
 _TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
 
 
-class ResultPath:
-    """The JSONPath (RFC 9535) of the output within a workflow's result; it must match exactly one value."""
+@cache
+def result_path(text: str) -> "JSONPath | None":
+    """A JSONPath (RFC 9535); None for `$`, the whole result. Raises ConfigError if it is invalid."""
+    if text == "$":
+        return None
+    from jsonpath import JSONPathEnvironment, JSONPathError
 
-    def __init__(self, text: str, path: "JSONPath") -> None:
-        self._text = text
-        self._path = path
+    try:
+        return JSONPathEnvironment(strict=True).compile(text)  # type: ignore[return-value]  # strict: no compound paths
+    except JSONPathError as error:
+        raise ConfigError(
+            f"result_json_path {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
+        ) from error
 
-    @classmethod
-    def parse(cls, text: str) -> "ResultPath | None":
-        """None for `$`, the whole result. Raises ConfigError for an invalid JSONPath."""
-        if text == "$":
-            return None
-        from jsonpath import JSONPathEnvironment, JSONPathError
 
+def _value_at(text: str, result: Any) -> Any:
+    """The value at a path in a model, a container or JSON text; raises WorkflowError unless it is unique."""
+    path = result_path(text)
+    if path is None:
+        return result
+    if isinstance(result, str | bytes):
         try:
-            return cls(text, JSONPathEnvironment(strict=True).compile(text))  # type: ignore[arg-type]  # strict: no compound paths
-        except JSONPathError as error:
-            raise ConfigError(
-                f"result_json_path {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
-            ) from error
-
-    def take(self, result: Any) -> Any:
-        """The value at the path, in a model, a container or JSON text; raises WorkflowError unless it is unique."""
-        if isinstance(result, str | bytes):
-            try:
-                result = from_json(result)
-            except ValueError as error:
-                raise WorkflowError(f"result_json_path {self._text}: the result {result!r:.80} is not JSON") from error
-        found = self._path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
-        if len(found) != 1:
-            raise WorkflowError(
-                f"result_json_path {self._text} matches {len(found)} values of {result!r:.200}, not one"
-            )
-        return found[0]
+            result = from_json(result)
+        except ValueError as error:
+            raise WorkflowError(f"result_json_path {text}: the result {result!r:.80} is not JSON") from error
+    values = path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
+    if len(values) != 1:
+        raise WorkflowError(f"result_json_path {text} matches {len(values)} values of {result!r:.200}, not one")
+    return values[0]
 
 
 @dataclass(frozen=True)
@@ -91,38 +90,23 @@ class EpisodeOptions:
     """How an episode is run: `timeout` in seconds per attempt, `retries` after transient failures.
 
     `seed` is the configured one. `training` names the llms (True: all) whose calls need logprobs, and with
-    `needs_token_ids` token ids too. `target_functions` are those whose calls are trained. `result` extracts the output
-    from the workflow's result; None: the whole result.
+    `needs_token_ids` token ids too. `target_functions` are those whose calls are trained. `result` is the JSONPath of
+    the output within the workflow's result; it must match exactly one value.
     """
 
-    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     seed: int = 0
     timeout: float | None = None
     retries: int = 0
     training: bool | frozenset[str] = False
-    result: ResultPath | None = None
+    result: str = "$"
     needs_token_ids: bool = True
     target_functions: tuple[str, ...] = (WORKFLOW,)
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        training: frozenset[str],
-        result: ResultPath | None,
-        needs_token_ids: bool,
-        target_functions: Sequence[str],
-    ) -> "EpisodeOptions":
-        return cls(
-            config.general.seed,
-            config.eval.episode_timeout,
-            config.eval.retries,
-            training,
-            result,
-            needs_token_ids,
-            tuple(target_functions),
-        )
+    def of(cls, config: Config, **others: Any) -> "EpisodeOptions":
+        return cls(config.general.seed, config.eval.episode_timeout, config.eval.retries, **others)
 
 
 class AttemptResult(NamedTuple):
@@ -150,9 +134,9 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests, episode.requested = dict(failed_requests), requested
     episode.abandoned_attempts = abandoned
-    if episode.outcome is Outcome.OK and options.result is not None:
+    if episode.outcome is Outcome.OK:
         try:
-            episode.output = options.result.take(episode.output)
+            episode.output = _value_at(options.result, episode.output)
         except WorkflowError as error:
             episode.output = None
             fail(episode, DropReason.WORKFLOW_ERROR, error)
@@ -164,6 +148,54 @@ def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
     episode.outcome = Outcome.FAILED
     episode.reason = reason
     episode.error = format_error(error)
+
+
+class Executor(ABC):
+    """Runs attempts at episodes of the workflows of a run; a run has one, which its evaluations share."""
+
+    def __init__(self) -> None:
+        self.stray_completions = Counter[str]()
+        """Completions that workflows in other processes have requested outside every episode, by key of `llms`."""
+        self.outside_completions = Counter[str]()
+        """Completions requested outside every episode, by URL of the server."""
+
+    @property
+    def lost_workers(self) -> int:
+        """How many processes have ended without saying what their episodes had requested."""
+        return 0
+
+    async def check(self, builder: Builder) -> None:
+        """Raises ConfigError or BackendError if no episode could be run; called before anything else is started."""
+        return
+
+    @abstractmethod
+    def open(
+        self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Attempts that run the workflow of `builder`'s file, with the policy that `builder` knows.
+
+        `trained` names the llms whose calls are trained. `reached`: `check` has succeeded before. Raises
+        BackendUnavailable, ConfigError or RequestRefused if no episode can be run.
+        """
+
+
+class LocalExecutorConfig(ExecutorBaseConfig, name="local"):
+    """Episodes run in this process, as they do without the block."""
+
+
+class LocalExecutor(Executor):
+    """Runs attempts in this event loop."""
+
+    @asynccontextmanager
+    async def open(
+        self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
+    ) -> AsyncIterator[Attempt]:
+        yield in_process(await builder.get_workflow())
+
+
+@register_executor(config_type=LocalExecutorConfig)
+async def local_executor(config: LocalExecutorConfig, builder: Builder) -> AsyncIterator[LocalExecutor]:
+    yield LocalExecutor()
 
 
 def in_process(workflow: Any) -> Attempt:

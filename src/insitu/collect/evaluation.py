@@ -15,7 +15,7 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
-from insitu.collect.episodes import EpisodeOptions, ResultPath
+from insitu.collect.episodes import EpisodeOptions, result_path
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import GenerationCounter, RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, load_config
@@ -58,11 +58,11 @@ class EvaluationRun:
         self._builder = builder
         self._training = config.training
         self._first_generation = 0
-        self._result = ResultPath.parse(config.result_json_path)
+        result = result_path(config.result_json_path)
         self._precomputed = config.skip_workflow or config.skip_completed_entries
         if self._precomputed and config.reps != 1:
             raise ConfigError(f"reps is {config.reps}, but precomputed answers require reps=1")
-        if config.skip_workflow and (config.endpoint or self._result):
+        if config.skip_workflow and (config.endpoint or result):
             raise ConfigError("endpoint and result_json_path have no effect with skip_workflow")
 
     async def run_and_evaluate(self) -> EvaluationRunOutput:
@@ -116,13 +116,17 @@ class EvaluationRun:
 
     async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], run: RunState) -> None:
         """Runs the workflow on `items` and fills them in."""
-        llms = loaded.trained_llms() if self._training else frozenset()
-        targets = loaded.finetuning.target_functions
         plan = Plan(
             run_id="eval",
             epoch=1 if self._training else 0,  # a held-out row never samples with the seed of a training row
             members=[(item, self._first_generation + item.rep) for item in items],
-            options=EpisodeOptions.of(loaded, llms, self._result, False, targets),  # plugins may lack token ids
+            options=EpisodeOptions.of(
+                loaded,
+                training=loaded.trained_llms() if self._training else frozenset(),
+                result=self.config.result_json_path,
+                needs_token_ids=False,  # plugins may lack them
+                target_functions=tuple(loaded.finetuning.target_functions),
+            ),
             limit=loaded.max_concurrency,
             service=self.config,
         )

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from insitu.agents.objects import called
-from insitu.agents.python import parameters
+from insitu.agents.python import called, parameters
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator
 from insitu.config.code import call_with, load_code

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder, builder_at_work
-from insitu.collect.watchdog import Watchdog
+from insitu.collect.event_loop import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.evaluation import EvaluationRunConfig
@@ -64,8 +64,8 @@ class RunState:
     @classmethod
     def of(cls, builder: Builder, *, is_checked: bool = False) -> "RunState":
         """The state of a new run, in the running event loop."""
-        slots, watchdog = asyncio.Semaphore(builder.config.max_concurrency), Watchdog.of(builder.config.eval)
-        return cls(builder, asyncio.get_running_loop(), slots, watchdog, is_checked=is_checked)
+        slots = asyncio.Semaphore(builder.config.max_concurrency)
+        return cls(builder, asyncio.get_running_loop(), slots, new_watchdog(builder.config), is_checked=is_checked)
 
     def evaluates(self, request: EvaluationRunConfig) -> bool:
         """Whether an evaluation is of the run's own file, with the run's overrides or none."""
@@ -169,10 +169,14 @@ async def config_and_builder(
         yield loaded, own
 
 
+def new_watchdog(config: Config) -> Watchdog:
+    return Watchdog(config.eval.stall_warning, config.eval.stall_timeout)
+
+
 def watchdog_of(config: Config) -> Watchdog:
     """The watchdog of the current finetuning run, or a new one."""
     run = current_run()
-    return run.watchdog if run is not None else Watchdog.of(config.eval)
+    return new_watchdog(config) if run is None else run.watchdog
 
 
 def _same_file(one: Any, other: Any) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, fail
-from insitu.collect.executors import Executor
-from insitu.collect.watchdog import doing
+from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, fail
+from insitu.collect.event_loop import doing
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import LLM, register_executor

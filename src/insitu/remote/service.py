@@ -27,8 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
-from insitu.collect.event_loop import loop_in_thread, run_in_loop
-from insitu.collect.watchdog import Watchdog, where_thread_is
+from insitu.collect.event_loop import Watchdog, loop_in_thread, run_in_loop, where_thread_is
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
 from insitu.registry import LLM

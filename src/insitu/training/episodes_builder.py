@@ -20,7 +20,7 @@ from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.datasets import load_dataset
-from insitu.collect.episodes import EpisodeOptions, ResultPath
+from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import Scoring
 from insitu.collect.python_scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
@@ -173,7 +173,6 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         """What the plans of all epochs have in common."""
         run, config, trained = self.run_config, self._full_config, self.trained
         service = self._builder.request
-        result = ResultPath.parse(service.result_json_path) if service else None
         reward = run.reward_function if self.needs_reward else None
         monitored = config.names(EVALUATOR) if run.training_evaluators is None else run.training_evaluators
         computes_reward = type(self).compute_reward is not TrajectoryBuilder.compute_reward
@@ -181,7 +180,13 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             run_id="",
             epoch=0,
             members=(),
-            options=EpisodeOptions.of(config, trained.llms, result, self.needs_token_ids, trained.functions),
+            options=EpisodeOptions.of(
+                config,
+                training=trained.llms,
+                result=service.result_json_path if service else "$",
+                needs_token_ids=self.needs_token_ids,
+                target_functions=tuple(trained.functions),
+            ),
             limit=config.max_concurrency,
             service=service,
             trained=trained,

@@ -13,10 +13,9 @@ from rich.console import Console
 from insitu.builder import Builder
 from insitu.collect.collector import executor_of
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.episodes import ResultPath
+from insitu.collect.episodes import LocalExecutorConfig, result_path
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
-from insitu.collect.executors import LocalExecutorConfig
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.errors import (
@@ -221,7 +220,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None =
 
 async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
-    ResultPath.parse(request.result_json_path)
+    result_path(request.result_json_path)
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
     if getattr(builder, "episodes_from", None) is None:
         load_dataset(config, request.dataset)
