@@ -4,7 +4,7 @@ OpenAI's completions are here; other dialects are entry points of `insitu.dialec
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
@@ -132,6 +132,11 @@ class StreamTranslator:
 
     def end(self, failure: str | None = None) -> bytes:
         return b"".join(self._translation.end(failure or self.failure))
+
+
+def present(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The values of these names that are not null."""
+    return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def refuse_unsupported(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:

@@ -31,7 +31,7 @@ from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.wire.http_format import MALFORMED, authorization, http_url, split_userinfo
+from insitu.wire.http_format import MALFORMED, authorized, http_url
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -255,10 +255,9 @@ class Gateway:
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
-        base_url, userinfo = split_userinfo(str(llm.client.base_url))
-        url = f"{base_url.rstrip('/')}/{translation.route}"
-        headers: Any = {"Content-Type": "application/json"}
-        headers["Authorization"] = authorization(userinfo, llm.client.api_key)
+        base_url, credentials = authorized(str(llm.client.base_url), llm.client.api_key)
+        url = f"{base_url}/{translation.route}"
+        headers: Any = {"Content-Type": "application/json", "Authorization": credentials}
         timeout = _timeout(llm.config.timeout)
         content = proxy.payload(exchange.content)
         assert self._session is not None
@@ -292,10 +291,10 @@ class Gateway:
             api_key = key.get_secret_value() if key else "none"
             timeout = _timeout(None)
         query = request.rel_url.raw_query_string
-        base_url, userinfo = split_userinfo(base_url)
-        url = URL(f"{base_url.rstrip('/')}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
+        base_url, credentials = authorized(base_url, api_key)
+        url = URL(f"{base_url}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
-        headers.update({"Authorization": authorization(userinfo, api_key), "x-api-key": api_key})
+        headers.update({"Authorization": credentials, "x-api-key": api_key})
         assert self._session is not None
         async with self._session.request(
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout

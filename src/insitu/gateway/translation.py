@@ -15,7 +15,7 @@ from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
 from insitu.gateway.dialects import StreamTranslator, Translation, dialects
-from insitu.wire.http_format import authorization, split_userinfo
+from insitu.wire.http_format import authorized
 from insitu.workflow.llms import ModelClient
 
 _STREAM = {"content-type": "text/event-stream"}
@@ -79,12 +79,11 @@ class _TranslatingTransport:
         except RequestRefused as error:
             return self._json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         body = translation.completion_request(self._llm.params, self._llm.model)
-        client = self._llm.client
-        base_url, userinfo = split_userinfo(str(client.base_url))
+        base_url, credentials = authorized(str(self._llm.client.base_url), self._llm.client.api_key)
         translated = self.http.Request(
             "POST",
-            f"{base_url.rstrip('/')}/{translation.route}",
-            headers={"content-type": "application/json", "authorization": authorization(userinfo, client.api_key)},
+            f"{base_url}/{translation.route}",
+            headers={"content-type": "application/json", "authorization": credentials},
             content=orjson.dumps(body),
             extensions=request.extensions,
         )

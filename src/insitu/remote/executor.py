@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -181,5 +181,5 @@ class ServiceExecutor(RemoteExecutor):
 @register_executor(config_type=ServiceExecutorConfig)
 async def service_executor(config: ServiceExecutorConfig, builder: Builder) -> AsyncIterator[ServiceExecutor]:
     executor = ServiceExecutor(config)
-    async with executor.pool:
+    async with aclosing(executor.pool):
         yield executor

@@ -1,6 +1,6 @@
 """The services that run the episodes of a run: started, given attempts, watched, and replaced when they are lost.
 
-async with ServicePool("worker") as pool:
+async with aclosing(ServicePool("worker")) as pool:
     pool.starters = [make_service] * 4
     await pool.open(workflow, description, expected=4, limit=60)
     async with pool.service(alone=False) as service:
@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Any
 
 from insitu.errors import BackendError, BackendUnavailable, InsituError, format_error
 from insitu.remote.client import ServiceLost, ServiceSession
 
 logger = logging.getLogger(__name__)
 
+KEY = "general.executor"
 _SETTLE_SECONDS = 30.0
 """How long the first services wait for the others."""
 _FIRST_REST, _MOST_DOUBLINGS = 0.5, 6
@@ -115,10 +116,8 @@ class ServicePool:
         self._failure: InsituError | None = None
         self._has_started = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def aclose(self) -> None:
+        """Ends the services."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -157,7 +156,7 @@ class ServicePool:
         self._has_started = bool(self._ready)
         if len(self._ready) < len(self.starters):
             running = f"{len(self._ready)} of {len(self.starters)} {self._noun}s run"
-            logger.warning("general.executor: %s; the others get episodes once they do", running)
+            logger.warning("%s: %s; the others get episodes once they do", KEY, running)
 
     async def _keep(self, make: Callable[[], RemoteService]) -> None:
         """Keeps one service running: starts it, watches it until it is lost, and starts another."""
@@ -167,18 +166,16 @@ class ServicePool:
                 service = make()
                 self._services.append(service)
                 rest = await self._start(service, failures)
+                failures = 0 if rest is None else failures + 1
                 if rest is None:
-                    failures = 0
                     await self._use(service)
-                else:
-                    failures += 1
                 self._services.remove(service)
-                self._close(service)
+                closing = asyncio.create_task(service.close(gently=False), name="end a service")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
                 await asyncio.sleep(rest or 0.0)
         except Exception as error:  # a keeper that ends would leave episodes waiting for ever
-            failure = (
-                error if isinstance(error, InsituError) else InsituError(f"general.executor: {format_error(error)}")
-            )
+            failure = error if isinstance(error, InsituError) else InsituError(f"{KEY}: {format_error(error)}")
             if self._ready:  # the episodes go on there, until the last one has ended
                 count = len(self._ready)
                 logger.warning("%s; %ss that end are not replaced any more, %d run", failure, self._noun, count)
@@ -193,7 +190,7 @@ class ServicePool:
                 await service.open(missing[0], self._workflows[missing[0]])
         except BackendUnavailable as error:
             if failures + 1 >= self._most_failures:
-                message = f"general.executor: a {self._noun} could not be started {failures + 1} times: {error}"
+                message = f"{KEY}: a {self._noun} could not be started {failures + 1} times: {error}"
                 raise BackendError(message) from error
             return _FIRST_REST * 2.0 ** min(failures, _MOST_DOUBLINGS)
         except InsituError as error:
@@ -212,11 +209,6 @@ class ServicePool:
         self.lost_services += 1
         lost = service.lost_episodes
         logger.warning("%s has ended; its %d episodes are run again (%s)", service.name, lost, cause)
-
-    def _close(self, service: RemoteService) -> None:
-        closing = asyncio.create_task(service.close(gently=False), name="end a service")
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
 
     def _wake(self, places: int) -> None:
         """Lets as many attempts look for a service."""

@@ -118,10 +118,7 @@ class Retry:
 
     async def __call__(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of `request`; `what` names it in messages."""
-        started = time.monotonic()
-        deadline = started + self._timeout
-        failures = 0
-        waiting = False
+        started, failures, waiting = time.monotonic(), 0, False
         try:
             while True:
                 try:
@@ -133,11 +130,12 @@ class Retry:
                     self._raise_if_final(what, error, now - started)
                     if not waiting and (failures > 1 or now - started > _REPORT_AFTER):
                         waiting = True
-                        self._outage_begins(what, error)
-                    backoff = min(
-                        _LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS)
-                    ) * _jitter.uniform(0.5, 1.0)
-                    await pause.get()(min(max(backoff, error.retry_after), deadline - now))
+                        self._waiting += 1
+                        if self._waiting == 1:
+                            logger.warning("%s: %s; retrying for up to %g s", what, error, self._timeout)
+                    backoff = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS))
+                    wait = max(backoff * _jitter.uniform(0.5, 1.0), error.retry_after)
+                    await pause.get()(min(wait, started + self._timeout - now))
         finally:
             self._waiting -= waiting
         self.reached = True
@@ -169,11 +167,6 @@ class Retry:
         if elapsed >= self._timeout:
             gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""
             raise BackendUnavailable(f"{what}: {error}{gave_up}") from error
-
-    def _outage_begins(self, what: str, error: BackendUnavailable) -> None:
-        self._waiting += 1
-        if self._waiting == 1:
-            logger.warning("%s: %s; retrying for up to %g s", what, error, self._timeout)
 
 
 def _is_refused(error: BaseException | None) -> bool:

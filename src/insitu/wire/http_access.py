@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from insitu.errors import ConfigError, RequestRefused
 from insitu.wire.redaction import remember_secret
@@ -66,40 +66,40 @@ class AccessPolicy:
 
         `is_public`: the route needs no token.
         """
-        if self.token is not None and is_public:
-            return
-        scheme = self._authorized_by(headers.get("authorization", "")) if self.token is not None else None
-        if self.token is not None and scheme is None:
-            problem = f"the bearer token is missing or wrong (it is the server's --token or {self.variable})"
-            raise RequestRefused(problem, status=401, code="invalid_token")
-        host = headers.get("host", "")
-        if self.token is None and host and not self._is_known(host):
+        scheme, host, origin = None, headers.get("host", ""), headers.get("origin")
+        if self.token is not None:
+            if is_public:
+                return
+            scheme = _authorized_by(self.token, headers.get("authorization", ""))
+            if scheme is None:
+                problem = f"the bearer token is missing or wrong (it is the server's --token or {self.variable})"
+                raise RequestRefused(problem, status=401, code="invalid_token")
+        elif host and not self._is_known(host):
             problem = f"Host is {host!r:.80}, which is neither an IP address nor a name of this server"
             raise RequestRefused(f"{problem}; allow it with --allowed_host", status=403, code="unknown_host")
-        origin = headers.get("origin")
-        if scheme != "bearer" and origin is not None and _netloc(origin) != host.lower():
+        if scheme != "bearer" and origin is not None and (_parsed(origin).netloc.lower() or None) != host.lower():
             # Browsers attach Basic credentials and addresses to the requests of any page, but never bearer tokens.
             problem = f"Origin is {origin!r:.80}: web pages may not use this server without a bearer token"
             raise RequestRefused(problem, status=403, code="foreign_origin")
         require_json(headers)
 
-    def _authorized_by(self, authorization: str) -> str | None:
-        """The scheme that carries the right token: `bearer`, or `basic` with the token as password."""
-        assert self.token is not None
-        scheme, _, credentials = authorization.partition(" ")
-        scheme, given = scheme.lower(), credentials.encode(errors="surrogateescape")  # as aiohttp decodes headers
-        if scheme == "basic":
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except ValueError:
-                return None
-        is_right = scheme in ("basic", "bearer") and hmac.compare_digest(given, self.token.encode())
-        return scheme if is_right else None
-
     def _is_known(self, host: str) -> bool:
         """Whether a Host header is safe: an IP address cannot be resolved to another one."""
-        name = (_hostname(host) or "").rstrip(".")
-        return name == "localhost" or name.endswith(".localhost") or _is_address(name) or name in self.hosts
+        name = (_parsed(f"//{host}").hostname or "").rstrip(".")
+        return name == "localhost" or name.endswith(".localhost") or _address(name) is not None or name in self.hosts
+
+
+def _authorized_by(token: str, authorization: str) -> str | None:
+    """The scheme that carries the right token: `bearer`, or `basic` with the token as password."""
+    scheme, _, credentials = authorization.partition(" ")
+    scheme, password = scheme.lower(), credentials.encode(errors="surrogateescape")  # as aiohttp decodes headers
+    if scheme == "basic":
+        try:
+            password = base64.b64decode(password, validate=True).partition(b":")[2]
+        except ValueError:
+            return None
+    is_right = scheme in ("basic", "bearer") and hmac.compare_digest(password, token.encode())
+    return scheme if is_right else None
 
 
 def require_json(headers: Mapping[str, str]) -> None:
@@ -125,33 +125,22 @@ def is_loopback(host: str) -> bool:
 
 def is_loopback_address(host: str) -> bool:
     """Whether an address, or the name `localhost`, is this machine's; no name server is asked."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = _address(host)
+    if address is None:
         return host == "localhost"
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _hostname(netloc: str) -> str | None:
-    """The name in `name:port`, in lower case; None if it is malformed."""
-    try:
-        return urlsplit(f"//{netloc}").hostname
+        return ipaddress.ip_address(name)
     except ValueError:
         return None
 
 
-def _netloc(origin: str) -> str | None:
-    """`name:port` of an Origin; None for `null` and malformed ones."""
+def _parsed(url: str) -> SplitResult:
+    """The parts of a URL; those of one that is malformed are empty."""
     try:
-        return urlsplit(origin).netloc.lower() or None
+        return urlsplit(url)
     except ValueError:
-        return None
+        return urlsplit("")

@@ -40,9 +40,11 @@ def split_userinfo(url: str) -> tuple[str, str | None]:
     return (parts._replace(netloc=host).geturl(), unquote(userinfo)) if found else (url, None)
 
 
-def authorization(userinfo: str | None, key: str) -> str:
-    """The header for a server: the credentials of its URL, or else its key."""
-    return f"Bearer {key}" if userinfo is None else f"Basic {base64.b64encode(userinfo.encode()).decode()}"
+def authorized(base_url: str, key: str) -> tuple[str, str]:
+    """A server's URL without its credentials, and the Authorization header: with them, or else with its key."""
+    address, userinfo = split_userinfo(base_url)
+    basic = base64.b64encode((userinfo or "").encode()).decode()
+    return address.rstrip("/"), f"Bearer {key}" if userinfo is None else f"Basic {basic}"
 
 
 def format_event(data: bytes, event: str | None = None) -> bytes:

@@ -250,10 +250,10 @@ def guard(access: AccessPolicy, is_public: Callable[[str], bool] = lambda path: 
 
 
 def _reported(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, ValidationError):
+        error = validation_refusal(error)
     if isinstance(error, RequestRefused):
         return error_response(str(error), error.status, error.param, error.code)
-    if isinstance(error, ValidationError):
-        return _reported(request, validation_refusal(error))
     if isinstance(error, web.HTTPException):
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         return error_response(f"{request.method} {request.path}: {error.reason}", error.status, headers=headers)

@@ -11,6 +11,7 @@ import json
 import re
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote, quote_plus, unquote
 
@@ -177,17 +178,8 @@ def redact_stream(stream: TextIO) -> None:
     stream.write = lambda text: write(redact(text))  # type: ignore[method-assign]
 
 
-def results_console() -> "Console":
+def results_console(*, stderr: bool = False) -> "Console":
     """Standard output: progress and tables."""
-    return _console(stderr=False)
-
-
-def notes_console() -> "Console":
-    """Standard error, for commands whose standard output is their answer."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> "Console":
     from rich.console import Console
 
     class RedactedConsole(Console):
@@ -197,3 +189,7 @@ def _console(*, stderr: bool) -> "Console":
             return super().render_str(redact(text), **options)
 
     return RedactedConsole(stderr=stderr, highlight=False)
+
+
+notes_console = partial(results_console, stderr=True)
+"""Standard error, for commands whose standard output is their answer."""

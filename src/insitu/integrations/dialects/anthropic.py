@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from insitu.gateway.dialects import Translation, join_text, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
@@ -36,7 +36,7 @@ _ERRORS = {
 
 
 def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, Any]:
-    chat = {name: request[name] for name in _SAME if request.get(name) is not None}
+    chat = present(request, _SAME)
     messages: list[dict[str, Any]] = []
     if system := join_text(request.get("system"), ("text",), "system"):
         messages.append({"role": "system", "content": system})
@@ -62,7 +62,7 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise unsupported_type(f"tools.{index}", tool["type"], "custom", "tools")
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return {"type": "function", "function": present(function, function)}
 
 
 def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -107,7 +107,7 @@ class MessagesTranslation(Translation):
         self._block = -1  # index of the latest content block, the only open one
         self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
         self._text_open = False
-        self._stop: tuple[str, str | None] = ("end_turn", None)
+        self._stop = _stop({})
         self._usage: dict[str, Any] = {}
 
     def response(self, completion: dict[str, Any]) -> dict[str, Any]:
@@ -120,21 +120,12 @@ class MessagesTranslation(Translation):
             self.memory[call["id"]] = call["function"].get("arguments") or ""
             arguments = _arguments(self.memory[call["id"]])
             content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-        return self._message(completion, content, *_stop(choice))
+        return self._message(completion, content, _stop(choice))
 
-    def _message(
-        self, completion: dict[str, Any], content: list[Any], stop: str | None = None, sequence: str | None = None
-    ) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": completion.get("model"),
-            "content": content,
-            "stop_reason": stop,
-            "stop_sequence": sequence,
-            "usage": _usage(completion.get("usage") or {}),
-        }
+    def _message(self, completion: dict[str, Any], content: list[Any], stop: dict[str, Any]) -> dict[str, Any]:
+        usage = _usage(completion.get("usage") or {})
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": completion.get("model")}
+        return {**message, "content": content, **stop, "usage": usage}
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         yield from self._begin(chunk)
@@ -155,7 +146,7 @@ class MessagesTranslation(Translation):
     def _begin(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
-            yield _event({"type": "message_start", "message": self._message(chunk, [])})
+            yield _event({"type": "message_start", "message": self._message(chunk, [], dict.fromkeys(self._stop))})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
@@ -188,9 +179,7 @@ class MessagesTranslation(Translation):
             return
         yield from self._begin({})
         yield from self._close()
-        delta = dict(zip(("stop_reason", "stop_sequence"), self._stop, strict=True))
-        usage = self._usage or _usage({})
-        yield _event({"type": "message_delta", "delta": delta, "usage": usage})
+        yield _event({"type": "message_delta", "delta": self._stop, "usage": self._usage or _usage({})})
         yield _event({"type": "message_stop"})
 
     @staticmethod
@@ -212,11 +201,11 @@ def _arguments(text: str | None) -> Any:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
-def _stop(choice: dict[str, Any]) -> tuple[str, str | None]:
+def _stop(choice: dict[str, Any]) -> dict[str, Any]:
     """The stop reason, and the stop sequence if the server reports it."""
     if choice.get("finish_reason") == "stop" and isinstance(sequence := choice.get("stop_reason"), str):
-        return "stop_sequence", sequence
-    return _STOPS.get(str(choice.get("finish_reason")), "end_turn"), None
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    return {"stop_reason": _STOPS.get(str(choice.get("finish_reason")), "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -12,19 +12,12 @@ from typing import Any
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects import Translation, join_text, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "truncation")
-_IGNORED = (
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "stream_options",
-)
+_IGNORED = ("store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 _KNOWN = frozenset((*_SAME, *_ECHOED, *_IGNORED, "input", "tools", "tool_choice", "include", "stream_options"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -32,7 +25,7 @@ _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
 def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-    chat = {name: request[name] for name in _SAME if request.get(name) is not None}
+    chat = present(request, _SAME)
     if request.get("max_output_tokens") is not None:
         chat["max_tokens"] = request["max_output_tokens"]
     if "message.output_text.logprobs" in (request.get("include") or ()):
@@ -66,8 +59,7 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unsupported_type(f"tools.{index}", tool.get("type"), "function", "tools")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    return {"type": "function", "function": present(tool, ("name", "description", "parameters", "strict"))}
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,11 +100,8 @@ class ResponsesTranslation(Translation):
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
             known = ", ".join(memory) or "none"
-            raise RequestRefused(
-                f"there is no response {before!r} in this episode; available: {known}",
-                status=404,
-                param="previous_response_id",
-            )
+            problem = f"there is no response {before!r} in this episode; available: {known}"
+            raise RequestRefused(problem, status=404, param="previous_response_id")
         super().__init__(_chat_request(request, memory[before] if before is not None else []), memory)
         self._original = request
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -240,13 +229,8 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _message_item(content: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    return {
-        "id": f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
+    identity = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+    return {**identity, "status": status, "content": content}
 
 
 def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from insitu.config import Config
 from insitu.errors import ConfigError, format_error, install_command
-from insitu.integrations.ray.worker import KEY, EpisodeWorker
+from insitu.integrations.ray.worker import EpisodeWorker
+from insitu.remote.pool import KEY
 from insitu.schemas.components import ExecutorBaseConfig
 from insitu.wire.redaction import hide_url_secrets, is_secret_variable, redact, remember_environment
 

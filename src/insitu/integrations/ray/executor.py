@@ -12,12 +12,12 @@ from insitu.collect.episodes import Attempt
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError
 from insitu.integrations.ray.cluster import Cluster, RayExecutorConfig, connected
-from insitu.integrations.ray.worker import KEY, Opening
+from insitu.integrations.ray.worker import Opening
 from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy
 from insitu.remote.client import ServiceLost, ServiceSession
 from insitu.remote.executor import RemoteExecutor, has_policy_llms
-from insitu.remote.pool import RemoteService, ServicePool
+from insitu.remote.pool import KEY, RemoteService, ServicePool
 from insitu.wire.http_format import encode
 
 _CLOSE_SECONDS = 12.0
@@ -129,7 +129,7 @@ class RayExecutor(RemoteExecutor):
         async with self._connecting:
             if self._cluster is None:
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
-                await self._stack.enter_async_context(self.pool)
+                self._stack.push_async_callback(self.pool.aclose)
                 make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.count)
                 self.pool.starters = [make] * workers
                 self._cluster = cluster

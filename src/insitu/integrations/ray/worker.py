@@ -32,6 +32,7 @@ from insitu.gateway.programs import kill_programs
 from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.client import TOKEN_VARIABLE
+from insitu.remote.pool import KEY
 from insitu.remote.service import WorkflowService
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import encode
@@ -40,7 +41,6 @@ from insitu.wire.redaction import redact, redact_stream, remember_environment, r
 
 logger = logging.getLogger(__name__)
 
-KEY = "general.executor"
 _REACH_SECONDS = 10.0
 _CLOSE_SECONDS = 8.0
 """How long attempts and workflows may take to end."""
