@@ -1,37 +1,18 @@
-"""The registration of the plugin's trainer adapter and trainer."""
+"""The documented names of `nat.plugins.customizer`, and the registration of its trainer adapter and trainer."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 from insitu.builder import Builder
-from insitu.integrations.customizer.config import (
-    DPOSpecificHyperparameters,
-    DPOTrajectoryBuilderConfig,
-    NeMoCustomizerHyperparameters,
-    NeMoCustomizerTrainerAdapterConfig,
-    NeMoCustomizerTrainerConfig,
-    NIMDeploymentConfig,
-)
+from insitu.integrations.customizer.config import *  # noqa: F403
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.services import load_sdk
-from insitu.integrations.customizer.trainer import NeMoCustomizerTrainer
-from insitu.integrations.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter
+from insitu.integrations.customizer.trainer import NeMoCustomizerTrainer as NeMoCustomizerTrainer
+from insitu.integrations.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter as NeMoCustomizerTrainerAdapter
 from insitu.registry import register_trainer, register_trainer_adapter
-from insitu.schemas.episodes import CandidateStep, PreferencePair
-from insitu.training.preference_builders import DPOTrajectoryBuilder
-
-__all__ = [  # the documented names of nat.plugins.customizer
-    "CandidateStep",
-    "DPOSpecificHyperparameters",
-    "DPOTrajectoryBuilder",
-    "DPOTrajectoryBuilderConfig",
-    "NIMDeploymentConfig",
-    "NeMoCustomizerHyperparameters",
-    "NeMoCustomizerTrainer",
-    "NeMoCustomizerTrainerAdapter",
-    "NeMoCustomizerTrainerAdapterConfig",
-    "NeMoCustomizerTrainerConfig",
-    "PreferencePair",
-]
+from insitu.schemas.episodes import CandidateStep as CandidateStep
+from insitu.schemas.episodes import PreferencePair as PreferencePair
+from insitu.training.preference_builders import DPOTrajectoryBuilder as DPOTrajectoryBuilder
 
 
 @register_trainer_adapter(config_type=NeMoCustomizerTrainerAdapterConfig)

@@ -23,6 +23,7 @@ from insitu.errors import (
     exception_chain,
     install_command,
 )
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.wire.connection import is_transient, parse_lenient_json, retry_after
@@ -88,17 +89,17 @@ def load_sdk() -> tuple[Any, Any]:
 class NeMoServices:
     """Entity Store, Customizer and Deployment Management at one address, the Data Store at another."""
 
-    def __init__(self, entity_host: str, datastore_host: str, token: str, timeout: float) -> None:
+    def __init__(self, config: NeMoCustomizerTrainerAdapterConfig) -> None:
         nemo, self._hub = load_sdk()
-        self._token = token
-        self._hosts = {Store.ENTITIES: entity_host, Store.FILES: datastore_host}
+        token = self._token = config.hf_token.get_secret_value()
+        self._hosts = {Store.ENTITIES: config.entity_host, Store.FILES: config.datastore_host}
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        make, options = nemo.NeMoMicroservices, {"max_retries": 0, "timeout": timeout}
-        self._entities = make(base_url=entity_host, **options)
-        datastore = make(base_url=datastore_host, **options, default_headers=headers)
+        make, options = nemo.NeMoMicroservices, {"max_retries": 0, "timeout": config.request_timeout}
+        self._entities = make(base_url=config.entity_host, **options)
+        datastore = make(base_url=config.datastore_host, **options, default_headers=headers)
         self._clients = {Store.ENTITIES: self._entities, Store.FILES: datastore}
         # False: huggingface-hub would send the token of the user's login otherwise
-        self._files = self._hub.HfApi(endpoint=f"{datastore_host}/v1/hf", token=token or False)
+        self._files = self._hub.HfApi(endpoint=f"{config.datastore_host}/v1/hf", token=token or False)
 
     def close(self) -> None:
         for client in self._clients.values():

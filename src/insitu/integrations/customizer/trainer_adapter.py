@@ -59,12 +59,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         self.adapter_config: NeMoCustomizerTrainerAdapterConfig = adapter_config
         self.config = adapter_config
         self._seed = (builder or builder_at_work() or Builder()).config.general.seed
-        self._services = NeMoServices(
-            adapter_config.entity_host,
-            adapter_config.datastore_host,
-            adapter_config.hf_token.get_secret_value(),
-            adapter_config.request_timeout,
-        )
+        self._services = NeMoServices(adapter_config)
         self.address = adapter_config.entity_host
         self._entities = Retry(f"the NeMo services at {self.address}", adapter_config.retry_timeout)
         self._files = Retry(f"the Data Store at {adapter_config.datastore_host}", adapter_config.retry_timeout)
@@ -127,35 +122,33 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Uploads the records and submits the job; returns the earlier job if this run and epoch have one."""
         submission = self._submission(trajectories.run_id, trajectories.epoch)
-        split = split_records(
-            single_pairs(trajectories),
-            self.config.hyperparameters.training_type,
-            self.config.use_full_message_history,
-            self.config.validation_fraction,
-            self._seed,
-        )
+        training, config = self.config.hyperparameters, self.config
+        how = training.training_type, config.use_full_message_history, config.validation_fraction
+        split = split_records(single_pairs(trajectories), *how, self._seed)
         if split.shortened_prompts:
-            logger.warning(
-                "%d prompts have several messages, of which only the last is sent (use_full_message_history: false)",
-                split.shortened_prompts,
-            )
-        job = await self._entities("find the job", lambda: self._find(submission))
-        if job is not None and job.status not in _ENDED_BADLY:
+            unsent = "of which only the last is sent (use_full_message_history: false)"
+            logger.warning("%d prompts have several messages, %s", split.shortened_prompts, unsent)
+        job = await self._running_job(submission)
+        if job is not None:
             logger.info("found job %s, which an earlier process has submitted", job.id)
         else:
             if self.config.deploy_on_completion:
                 await self._check_deployment_name(submission.output_model)
             await self._upload(submission, split)
             job = await self._submitted(submission)
-        ref = self._ref(trajectories.run_id, submission, job)
         sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
-        return ref.model_copy(update={"metadata": {**(ref.metadata or {}), **sizes, "turns": split.turns}})
+        return self._ref(trajectories.run_id, submission, job, **sizes, turns=split.turns)
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """The job that was submitted for this run and epoch, by any process; None if there is none to wait for."""
         submission = self._submission(run_id, epoch)
+        job = await self._running_job(submission)
+        return self._ref(run_id, submission, job) if job is not None else None
+
+    async def _running_job(self, submission: _Submission) -> ServiceJob | None:
+        """The job of a submission, unless it has failed."""
         job = await self._entities("find the job", lambda: self._find(submission))
-        return self._ref(run_id, submission, job) if job is not None and job.status not in _ENDED_BADLY else None
+        return job if job is not None and job.status not in _ENDED_BADLY else None
 
     def _submission(self, run_id: str, epoch: int | None) -> _Submission:
         key = f"{run_id}/{1 if epoch is None else epoch}"
@@ -163,12 +156,13 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         name = f"{self.config.dataset_name}-{suffix}"
         return _Submission(key, name, f"{self.config.namespace}/{name}")
 
-    def _ref(self, run_id: str, submission: _Submission, job: ServiceJob) -> TrainingJobRef:
+    def _ref(self, run_id: str, submission: _Submission, job: ServiceJob, **sizes: int) -> TrainingJobRef:
         metadata = {
             "job_id": job.id,
             "key": submission.key,
             "dataset": f"{self.config.namespace}/{submission.name}",
             "output_model": job.output_model or submission.output_model,
+            **sizes,
         }
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 

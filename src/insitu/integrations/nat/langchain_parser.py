@@ -13,14 +13,6 @@ from insitu.integrations.nat import parser_common as common
 from insitu.integrations.nat.parser_common import Completion, JsonObject, Message, StepFormat
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "function", "chat": ""}
-_CLASSES = {
-    "HumanMessage": "human",
-    "AIMessage": "ai",
-    "SystemMessage": "system",
-    "ToolMessage": "tool",
-    "FunctionMessage": "function",
-    "ChatMessage": "chat",
-}
 _GENERATIONS = ("ChatGeneration", "ChatGenerationChunk", "Generation", "GenerationChunk")
 _CALL_BLOCKS = ("tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta")
 _OPENAI_BLOCKS = ("text", "image_url", "input_audio", "refusal")
@@ -77,8 +69,7 @@ def _normalize(item: Any) -> dict[str, Any] | None:
     kind, fields = item.get("type"), item
     if kind == "constructor" and item.get("id"):
         kind, fields = item["id"][-1], item.get("kwargs") or {}
-    kind = str(kind).removesuffix("Chunk")
-    kind = _CLASSES.get(kind, kind)
+    kind = str(kind).removesuffix("Chunk").removesuffix("Message").lower()  # the name of a class, or a type
     return {**fields, "type": kind} if kind in _ROLES and "content" in fields else None
 
 

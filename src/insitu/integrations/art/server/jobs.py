@@ -102,9 +102,7 @@ class ArtJobs:
 
     def __init__(self, models: ArtModels, services: Services) -> None:
         self._models = models
-        self._queue = services.jobs
-        self._loaded = services.loaded
-        self._tokenizer = services.sampler.tokenizer
+        self._services = services
         self._jobs: OrderedDict[str, ArtJob] = OrderedDict()
         self._latest: dict[str, ArtJob] = {}  # by model key
         self._refused: deque[dict[str, Any]] = deque(maxlen=KEPT_JOBS)
@@ -127,15 +125,15 @@ class ArtJobs:
             registered.ignored_settings.update(ignored)
             logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(ignored))
         groups = body.trajectory_groups
-        render = partial(self._tokenizer.render_prompt, template_kwargs=plan.template_kwargs)
-        limits = self._loaded.max_length, self._loaded.vocab_size
+        render = partial(self._services.sampler.tokenizer.render_prompt, template_kwargs=plan.template_kwargs)
+        limits = self._services.loaded.max_length, self._services.loaded.vocab_size
         batch = await asyncio.to_thread(build_batch, groups, plan, render, *limits)
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
         step = registered.step
         latest = self._latest.get(request.model.key)
         repeats = latest.job if latest is not None and latest.digest == request.digest else None
-        job = self._queue.submit(request.job_key, settings, batch.rows, registered.learner, repeats=repeats)
+        job = self._services.jobs.submit(request.job_key, settings, batch.rows, registered.learner, repeats=repeats)
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
         await registered.metrics_log.log(step, "train", groups)
@@ -149,7 +147,7 @@ class ArtJobs:
         A client that received the response and sends the same body again wants to train on it once more.
         """
         if request.idempotency_key:
-            job = self._queue.find_by_idempotency_key(request.job_key)
+            job = self._services.jobs.find_by_idempotency_key(request.job_key)
             return self._jobs.get(job.state.id) if job else None
         latest = self._latest.get(request.model.key)
         if latest is None or latest.end_was_delivered or latest.digest != request.digest:

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -47,7 +47,7 @@ class MetricsLog:
 
     async def log(self, step: int, split: str, groups: Sequence[ArtGroup]) -> None:
         """Logs the means over all trajectories of `groups`; they are on disk when it returns."""
-        record = {"step": step, **{f"{split}/{name}": value for name, value in _means(groups).items()}}
+        record = {"step": step, **{f"{split}/{name}": value for name, value in _group_metrics(groups).items()}}
         async with self._writing:
             await asyncio.to_thread(self._append, json.dumps(record).encode() + b"\n")
             self._records.append(record)
@@ -59,13 +59,8 @@ class MetricsLog:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Means of the metrics logged at this step."""
-        values: dict[str, list[float]] = defaultdict(list)
-        for record in self._records:
-            if record["step"] == step:
-                for name, value in record.items():
-                    if name != "step":
-                        values[name].append(value)
-        return {name: fmean(each) for name, each in values.items()}
+        means = _means([record for record in self._records if record["step"] == step])
+        return {name: mean for name, mean in means.items() if name != "step"}
 
     def best(self, metric: str, smoothing: float, steps: Iterable[int]) -> int | None:
         """Returns the step with the highest metric, the later one of equals; None if the metric was never logged.
@@ -83,20 +78,23 @@ class MetricsLog:
         return best[1] if best else None
 
 
-def _means(groups: Sequence[ArtGroup]) -> dict[str, float]:
+def _group_metrics(groups: Sequence[ArtGroup]) -> dict[str, float]:
     """ART's metrics: reward, exception_rate, the trajectories' own metrics, reward_std_dev within groups."""
+    rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+    records = [{"reward": reward, "exception_rate": 0.0} for each in rewards for reward in each]
+    records += [{"exception_rate": 1.0} for group in groups for _ in group.exceptions]
+    records += [trajectory.metrics for group in groups for trajectory in group.trajectories]
+    records += [{"reward_std_dev": pstdev(each)} for each in rewards if len(each) > 1]
+    return _means(records)
+
+
+def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the records that have it."""
     values: dict[str, list[float]] = defaultdict(list)
-    deviations = []
-    for group in groups:
-        values["exception_rate"] += [0.0] * len(group.trajectories) + [1.0] * len(group.exceptions)
-        for trajectory in group.trajectories:
-            values["reward"].append(trajectory.reward)
-            for name, value in trajectory.metrics.items():
-                values[name].append(value)
-        if len(group.trajectories) > 1:
-            deviations.append(pstdev([trajectory.reward for trajectory in group.trajectories]))
-    means = {name: fmean(each) for name, each in values.items() if each}
-    return means | ({"reward_std_dev": fmean(deviations)} if deviations else {})
+    for record in records:
+        for name, value in record.items():
+            values[name].append(value)
+    return {name: fmean(each) for name, each in values.items()}
 
 
 @dataclass
@@ -143,10 +141,7 @@ class ArtModels:
     """The registered models; a provider of model names."""
 
     def __init__(self, services: Services) -> None:
-        self._names = services.models
-        self._learners = services.learners
-        self._sampler = services.sampler
-        self._compute = services.compute
+        self._services = services
         self._source, self._name = services.options.model, services.options.name
         self._folder = services.output_dir / "art"
         self._models: dict[str, RegisteredModel] = {}
@@ -179,7 +174,7 @@ class ArtModels:
             raise _name_taken(model, "this backend serves its own model under it (option --name)")
         if model.name == base or model.name in self._base_names:
             raise _name_taken(model, "the base model is served under it")
-        self._names.add(self)
+        self._services.models.add(self)
         if base != self._name:
             self._base_names[base] = None
             if len(self._base_names) > MAX_BASE_NAMES:
@@ -194,15 +189,15 @@ class ArtModels:
                     f"this backend trains {MAX_MODELS} models already; delete some", None, "too_many_models"
                 )
             folder = self.folder(model)
-            learner = await self._compute.call(self._open_learner, model, folder)
+            learner = await self._services.compute.call(self._open_learner, model, folder)
             if learner.version:
-                await self._sampler.publish(WeightVersion(learner.version, model.key))
+                await self._services.sampler.publish(WeightVersion(learner.version, model.key))
             if model.key not in self._models:  # another request may have registered it meanwhile
                 self._models[model.key] = RegisteredModel(model, learner, MetricsLog(folder))
         return self._models[model.key]
 
     def _open_learner(self, model: ArtModel, folder: Path) -> Learner:
-        learner = self._learners.open(model.key, folder)
+        learner = self._services.learners.open(model.key, folder)
         settings = parse_plan(model, {}, {}).settings
         learner.verify(settings.model_copy(update={"lora": settings.lora or learner.lora}))
         return learner
@@ -216,14 +211,14 @@ class ArtModels:
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
-        return await delete_versions(self._sampler, self._compute, registered.learner, steps)
+        return await delete_versions(self._services.sampler, self._services.compute, registered.learner, steps)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""
         policy_name = registered.learner.policy_name
         del self._models[registered.model.key]
-        await self._compute.call(self._learners.close, policy_name)
-        await self._sampler.retire(WeightVersion(None, policy_name))
+        await self._services.compute.call(self._services.learners.close, policy_name)
+        await self._services.sampler.retire(WeightVersion(None, policy_name))
         shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:
