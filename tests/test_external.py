@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from aiohttp import web
 from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode
 from processes import HANGS, forked_python, run_project
+from waiting import until
 
 from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
@@ -190,13 +191,6 @@ async def test_nothing_of_a_program_outlives_its_episode(
 
 
 FOREVER = 10 * HANGS
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """A process takes a moment to start, and to be gone when it was killed."""
-    async with asyncio.timeout(HANGS):
-        while not holds():  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(0.01)
 
 
 def running(pid: Path) -> bool:

@@ -550,9 +550,9 @@ async def test_a_compressed_bomb_is_stopped_early():
     assert peak < 20_000_000
 
 
-async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr("insitu.backend.learner.jobs.MAX_UNFINISHED_JOBS", 1)
+async def test_a_full_queue_refuses_jobs(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
+        backend.jobs.max_unfinished = 1
         _, first = await backend.post(lines(MANY), Idempotency_Key="run/1")
         async with backend.session.post(JOBS, data=lines(MANY)) as response:
             assert (response.status, response.headers["Retry-After"].isdecimal()) == (429, True)
@@ -562,9 +562,9 @@ async def test_a_full_queue_refuses_jobs(loaded, tmp_path, monkeypatch):
         assert (await backend.post(lines(MANY)))[0] == 200
 
 
-async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr("insitu.backend.learner.jobs.KEPT_JOBS", 1)
+async def test_the_oldest_ended_jobs_are_forgotten(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
+        backend.jobs.max_ended = 1
         ids = []
         for number in range(3):
             _, job = await backend.post(lines([row()]), Idempotency_Key=f"key {number}")

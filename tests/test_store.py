@@ -19,11 +19,10 @@ from insitu.collect.conversations import GroupRecord
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import Block, read_block
 from insitu.errors import ConfigError, InsituError
-from insitu.runs import store as store_module
 from insitu.runs.files import RUN_FILES
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
 from insitu.runs.replay import StoredRun
-from insitu.runs.store import RewardPlot, RunStore, set_aside
+from insitu.runs.store import RewardPlot, RunStore, draw_rewards, set_aside
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
 
@@ -114,20 +113,18 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path) -> None:
     """A run that is interrupted while its plot is drawn draws it again at its end."""
     drawing, begun, may_end = [], threading.Event(), threading.Event()
-    draw = store_module._draw
 
     def watched(path: Path, *records: Any) -> None:
         drawing.append("begin")
         begun.set()
         may_end.wait()
-        draw(path, *records)
+        draw_rewards(path, *records)
         drawing.append("end")
 
-    monkeypatch.setattr(store_module, "_draw", watched)
-    plot = RewardPlot(tmp_path / "reward_plot.png")
+    plot = RewardPlot(tmp_path / "reward_plot.png", watched)
     rewards = [{"epoch": 1, "avg_reward": 0.5}]
 
     async def interrupted() -> None:
@@ -170,16 +167,14 @@ def test_a_run_in_progress_keeps_its_directory(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "run.1").iterdir()] == ["run.json"]
 
 
-def test_a_run_is_moved_only_after_its_backend_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_moved_only_after_its_backend_has_ended(tmp_path: Path) -> None:
     """A backend whose run was killed notices it late; until then it writes checkpoints."""
     backend = tmp_path / "run/backend"
     backend.mkdir(parents=True)
     (tmp_path / "run/run.json").write_text("{}")
-    monkeypatch.setattr("insitu.runs.store.ORPHAN_SECONDS", 0.1)
     lock = FolderLock(backend, "--output_dir")
     with pytest.raises(ConfigError, match=f"run/backend is in use by process {os.getpid()}"):
-        set_aside(tmp_path / "run")
-    monkeypatch.setattr("insitu.runs.store.ORPHAN_SECONDS", 60.0)
+        set_aside(tmp_path / "run", wait=0.1)
     ending = threading.Timer(0.2, lock.release)
     ending.start()
     assert set_aside(tmp_path / "run") == tmp_path / "run.1"

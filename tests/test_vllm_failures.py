@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import pytest
 from fake_vllm import FakeVllm, sampling
 from processes import HANGS
 from tiny_models import save_tiny_model
+from waiting import until
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import (
@@ -28,19 +29,13 @@ from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.integrations.vllm import fleet
+from insitu.integrations.vllm.fleet import cancelled
 from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.schemas.samplers import SamplerOptions
 from insitu.schemas.training_jobs import JobState, LoRASettings, TrainingSettings
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=3, ignore_eos=True))
 ADAPTERS, FULL = "adapter_config.json", "config.json"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(fleet, "LONGEST_DELAY", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +54,6 @@ async def stream(sampler: VllmSampler, received: list[OutputDelta] | None = None
     async for _, delta in sampler.stream([REQUEST]):
         received.append(delta)
     return received
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(HANGS):
-        while not holds():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -241,9 +230,8 @@ async def test_a_server_that_refuses_a_version_while_its_health_is_checked_respo
 
 
 async def test_an_older_version_that_cannot_be_loaded_fails_its_own_call_only(
-    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet, "WAIT_SECONDS", HANGS)
     async with sampling(loaded, tmp_path, servers=2) as parts:
         for version in (1, 2):
             await parts.sampler.publish(parts.make(version, ADAPTERS))
@@ -340,17 +328,16 @@ async def test_a_job_that_was_sent_again_serves_the_latest_version_not_its_own(
 
 @pytest.mark.parametrize("kind", [ADAPTERS, FULL])
 async def test_a_version_fails_its_job_if_no_server_responds_in_time(
-    loaded: LoadedModel, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, tmp_path: Path, kind: str
 ) -> None:
-    monkeypatch.setattr(fleet, "WAIT_SECONDS", 0.1)
-    async with sampling(loaded, tmp_path) as parts:
+    async with sampling(loaded, tmp_path, for_a_server=0.1) as parts:
         await parts.vllm.stop()
         weights = parts.make(1, kind)
         with pytest.raises(
             BackendError, match=r"no vLLM server takes version 1: no vLLM server is ready within 0\.1 s: no an"
         ):
             await parts.sampler.publish(weights)
-        monkeypatch.setattr(fleet, "WAIT_SECONDS", HANGS)
+        parts.waits.for_a_server = HANGS
         await parts.vllm.start()
         await parts.sampler.publish(weights)
         assert (await complete(parts.sampler)).version == 1
@@ -373,7 +360,7 @@ async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded:
         replica.failures = 2000
         await replica.leave_out("a test")
         assert (await complete(parts.sampler)).version == 0
-        await fleet.cancelled(servers._watching)  # the next check is the only one
+        await cancelled(servers._watching)  # the next check is the only one
         await replica.leave_out("another test")
         await servers._check(replica)
         assert replica.ready, "the delay after earlier failures has ended with them"

@@ -15,19 +15,23 @@ from typing import Any, Self
 
 import torch
 from aiohttp import web
+from processes import HANGS
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.model import LoadedModel, load_model
+from insitu.integrations.vllm.fleet import Waits
 from insitu.integrations.vllm.sampler import VllmSampler
 from insitu.schemas.samplers import SamplerOptions
 
 
 @asynccontextmanager
-async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> AsyncIterator[Any]:
+async def sampling(
+    loaded: LoadedModel, folder: Path, servers: int = 1, for_a_server: float = HANGS
+) -> AsyncIterator[Any]:
     """A sampler by `servers`; `make(version, kind)` makes the files of a version of adapters or of all weights.
 
-    `folder_of` and `load_version` may be replaced.
+    It waits `for_a_server`. `folder_of` and `load_version` may be replaced.
     """
     compute = ComputeThread()
     compute.start()
@@ -41,14 +45,19 @@ async def sampling(loaded: LoadedModel, folder: Path, servers: int = 1) -> Async
         return folder / str(weights.version) if weights.version else Path(loaded.source)
 
     parts = SimpleNamespace(
-        compute=compute, make=make, folder=folder, folder_of=folder_of, load_version=lambda weights: loaded.module
+        waits=Waits(between_checks=0.02, longest_delay=0.02, for_a_server=for_a_server),
+        compute=compute,
+        make=make,
+        folder=folder,
+        folder_of=folder_of,
+        load_version=lambda weights: loaded.module,
     )
 
     async with AsyncExitStack() as stack:
         vllms = [await stack.enter_async_context(FakeVllm(loaded.module)) for _ in range(servers)]
         options = SamplerOptions.model_validate({"_type": "vllm", "addresses": [vllm.address for vllm in vllms]})
         files, load = lambda weights: parts.folder_of(weights), lambda weights: parts.load_version(weights)
-        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, folder)
+        sampler = VllmSampler(options, loaded, compute, files, load, 256, None, folder, waits=parts.waits)
         parts.sampler, parts.vllms, parts.vllm = sampler, vllms, vllms[0]
         await sampler.start()
         for vllm in vllms:

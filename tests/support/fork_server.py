@@ -123,7 +123,7 @@ def warm_up() -> None:
     from openai.types.chat import ChatCompletion
 
     from insitu.backend.model import load_model
-    from insitu.runs.store import _draw
+    from insitu.runs.store import draw_rewards
 
     example = Path(__file__).parents[2] / "examples/tic_tac_toe/model"
     loaded = load_model(str(example))  # transformers compiles 900 regular expressions of tensors' names
@@ -133,7 +133,7 @@ def warm_up() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     construct_type(type_=ChatCompletion, value={"id": "", "model": "", "choices": [choice], "usage": usage})
     with tempfile.TemporaryDirectory() as folder:
-        _draw(Path(folder) / "plot.png", [{"epoch": 1, "avg_reward": 0.5}], [])
+        draw_rewards(Path(folder) / "plot.png", [{"epoch": 1, "avg_reward": 0.5}], [])
     assert threading.active_count() == 1, "a program that is forked would wait for threads that it does not have"
 
 

@@ -35,17 +35,17 @@ _AXES = (0.1, 0.115, 0.88, 0.815)
 Records = Sequence[Mapping[str, Any]]
 
 
-def set_aside(folder: Path) -> Path | None:
+def set_aside(folder: Path, wait: float = ORPHAN_SECONDS) -> Path | None:
     """Moves an earlier run in `folder` to `<folder>.1` (or .2, ...) and returns the new path; None if there is none.
 
-    Raises ConfigError if that run has not ended.
+    Raises ConfigError if that run has not ended, or its backend not within `wait` seconds.
     """
     folder = folder.resolve()
     if not folder.is_dir():
         return None
     with FolderLock(folder, OUTPUT_DIR):
         if (folder / files.BACKEND_FOLDER / LOCK_FILE).exists():
-            FolderLock(folder / files.BACKEND_FOLDER, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+            FolderLock(folder / files.BACKEND_FOLDER, OUTPUT_DIR, wait=wait).release()
         if not files.holds_run(folder):
             return None
         if Path.cwd().is_relative_to(folder):
@@ -212,8 +212,9 @@ class RunStore:
 class RewardPlot:
     """`reward_plot.png`, of training and held-out reward over the epochs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, draw: Callable[[Path, Records, Records], None] | None = None) -> None:
         self._path = path
+        self._draw = draw or draw_rewards
         self._drawn = (0, 0)
         self._due = 0.0
         self._drawing: asyncio.Future[None] | None = None
@@ -231,7 +232,7 @@ class RewardPlot:
         if given == self._drawn:
             return
         started = time.monotonic()
-        self._drawing = asyncio.ensure_future(asyncio.to_thread(_draw, self._path, [*rewards], [*validations]))
+        self._drawing = asyncio.ensure_future(asyncio.to_thread(self._draw, self._path, [*rewards], [*validations]))
         try:
             await asyncio.shield(self._drawing)
         finally:
@@ -241,7 +242,7 @@ class RewardPlot:
         self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
 
 
-def _draw(path: Path, rewards: Records, validations: Records) -> None:
+def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

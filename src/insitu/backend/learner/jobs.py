@@ -24,12 +24,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
 
-MAX_UNFINISHED_JOBS = 64
-"""Jobs that may be pending or running; each holds its rows in memory."""
-
-KEPT_JOBS = 256
-"""Ended jobs that can be looked up; the records of all are in files."""
-
 ApplyRetention = Callable[[Learner, Retention], Awaitable[object]]
 PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
 """Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
@@ -101,6 +95,11 @@ class TrainingQueue:
     `check_lora` raises RequestRefused if weights trained with these adapters could not be served.
     """
 
+    max_unfinished = 64
+    """Jobs that may be pending or running; each holds its rows in memory."""
+    max_ended = 256
+    """Ended jobs that can be looked up; the records of all are in files."""
+
     def __init__(
         self,
         learner: Learner,
@@ -139,7 +138,7 @@ class TrainingQueue:
             deleted = self._learner.deleted_folder(state.policy_version)
             if deleted is not None and state.checkpoint == os.path.relpath(deleted, self._folder.parent):
                 states.append(state.model_copy(update={"checkpoint": str(deleted)}))
-        return sorted(states, key=lambda state: state.policy_version or 0)[-KEPT_JOBS:]
+        return sorted(states, key=lambda state: state.policy_version or 0)[-self.max_ended :]
 
     def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
         """The job with this key; None if there is none, or it failed or was canceled (the key may then be reused)."""
@@ -188,12 +187,12 @@ class TrainingQueue:
     def check_room(self) -> None:
         """Raises RequestRefused (429) if no further job can be queued."""
         unfinished = sum(not job.ended for job in self._jobs.values())
-        if unfinished >= MAX_UNFINISHED_JOBS:
+        if unfinished >= self.max_unfinished:
             raise RequestRefused(f"{unfinished} training jobs are queued already", status=429, code="queue_full")
 
     def _forget_oldest(self) -> None:
         ended = [job for job in self._jobs.values() if job.ended]
-        for job in ended[: max(0, len(ended) - KEPT_JOBS)]:
+        for job in ended[: max(0, len(ended) - self.max_ended)]:
             del self._jobs[job.state.id]
             if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
                 del self._by_idempotency_key[job.state.key]

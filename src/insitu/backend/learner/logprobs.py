@@ -39,9 +39,10 @@ class LogprobComputer:
     projected; otherwise (logit softcapping or scaling) all positions are.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
+        self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
         self._can_project_selected = self._probe_projection(loaded.module)
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> TokenLogprobs:
@@ -54,7 +55,7 @@ class LogprobComputer:
             assert head is not None  # the test forward pass used it
             hidden_STD = body(**inputs).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
-            return _in_chunks(head, self._vocab_size, hidden_ND, batch.targets_N)
+            return _in_chunks(head, self._chunk_tokens, hidden_ND, batch.targets_N)
 
     @torch.no_grad()
     def of_text(self, module: nn.Module, token_ids: Sequence[int]) -> list[float]:
@@ -139,11 +140,10 @@ def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
 
 
-def _in_chunks(head: nn.Module, vocab_size: int, hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
+def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
     def project(hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
         return _token_logprobs(head(hidden_ND), targets_N)
 
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
     if len(targets_N) <= size:
         return project(hidden_ND, targets_N)
     chunks = [

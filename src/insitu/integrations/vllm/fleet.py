@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,14 +21,8 @@ from insitu.integrations.vllm.servers import model_files
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 2.0
-"""Interval of the health checks."""
-LONGEST_DELAY = 60.0
-"""Between attempts to use a server that responds, but cannot be used."""
 _MOST_DOUBLINGS = 32
 """Of that delay: more would be too large for a float."""
-WAIT_SECONDS = 600.0
-"""How long completions and new versions wait for a server."""
 MAX_STARTS = 3
 """How often a server is started before it is ready again."""
 _UNKNOWN = WeightVersion(-1)
@@ -37,6 +32,18 @@ AFFINITY = 8
 """A server that knows a prompt's start is preferred while it has at most this many more completions."""
 _MAX_BLOCKS = 2**18
 T = TypeVar("T")
+
+
+@dataclass
+class Waits:
+    """Seconds that a fleet waits."""
+
+    between_checks: float = 2.0
+    """Interval of the health checks."""
+    longest_delay: float = 60.0
+    """Between attempts to use a server that responds, but cannot be used."""
+    for_a_server: float = 600.0
+    """Time for which completions and new versions wait for a server."""
 
 
 class Place(NamedTuple):
@@ -90,6 +97,7 @@ class Fleet:
         max_length: int,
         folder_of: Callable[[WeightVersion], Path],
         scratch: Path,
+        waits: Waits,
     ) -> None:
         self.replicas = list(replicas)
         self._versions = versions
@@ -97,6 +105,7 @@ class Fleet:
         self._max_length = max_length
         self._folder_of = folder_of
         self._scratch = scratch
+        self._waits = waits
         self._fingerprints: dict[str, list[float]] = {}
         """Of the latest versions, by policy."""
         self._base: WeightVersion | None = None
@@ -128,7 +137,7 @@ class Fleet:
                     raise BackendError(report)
                 if await replica.responds():
                     break
-                await asyncio.sleep(WATCH_SECONDS / 4)
+                await asyncio.sleep(self._waits.between_checks / 4)
             await self._prepare(replica)
         except InsituError as error:
             raise BackendError(f"sampler: {error}") from error
@@ -149,8 +158,8 @@ class Fleet:
         return weights
 
     async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
-        """A server that has the weights. Raises BackendUnavailable if there is none for `WAIT_SECONDS`."""
-        deadline = asyncio.get_running_loop().time() + WAIT_SECONDS
+        """A server that has the weights. Raises BackendUnavailable if there is none in time."""
+        deadline = asyncio.get_running_loop().time() + self._waits.for_a_server
         while True:
             place = self._place(weights)
             if place.base != self._base:
@@ -179,7 +188,7 @@ class Fleet:
     async def publish(self, weights: WeightVersion, fingerprint: list[float]) -> None:
         """Returns when a server has the weights: the others get them when they can.
 
-        Raises BackendError if all servers refuse them, or none responds for `WAIT_SECONDS`. Versions of all weights,
+        Raises BackendError if all servers refuse them, or none responds in time. Versions of all weights,
         and those that no server has responded to, are the latest even so: calls wait for them.
         """
         assert weights.version is not None
@@ -309,7 +318,7 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Checks a server's health; takes it back after it was left out, when it can be used again."""
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(self._waits.between_checks)
             await self._check(replica)
 
     async def _check(self, replica: Replica) -> None:
@@ -326,7 +335,7 @@ class Fleet:
             waits = now < replica.retry_at or replica.lock.locked()
             if (not replica.ready or replica.base != self._base) and not waits:
                 replica.failures = min(replica.failures + 1, _MOST_DOUBLINGS)
-                replica.retry_at = now + min(LONGEST_DELAY, 2.0**replica.failures)
+                replica.retry_at = now + min(self._waits.longest_delay, 2.0**replica.failures)
                 await self._prepare(replica)
         except Exception as error:  # also an answer of another shape: the server must be checked again
             failure = _failure(replica, error)
@@ -350,7 +359,7 @@ class Fleet:
                 await self._changed.wait()
         except TimeoutError:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
-            within = "" if given_up else f" within {WAIT_SECONDS:g} s"
+            within = "" if given_up else f" within {self._waits.for_a_server:g} s"
             raise BackendUnavailable(f"no vLLM server is ready{within}: {problems}") from None
 
 

@@ -29,7 +29,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
-from insitu.integrations.vllm.fleet import Fleet, cancelled
+from insitu.integrations.vllm.fleet import Fleet, Waits, cancelled
 from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import (
     STARTED_WITH,
@@ -72,6 +72,7 @@ class VllmSampler(Sampler):
         adapter_rank: int | None,
         folder: Path,
         threads: int | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """Raises BackendError if vLLM is to be started and is not installed."""
         super().__init__(loaded, compute, load_version, max_length)
@@ -89,7 +90,9 @@ class VllmSampler(Sampler):
             servers = started_servers(options, loaded, max_length, adapter_rank, folder)
             replicas = [Replica(server.name, "http://localhost", server=server) for server in servers]
         self._probe = Probe(loaded, compute)
-        self._fleet = Fleet(replicas, self._versions, self._probe, max_length, folder_of, folder / "vllm")
+        self._fleet = Fleet(
+            replicas, self._versions, self._probe, max_length, folder_of, folder / "vllm", waits or Waits()
+        )
 
     async def start(self) -> None:
         await self._fleet.start()
