@@ -12,9 +12,8 @@ import yaml
 from factories import MODEL, write_rows
 from processes import run, serving
 
-from insitu.doctor.diagnosis import Diagnosis, examine
+from insitu.doctor.diagnosis import Budget, Diagnosis, examine
 from insitu.doctor.findings import Finding, Severity
-from insitu.doctor.play import Budget
 from insitu.errors import ConfigError
 from insitu.schemas.finetuning import FinetuneRunConfig
 

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from insitu.doctor.episodes import about_calls, about_failures, about_lengths
+from insitu.doctor.diagnosis import Budget
 from insitu.doctor.estimate import Measures, about_disk, estimate, readable_bytes, readable_seconds
 from insitu.doctor.findings import Evidence, Severity, is_random, severity_of
-from insitu.doctor.groups import about_groups
+from insitu.doctor.judgements import (
+    about_calls,
+    about_failures,
+    about_groups,
+    about_lengths,
+    about_prefixes,
+    broken_prefixes,
+)
 from insitu.doctor.plan import Plan, about_rows, about_settings
-from insitu.doctor.play import Budget
-from insitu.doctor.prefixes import about_prefixes, broken_prefixes
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig, PolicyEndpoint, Trajectory, TrajectoryCollection

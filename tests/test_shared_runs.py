@@ -13,8 +13,7 @@ from rich.console import Console
 from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
-from insitu.doctor.diagnosis import examine
-from insitu.doctor.play import Budget
+from insitu.doctor.diagnosis import Budget, examine
 from insitu.errors import ConfigError, InsituError, JobFailed, PluginError, TrajectoryError
 from insitu.plugin_api import Builder, register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput

@@ -30,8 +30,7 @@ def command(
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
     """
     from insitu.collect.event_loop import run_async
-    from insitu.doctor.diagnosis import examine
-    from insitu.doctor.play import Budget
+    from insitu.doctor.diagnosis import Budget, examine
 
     diagnosis = run_async(examine(request, Budget(episodes, seconds)))
     if as_json:

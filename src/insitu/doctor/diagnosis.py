@@ -1,30 +1,236 @@
-"""Examines a file: plays and trains, and judges what was seen."""
+"""Examines a file: plays a few rows as epoch 1 would, trains on them once, and judges what was seen."""
 
+import asyncio
+import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 
+from insitu.collect.collector import Plan as CollectionPlan
+from insitu.collect.collector import collect
+from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.evaluators import parse_score, score
+from insitu.collect.recovery import with_recovered_calls
+from insitu.collect.shared_run import run_of
 from insitu.config import Config, changed_config
 from insitu.disk.json_files import write_json
-from insitu.doctor.episodes import about_calls, about_failures, about_lengths, about_scores
-from insitu.doctor.estimate import Estimate, about_disk, estimate, nearest_folder
-from insitu.doctor.findings import Evidence, Finding, Severity, is_random, will_learn, worst_first
-from insitu.doctor.groups import about_groups
-from insitu.doctor.plan import Plan, about_rows, about_settings
-from insitu.doctor.play import Budget, Examination
-from insitu.doctor.prefixes import Decoder, about_prefixes, rows_per_episode
-from insitu.errors import ConfigError
+from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate, nearest_folder
+from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, worst_first
+from insitu.doctor.judgements import Decoder, judge, rows_per_episode
+from insitu.doctor.plan import Plan
+from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.registry import TRAJECTORY_BUILDER
-from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.training.episodes_builder import CollectingBuilderConfig
+from insitu.runs.episodes import load_decoder
+from insitu.runs.files import CHECKPOINTS
+from insitu.runs.records import new_run_id
+from insitu.schemas.episodes import Episode, Outcome
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
+from insitu.training.checks import PolicyTraffic, check_sampled
+from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
+from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.jobs import wait_for_job
+from insitu.training.loop import LoopTrainer
 from insitu.training.metrics import collected_metrics
-from insitu.training.runtime import prepared, ready_run
+from insitu.training.runtime import ReadyRun, prepared, ready_run
+
+_ROWS = 8
+_EPISODES = 64
+_FIRST = 10
+"""The first episode may take this part of the time, if another one is to be measured."""
+_RESCORED = 16
+"""Outputs that are scored a second time."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be played: at most so many episodes, for so many seconds. None: 8 rows, and at most 64 episodes."""
+
+    episodes: int | None = None
+    seconds: float = 120.0
+
+    def rows_and_generations(self, generations: int) -> tuple[int, int]:
+        episodes = self.episodes or min(_ROWS * generations, _EPISODES)
+        generations = min(generations, episodes)
+        return max(1, episodes // generations), generations
+
+
+async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
+    """The seconds for which one row is played."""
+    began = time.perf_counter()
+    with suppress(PluginError):  # no row could be scored: the episodes that are played next say so, too
+        await builder.rehearse(run_id)
+    return time.perf_counter() - began
+
+
+class Examination:
+    """A run in a temporary folder, of which one epoch is played and trained."""
+
+    def __init__(
+        self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path, start: float
+    ) -> None:
+        self._trainer, self._adapter, self._builder = ready.trainer, ready.adapter, ready.builder
+        self._config = config
+        self._budget = budget
+        self._scratch = scratch
+        self.plan = plan
+        self.measures = Measures(start)
+
+    async def play(self) -> Evidence:
+        """Plays the rows until they or the time are over.
+
+        As in a run, a row is played before them, for which clients are imported and connections opened.
+        """
+        run_id = new_run_id()
+        served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
+        collection = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
+        evidence = Evidence(collection, collection, served=served)
+        groups: list[GroupRecord] = []
+        traffic = PolicyTraffic(self._builder, served)
+
+        def on_episode(episode: Episode) -> None:
+            traffic.add(episode)
+            evidence.episodes.append(episode)
+
+        async def gather(plan: CollectionPlan) -> None:
+            async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
+                async for group in completed:
+                    groups.append(group)  # at once: those of a collection that takes too long are judged, too
+
+        builder, began = self._trainer.trajectory_builder, time.perf_counter()
+        try:
+            async with asyncio.timeout(self._budget.seconds) as limit:
+                self.measures.start += (first := await _rehearse(builder, run_id))
+                if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
+                    self.measures.alone = await _rehearse(builder, run_id)
+                await traffic.start()
+                began = time.perf_counter()
+                if isinstance(builder, EpisodesBuilder) and builder.is_planned:
+                    plan = builder.plan(run_id, 1, served.vocab_size if served is not None else None)
+                    await run_of(self._builder).watchdog.watch(lambda: gather(plan))
+                else:
+                    await builder.start_run(run_id, {"epoch": 1})
+                    collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            evidence.ended_early = True
+        evidence.seconds = time.perf_counter() - began
+        if not evidence.ended_early:  # what was cancelled was requested, too
+            evidence.leftovers, evidence.traffic_problem = await traffic.finish()
+        if groups:
+            collection = collection_of(groups, run_id, 1)
+        if groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
+            for group in groups:
+                self._trainer.store.append_group(group, 1)
+            self.measures.stored = sum(self._trainer.store.sizes().values())
+        self._judge_as_trainer(evidence, collection)
+        return evidence
+
+    def _judge_as_trainer(self, evidence: Evidence, collection: TrajectoryCollection) -> None:
+        """Adds the collection, what would be trained of it, and the settings that only live components know."""
+        evidence.collection = evidence.selected = collection
+        trainer, builder = self._trainer, self._trainer.trajectory_builder
+        groups, plan = collection.trajectories, self.plan
+        if not isinstance(builder, EpisodesBuilder):
+            self.plan = replace(plan, generations=max(map(len, groups), default=1))
+        elif plan.replays:  # all of its episodes have been read
+            self.plan = replace(plan, rows_per_epoch=len(groups), generations=max(map(len, groups), default=1))
+        if not isinstance(trainer, LoopTrainer):
+            return
+        self.plan = replace(self.plan, training=self._adapter.training_settings())
+        evidence.compares_groups = isinstance(trainer, GroupTrainer)
+        evidence.makes_pairs = isinstance(trainer, PairTrainer)
+        try:
+            check_sampled(trainer, evidence.collection, evidence.served)
+        except (BackendError, TrajectoryError) as error:
+            evidence.sampled_problem = str(error)
+        if not isinstance(trainer, SingleJobTrainer):
+            try:
+                evidence.selected = trainer.select(evidence.collection).collection
+            except TrajectoryError as error:
+                evidence.job_problem = f"the episodes cannot be trained: {error}"
+
+    async def rescore(self, evidence: Evidence) -> None:
+        """Scores some outputs a second time."""
+        builder, reward = self._trainer.trajectory_builder, self.plan.reward
+        if reward is None or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
+            return
+        rows = {str(row.id): row for row in builder.rows_of_epoch(1)}
+        scored = [e for e in evidence.episodes if e.outcome is Outcome.OK and e.scores.get(reward) is not None]
+        again = (self._score(episode, rows, reward) for episode in scored[:_RESCORED])
+        with suppress(TimeoutError):  # what is known of a slow evaluator is how slow it is
+            async with asyncio.timeout(self._budget.seconds):
+                evidence.rescored = await asyncio.gather(*again)
+
+    async def _score(self, episode: Episode, rows: dict[str, EvalInputItem], reward: str) -> Rescored:
+        info = await self._builder.get_evaluator(reward)
+        item = episode.fill(rows[episode.key.row_id].model_copy())
+        output = await score(info, reward, [item], self._config.eval.scoring_limit(1))
+        value, _, _ = parse_score(output.eval_output_items[0])
+        return Rescored(episode.key.label(), episode.scores[reward], value)
+
+    async def train(self, evidence: Evidence) -> None:
+        """Trains once on what was played, if the backend belongs to this examination."""
+        adapter = self._adapter
+        owned = isinstance(adapter, TrainerAdapter) and adapter.backend_pid is not None
+        trained = sum(map(len, evidence.selected.trajectories))
+        if not owned or not trained or evidence.sampled_problem or evidence.job_problem:
+            return
+        started = time.perf_counter()
+        try:
+            ref = await adapter.submit(evidence.selected)
+            status = await wait_for_job(adapter, ref, self._config)
+        except InsituError as error:
+            evidence.job_problem = f"a training job on the episodes failed: {error}"
+            return
+        if status.status is not TrainingStatusEnum.COMPLETED:
+            evidence.job_problem = f"a training job on the episodes failed: {status.message or 'no reason given'}"
+            return
+        self.measures.job = time.perf_counter() - started
+        self.measures.job_training = float((status.metadata or {}).get("seconds", 0.0))
+        self.measures.trained_episodes = trained
+
+    def measure(self, evidence: Evidence) -> None:
+        """Adds what can be read while the backend runs."""
+        measures, pid = self.measures, None
+        measures.playing, measures.collected = evidence.seconds, sum(map(len, evidence.groups))
+        measures.episodes = len(evidence.episodes) or measures.collected
+        if evidence.episodes:
+            measures.together = fmean(episode.seconds for episode in evidence.episodes)
+        if isinstance(self._adapter, TrainerAdapter):
+            pid = self._adapter.backend_pid
+        measures.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        measures.backend_memory = peak_memory(pid) if pid is not None else None
+        measures.weights, measures.optimizer = checkpoint_sizes(self._scratch / CHECKPOINTS)
+
+    def decoder(self) -> Decoder | None:
+        """The decoder of the model's tokenizer, once a checkpoint has been written."""
+        files = (self._scratch / CHECKPOINTS).glob("*/tokenizer.json")
+        folder = next((file.parent for file in files), None)
+        try:
+            return load_decoder(folder) if folder is not None else None
+        except ConfigError:  # tokenizers is not installed: token ids are shown
+            return None
+
+
+def peak_memory(pid: int) -> int | None:
+    """The highest resident memory of a process and its children so far, in bytes; None if the system does not say."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return None
+    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+    return own + sum(filter(None, map(peak_memory, children)))
 
 
 @dataclass
@@ -81,31 +287,6 @@ def _scratch_beside(output_dir: Path) -> Iterator[Path]:
         raise ConfigError(f"finetuning.output_dir: {folder} cannot be written: {error.strerror}") from error
     with temporary:
         yield Path(temporary.name)
-
-
-def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
-    """All findings about a run but those about its disk."""
-    calls = [*about_calls(plan, evidence)]
-    yield from about_settings(plan)
-    yield from about_rows(plan, random_environment=is_random(evidence.groups))
-    yield from calls
-    yield from about_failures(plan, evidence, calls)
-    groups = [*about_groups(plan, evidence)]
-    yield from groups
-    codes = {finding.code for finding in groups}
-    yield from (finding for finding in about_lengths(plan, evidence) if finding.code not in codes)
-    yield from about_scores(plan, evidence)
-    yield from about_prefixes(plan, evidence, decode)
-    if evidence.job_problem is not None:
-        change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
-        where = f"{plan.adapter}.training"
-        yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
-    if evidence.ended_early:
-        ended = len(evidence.episodes) or sum(map(len, evidence.groups))
-        what = f"the time was over before all episodes had ended: {ended} did"
-        severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
-        change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
-        yield Finding("time_over", severity, what, "eval.general.episode_timeout", change)
 
 
 def _limited(
