@@ -499,9 +499,14 @@ def test_no_secret_leaves_the_gateway_or_a_service(tmp_path: Path) -> None:
     check_no_leaks(tmp_path, out + answer.text, err)
 
 
-def test_what_counts_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.wire.redaction._texts", ())
-    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
+@pytest.fixture
+def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process knows no secrets, and after the test those that it knew before."""
+    monkeypatch.setattr("insitu.wire.redaction._secrets", {})
+
+
+@pytest.mark.usefixtures("no_secrets")
+def test_what_counts_as_a_secret() -> None:
     remember_settings(
         {
             "llms": {"a": {"api_key": 'quoted"key\\', "model_name": "policy-7b"}},
@@ -581,10 +586,9 @@ def encodings(secret: str) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.usefixtures("no_secrets")
 @pytest.mark.parametrize("secret", SECRETS, ids=ascii)
-def test_a_secret_is_recognised_however_it_is_encoded(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
-    monkeypatch.setattr("insitu.wire.redaction._texts", ())
-    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
+def test_a_secret_is_recognised_however_it_is_encoded(secret: str) -> None:
     assert remember_secret(secret)
     for how, text in encodings(secret).items():
         assert "***" in redact(text), (how, text)
@@ -593,18 +597,16 @@ def test_a_secret_is_recognised_however_it_is_encoded(monkeypatch: pytest.Monkey
         assert b"***" in redact_bytes(text.encode(errors="surrogatepass")), how
 
 
-def test_each_line_of_a_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.wire.redaction._texts", ())
-    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
+@pytest.mark.usefixtures("no_secrets")
+def test_each_line_of_a_key_is_a_secret() -> None:
     remember_secret(SECRETS[-2])
     assert redact("1:   MIGHAgEAMBMGByqGSM49\n2:   AgEGCCqGSM49AwEHBG0w\n3: END") == "1:   ***\n2:   ***\n3: END"
 
 
+@pytest.mark.usefixtures("no_secrets")
 def test_a_secret_is_recognised_before_a_table_wraps_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("insitu.wire.redaction._texts", ())
-    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     monkeypatch.setenv("COLUMNS", "20")
     remember_secret("sk-0123456789-of-two-lines")
     table = Table()
@@ -671,9 +673,8 @@ def test_the_threat_model_names_its_tests() -> None:
             assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.M), (file, test)
 
 
-def test_a_number_is_not_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_secrets")
+def test_a_number_is_not_redacted() -> None:
     """It may be a part of a logprob in a file, which would no longer be JSON."""
-    monkeypatch.setattr("insitu.wire.redaction._texts", ())
-    monkeypatch.setattr("insitu.wire.redaction._bytes", ())
     remember_environment({"RELEASE_KEY": "20261122", "OTHER_KEY": "2026-11-22x"})
     assert redact('{"logprob": -0.20261122, "at": "2026-11-22x"}') == '{"logprob": -0.20261122, "at": "***"}'

@@ -40,8 +40,8 @@ _IN_URL = re.compile(
     r"(?:://|^)[^/\s:@]*:([^/\s]+)@|[?&][^=&\s]*(?:key|token|secret|passw)[^=&\s]*=([^&#\s]+)", re.IGNORECASE
 )
 
-_texts: tuple[str, ...] = ()
-_bytes: tuple[bytes, ...] = ()
+_secrets: dict[str, bytes] = {}
+"""What this process hides, the longest first, as text and in UTF-8."""
 
 
 def is_secret_variable(name: str, value: str) -> bool:
@@ -59,14 +59,14 @@ def remember_secret(value: str | None) -> bool:
 
     Returns False for a value that cannot be recognised: one that is too short, or a number.
     """
-    global _texts, _bytes
+    global _secrets
     if value is None or len(value.strip()) < MIN_LENGTH or _NUMBER.fullmatch(value.strip()):
         return False
-    if value not in _texts:
+    if value not in _secrets:
         lines = (line for line in map(str.strip, value.splitlines()) if len(line) >= _SHORTEST_LINE)
         forms = {form for part in {value, value.strip(), *lines} for form in _forms(part)}
-        _texts = tuple(sorted({*_texts, *forms}, key=len, reverse=True))  # a secret may contain another one
-        _bytes = tuple(map(_utf8, _texts))
+        texts = sorted({*_secrets, *forms}, key=len, reverse=True)  # a secret may contain another one
+        _secrets = {text: _utf8(text) for text in texts}
     return True
 
 
@@ -158,7 +158,7 @@ def remember_settings(node: Any, where: str = "", *, secret: bool = False) -> li
 
 
 def redact(text: str) -> str:
-    for secret in _texts:
+    for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
     return text
@@ -166,7 +166,7 @@ def redact(text: str) -> str:
 
 def redact_bytes(data: bytes) -> bytes:
     """Redacts UTF-8 text."""
-    for secret in _bytes:
+    for secret in _secrets.values():
         if secret in data:
             data = data.replace(secret, MASK.encode())
     return data
