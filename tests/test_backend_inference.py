@@ -544,8 +544,9 @@ def test_a_stream_with_tools_gives_the_text_of_the_whole():
     call = '<tool_call>{"name": "look"}</tool_call>'
     for text in (f"Let me see. \n {call}", "a \n <tool> b ", f" {call}", "open <tool_call>{", "  \n"):
         tokens = ChatTokenizer(byte_tokenizer())
-        whole = request.formatter([[1]], tokens).response([OutputDelta(0, text, [], "stop")])["choices"][0]["message"]
-        stream = request.formatter([[1]], tokens)
+        outputs = [OutputDelta(0, text, [], "stop")]
+        whole = request.formatter(request, [[1]], tokens).response(outputs)["choices"][0]["message"]
+        stream = request.formatter(request, [[1]], tokens)
         parts = [OutputDelta(0, letter, []) for letter in text] + [OutputDelta(0, "", [], "stop")]
         deltas = [stream.chunk(0, part)["choices"][0]["delta"] for part in parts]
         assert "".join(delta["content"] or "" for delta in deltas) == (whole["content"] or "")

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from insitu.errors import BackendUnavailable, format_error
@@ -134,21 +135,15 @@ class ComputeThread:
             busy = busy or bool(self._generators)
 
 
+@dataclass(eq=False)
 class _InterleavedGenerator:
     """A running generator and the future for its return value."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        done: "asyncio.Future[Any]",
-        steps: Generator[Any, None, Any],
-        on_event: Callable[..., Any],
-    ) -> None:
-        self.loop = loop
-        self.done = done
-        self.steps = steps
-        self.on_event = on_event
-        self.cancelled = False
+    loop: asyncio.AbstractEventLoop
+    done: "asyncio.Future[Any]"
+    steps: Generator[Any, None, Any]
+    on_event: Callable[..., Any]
+    cancelled: bool = False
 
     def advance(self) -> bool:
         """Runs one step; returns whether the generator continues."""

@@ -72,16 +72,14 @@ class ApiRoute:
     def operation(self) -> dict[str, Any]:
         """The OpenAPI operation object."""
         path_params = [part[1:-1] for part in self.documented_path.split("/") if part.startswith("{")]
-        text = {"type": "string"}
-        parameters: list[dict[str, Any]]
-        parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in path_params]
-        parameters += [{"name": name, "in": "header", "schema": text} for name in self.headers]
-        parameters += [{"name": name, "in": "query", "schema": text} for name in self.query]
-        content = {}
-        if self.response is not None:
-            content["application/json"] = {"schema": _ref(self.response)}
-        if self.events is not None:
-            content["text/event-stream"] = {"schema": _ref(self.events)}
+        places = ("path", path_params), ("header", self.headers), ("query", self.query)
+        parameters: list[dict[str, Any]] = [
+            {"name": name, "in": place, "schema": {"type": "string"}, **({"required": True} if place == "path" else {})}
+            for place, names in places
+            for name in names
+        ]
+        kinds = {"application/json": self.response, "text/event-stream": self.events}
+        content = {kind: {"schema": _ref(model)} for kind, model in kinds.items() if model is not None}
         failure = {"application/json": {"schema": _ref(ErrorBody)}}
         responses = {
             "200": {"description": "Done", "content": content},
@@ -91,8 +89,8 @@ class ApiRoute:
         if parameters:
             operation["parameters"] = parameters
         if self.request:
-            kinds = [_ref(model) for model in self.request]
-            schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+            schemas = [_ref(model) for model in self.request]
+            schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
             operation["requestBody"] = {"required": True, "content": {self.request_type: {"schema": schema}}}
         return operation
 

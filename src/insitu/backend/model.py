@@ -7,10 +7,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from insitu.disk.model_files import (
     NO_CODE,
@@ -23,9 +26,6 @@ from insitu.disk.model_files import (
 )
 from insitu.errors import BackendError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ class LoadedModel:
     """A frozen model in eval mode; `max_length` bounds prompt and completion together."""
 
     module: nn.Module
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
     max_length: int
@@ -117,10 +117,7 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
     return (str(relative) if not Path(base).exists() and relative.exists() else base), True
 
 
-def _config(base: str) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+def _config(base: str) -> PreTrainedConfig:
     with wrap_errors(f"no model could be read from {base}"):
         config = AutoConfig.from_pretrained(base, **NO_CODE)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -130,9 +127,7 @@ def _config(base: str) -> "PreTrainedConfig":
     return config
 
 
-def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
     with wrap_errors(f"no tokenizer could be read from {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
     check_templates(source, tokenizer.chat_template)
@@ -149,8 +144,6 @@ def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
 
 
 def _weights(base: str, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     with wrap_errors(f"the weights of {base} could not be read"):
         try:
             return complete_model(AutoModelForCausalLM, base, dtype, "sdpa")
@@ -160,8 +153,6 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
 
 def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str) -> nn.Module:
     """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
-    from transformers.utils import logging as transformers_logging
-
     options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True, **SAFE_OPTIONS}
     if Path(folder).is_dir():
         check_weights(Path(folder))
@@ -182,7 +173,7 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
     return module
 
 
-def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> int:
+def _max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """The smallest stated limit: position embeddings, tokenizer, or sliding window."""
     limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     if has_sliding_window(config):
@@ -191,7 +182,7 @@ def _max_length(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase"
     return min(stated, default=4096)
 
 
-def has_sliding_window(config: "PreTrainedConfig") -> bool:
+def has_sliding_window(config: PreTrainedConfig) -> bool:
     """Whether some layers attend to the latest tokens only."""
     kinds = getattr(config, "layer_types", None)
     in_use = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)

@@ -3,12 +3,12 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from insitu.errors import RequestRefused
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
 _CACHED_TOKENS = 2**20
@@ -20,11 +20,8 @@ _MAX_CACHED_LENGTH = 16_384
 class ChatTokenizer:
     """A tokenizer with its chat template; avoids the overhead of `apply_chat_template`."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_token_ids: Iterable[int] = ()) -> None:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._render = render_jinja_template
         self._fast = tokenizer.backend_tokenizer
         self._fast.no_padding()
         self._fast.no_truncation()
@@ -49,7 +46,7 @@ class ChatTokenizer:
         """
         try:
             source = self._tokenizer.get_chat_template(tools=tools)
-            rendered = self._render(
+            rendered = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=source,

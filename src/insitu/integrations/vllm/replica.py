@@ -62,12 +62,9 @@ class Replica:
         self.failures = 0
         """Attempts to use it since then, the next one at `retry_at`."""
         self.retry_at = 0.0
-        self.ready = False
-        self.problem = "it has not been checked yet"
-        self.model = ""
-        self.vllm_version = ""
-        self.can_load_adapters = False
-        self.can_reload = False
+        self.ready, self.problem = False, "it has not been checked yet"
+        self.model = self.vllm_version = ""
+        self.can_load_adapters = self.can_reload = False
         self.base: WeightVersion | None = None
         self.tag: str | None = None
         """vLLM's name of `base`; None if it does not name weights."""
@@ -85,6 +82,7 @@ class Replica:
             Connection(name, headers, HEALTH_SECONDS, 0.0, connector=_connector(server)) for _ in range(2)
         )
         """Health checks have a connection that leaving the server out does not close: it would fail them."""
+        self._connection.verified = True  # what cannot be parsed is a transient error
 
     def take_back(self) -> None:
         """Gives it completions from now on."""
@@ -205,8 +203,11 @@ class Replica:
         """A response that is not streamed; it comes when all its tokens have been sampled."""
         return await self._json("POST", GENERATE, body, math.inf)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a streamed response. Closing the iterator aborts the completion."""
+    async def generate_events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a response, a single one if it is not streamed. Closing the iterator aborts the completion."""
+        if not body["stream"]:
+            yield await self.generate(body)
+            return
         async with self._open("POST", GENERATE, body, math.inf) as response:
             if response.status != 200:
                 raise self._error(GENERATE, response, await response.read())
@@ -256,13 +257,7 @@ class Replica:
         return self._connection.open(method, self._url + path, data, headers, silence)
 
     def _parsed(self, path: str, data: bytes) -> dict[str, Any]:
-        try:
-            parsed = orjson.loads(data)
-            if isinstance(parsed, dict):
-                return parsed
-        except MALFORMED:
-            pass
-        raise BackendUnavailable(f"{self.name} returned unexpected data for {path}: {data[:80]!r}")
+        return self._connection.parsed(path, data, lambda data: {**orjson.loads(data)})
 
     def _error(self, path: str, response: aiohttp.ClientResponse, data: bytes) -> BackendError:
         try:

@@ -178,10 +178,7 @@ class VllmSampler(Sampler):
         while True:
             replica = await self._fleet.acquire(weights, request.prompt)
             first, attempts = True, attempts + 1
-            if streamed or request.params.stop:
-                outputs = self._stream_from(replica, Completion(*request), weights, streamed=streamed)
-            else:
-                outputs = self._sample_from(replica, Completion(*request), weights)
+            outputs = self._outputs_of(replica, Completion(*request), weights, streamed=streamed)
             try:
                 with replica.serving(weights):
                     async with aclosing(outputs) as deltas:
@@ -202,36 +199,25 @@ class VllmSampler(Sampler):
                 if attempts == MAX_ATTEMPTS or not first:
                     raise BackendUnavailable(str(error)) from error
 
-    async def _sample_from(
-        self, replica: Replica, completion: Completion, weights: WeightVersion
-    ) -> AsyncGenerator[OutputDelta, None]:
-        """All tokens at the end; for completions without stop strings, since only we look for those."""
-        model, tag = self._fleet.model_name(replica, weights), replica.tag
-        answer = await replica.generate(request_body(model, completion, self.tokenizer.eos_token_ids, stream=False))
-        choice = answer["choices"][0]
-        if answer.get("model") != model or weight_tags(choice) - {tag or STARTED_WITH}:
-            raise WrongWeights(_other_weights(replica, answer.get("model"), choice))
-        await self._check_tag(replica, tag, choice)
-        finish_reason = self._append(completion, choice)[1]
-        if finish_reason is None:
-            raise BackendUnavailable(f"{replica.name} ended a completion early ({choice.get('finish_reason')})")
-        yield OutputDelta(weights.version or 0, "", completion.tokens, finish_reason)
-
-    async def _stream_from(
+    async def _outputs_of(
         self, replica: Replica, completion: Completion, weights: WeightVersion, *, streamed: bool
     ) -> AsyncGenerator[OutputDelta, None]:
         """The tokens as they come, if `streamed`; the last ones once the weights are known to be the right ones."""
-        completion.detokenize(self.tokenizer)
+        incremental = streamed or bool(completion.params.stop)  # which only we look for
+        if incremental:
+            completion.detokenize(self.tokenizer)
         model, tag = self._fleet.model_name(replica, weights), replica.tag
-        body = request_body(model, completion, self.tokenizer.eos_token_ids, stream=True)
-        text, sent = "", 0
-        async with aclosing(replica.stream(body)) as events:
+        body = request_body(model, completion, self.tokenizer.eos_token_ids, stream=incremental)
+        text, sent, reason = "", 0, None
+        async with aclosing(replica.generate_events(body)) as events:
             async for event in events:
                 for choice in event["choices"]:
                     new, finish_reason = self._append(completion, choice)
-                    text += new
-                    if weight_tags(choice) - {tag or STARTED_WITH}:
-                        raise WrongWeights(_other_weights(replica, model, choice))
+                    text, reason = text + new, choice.get("finish_reason")
+                    if weight_tags(choice) - {tag or STARTED_WITH} or not (incremental or event.get("model") == model):
+                        tags = sorted(weight_tags(choice))
+                        problem = f"other weights than asked for: {event.get('model', model)}, {tags}"
+                        raise WrongWeights(f"{replica.name} has sampled from {problem}")
                     if finish_reason is not None:
                         await self._check_tag(replica, tag, choice)
                     if finish_reason is not None or (streamed and len(completion.tokens) > sent):
@@ -239,7 +225,7 @@ class VllmSampler(Sampler):
                         text, sent = "", len(completion.tokens)
                     if finish_reason is not None:
                         return
-        raise BackendUnavailable(f"{replica.name} ended a completion early")
+        raise BackendUnavailable(f"{replica.name} ended a completion early ({reason})")
 
     def _append(self, completion: Completion, choice: dict[str, Any]) -> tuple[str, str | None]:
         """Adds the tokens of a choice up to the end of the completion; returns their text and the finish reason."""
@@ -256,7 +242,3 @@ class VllmSampler(Sampler):
         """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""
         if tag is not None and not weight_tags(choice) and (now := await replica.weight_tag()) != tag:
             raise WrongWeights(f"{replica.name} has the weights {now!r}, and had {tag!r} before a completion")
-
-
-def _other_weights(replica: Replica, model: Any, choice: dict[str, Any]) -> str:
-    return f"{replica.name} has sampled from other weights than asked for: {model}, {sorted(weight_tags(choice))}"

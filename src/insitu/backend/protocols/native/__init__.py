@@ -1,13 +1,12 @@
 """The native protocol: the server's state, and training jobs, uploaded as JSON lines and followed by events."""
 
 import time
+from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel
 
-from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.sampler import Sampler
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
@@ -25,7 +24,7 @@ def routes(services: Services) -> list[ApiRoute]:
     loaded = services.loaded
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
     jobs = job_routes(services.jobs, limits, services.sampler.tokenizer, services.options.keep)
-    return [*state_routes(services.compute, services.sampler), *jobs]
+    return [*state_routes(services), *jobs]
 
 
 class Health(BaseModel):
@@ -40,19 +39,13 @@ class Health(BaseModel):
     max_length: int
 
 
-def state_routes(compute: ComputeThread, sampler: Sampler) -> list[ApiRoute]:
-    started = time.time()
+def state_routes(services: Services) -> list[ApiRoute]:
+    started, sampler = time.time(), services.sampler
 
     async def health(request: web.Request) -> web.Response:
-        compute.check_alive()
-        return _json(
-            Health(
-                status="ok",
-                policy_version=sampler.version,
-                vocab_size=sampler.vocab_size,
-                max_length=sampler.max_length,
-            )
-        )
+        services.compute.check_alive()
+        limits = {"vocab_size": sampler.vocab_size, "max_length": sampler.max_length}
+        return _json(Health(status="ok", policy_version=sampler.version, **limits))
 
     async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
@@ -102,25 +95,12 @@ def job_routes(
     async def cancel(request: web.Request) -> web.Response:
         return _json((await jobs.cancel(request.match_info["id"])).state)
 
+    submission = "Submit a training job: gzipped JSON lines, the settings, then the rows"
+    lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
+    checking = "Check whether jobs with these settings can be trained; returns them with all defaults"
     return [
-        ApiRoute(
-            "POST",
-            BASE,
-            submit,
-            "Submit a training job: gzipped JSON lines, the settings, then the rows",
-            request=[JobHeader, TrainingRow],
-            request_type="application/x-ndjson",
-            response=JobState,
-            headers=["Idempotency-Key"],
-        ),
-        ApiRoute(
-            "POST",
-            "/v1/train/check",
-            check,
-            "Check whether jobs with these settings can be trained; returns them with all defaults",
-            request=[TrainingSettings],
-            response=TrainingSettings,
-        ),
+        ApiRoute("POST", BASE, submit, submission, response=JobState, headers=["Idempotency-Key"], **lines),
+        ApiRoute("POST", "/v1/train/check", check, checking, request=[TrainingSettings], response=TrainingSettings),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),

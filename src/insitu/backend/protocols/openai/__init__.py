@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.sampler import GenerationRequest, ModelRegistry, OutputDelta, Sampler, WeightVersion
+from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.backend.protocols.openai.chat import ChatRequest
@@ -63,17 +63,15 @@ class SampleLog:
 class CompletionEndpoint:
     """Completions of one kind of request; they are aborted if the client disconnects."""
 
-    def __init__(
-        self, kind: type[SamplingRequest], sampler: Sampler, models: ModelRegistry, log: SampleLog | None = None
-    ) -> None:
+    def __init__(self, kind: type[SamplingRequest], services: Services, log: SampleLog | None = None) -> None:
         self._kind = kind
-        self._sampler = sampler
-        self._models = models
+        self._sampler = services.sampler
+        self._models = services.models
         self._log = log
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         job = await parse_body(self._parse, await read_body(request, MAX_BODY))
-        formatter = job[0].formatter([each.prompt for each in job[1]], self._sampler.tokenizer)
+        formatter = self._kind.formatter(job[0], [each.prompt for each in job[1]], self._sampler.tokenizer)
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
     def _parse(self, body: bytes) -> Job:
@@ -161,8 +159,13 @@ _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
 
 
 def routes(services: Services) -> list[ApiRoute]:
-    sampler, models = services.sampler, services.models
+    models = services.models
     log = SampleLog(services.options.log_samples) if services.options.log_samples else None
+
+    def completions(path: str, kind: type[SamplingRequest], what: str) -> ApiRoute:
+        summary = f"{what} completion; with `stream`, events that end with [DONE]"
+        endpoint = CompletionEndpoint(kind, services, log).complete
+        return ApiRoute("POST", path, endpoint, summary, request=[kind], streamed=True)
 
     async def list_models(request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [{"id": name, **_MODEL} for name in models.names()]})
@@ -174,20 +177,6 @@ def routes(services: Services) -> list[ApiRoute]:
     return [
         ApiRoute("GET", "/v1/models", list_models, "Names of the model and its versions"),
         ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model"),
-        ApiRoute(
-            "POST",
-            "/v1/chat/completions",
-            CompletionEndpoint(ChatRequest, sampler, models, log).complete,
-            "Chat completion; with `stream`, events that end with [DONE]",
-            request=[ChatRequest],
-            streamed=True,
-        ),
-        ApiRoute(
-            "POST",
-            "/v1/completions",
-            CompletionEndpoint(TextRequest, sampler, models, log).complete,
-            "Text completion; with `stream`, events that end with [DONE]",
-            request=[TextRequest],
-            streamed=True,
-        ),
+        completions("/v1/chat/completions", ChatRequest, "Chat"),
+        completions("/v1/completions", TextRequest, "Text"),
     ]

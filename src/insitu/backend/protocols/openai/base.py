@@ -66,6 +66,7 @@ class SamplingRequest(RequestModel):
 
     prompt_key: ClassVar[str]
     """The key that holds the prompt."""
+    formatter: ClassVar[type["ResponseFormatter"]]
 
     model: str
     """`NAME` for the latest weights, `NAME@K` for version K."""
@@ -100,10 +101,6 @@ class SamplingRequest(RequestModel):
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
         """Token ids of each prompt."""
-        raise NotImplementedError
-
-    def formatter(self, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> "ResponseFormatter":
-        """`prompts` holds the prompt of each choice."""
         raise NotImplementedError
 
     def enable_token_ids(self) -> None:
@@ -168,9 +165,9 @@ class ResponseFormatter:
     chunk_object: ClassVar[str]
     """`object` of the events of a stream."""
 
-    def __init__(self, request: SamplingRequest, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
+    def __init__(self, request: Any, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
         """`prompts` holds the prompt of each choice."""
-        self._options = request
+        self._request = request
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._base = {
@@ -203,7 +200,7 @@ class ResponseFormatter:
             "choices": choices,
             "usage": self._usage(sum(len(output.tokens) for output in outputs)),
         }
-        if self._options.return_token_ids:
+        if self._request.return_token_ids:
             for choice in choices:
                 self._add_prompt_ids(body, choice)
         return body
@@ -215,7 +212,7 @@ class ResponseFormatter:
         self._completion_tokens += len(output.tokens)
         choice = self._delta_choice(index, output, first)
         body = {**self._base, "object": self.chunk_object, "policy_version": output.version, "choices": [choice]}
-        if first and self._options.return_token_ids:
+        if first and self._request.return_token_ids:
             self._add_prompt_ids(body, choice)
         return body
 
@@ -225,15 +222,15 @@ class ResponseFormatter:
         return {**self._base, "object": self.chunk_object, "policy_version": version, "choices": [], "usage": usage}
 
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
-        return {"token_ids": [token.id for token in output.tokens]} if self._options.return_token_ids else {}
+        return {"token_ids": [token.id for token in output.tokens]} if self._request.return_token_ids else {}
 
     def _token_text(self, token_id: int) -> str:
         """A token as it is written in logprobs."""
-        if self._options.return_tokens_as_token_ids:
+        if self._request.return_tokens_as_token_ids:
             return format_token_id(token_id)
         return self._tokenizer.decode_token(token_id)[0]
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = sum(map(len, self._prompts[:: self._options.n or 1]))
+        prompt_tokens = sum(map(len, self._prompts[:: self._request.n or 1]))
         total = prompt_tokens + completion_tokens
         return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

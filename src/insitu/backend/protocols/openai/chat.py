@@ -29,58 +29,6 @@ class Message(RequestModel):
     tool_calls: Objects | None = None
 
 
-class ChatRequest(SamplingRequest):
-    """The body of `POST /v1/chat/completions`."""
-
-    prompt_key: ClassVar[str] = "messages"
-
-    messages: Annotated[list[Message], StopAtFirstError()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = False
-    """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
-    top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    _prompt_ids_in_choices: bool = PrivateAttr(default=False)
-
-    def check(self) -> None:
-        super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
-
-    def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
-        messages = template_messages(self.messages)
-        return [tokenizer.render_prompt(messages, self.enabled_tools, self.chat_template_kwargs)]
-
-    def formatter(self, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> "ChatFormatter":
-        return ChatFormatter(self, prompts, tokenizer)
-
-    def enable_token_ids(self) -> None:
-        self.logprobs = self._prompt_ids_in_choices = True
-        if self.return_tokens_as_token_ids is None:
-            self.return_tokens_as_token_ids = True
-
-    @property
-    def prompt_ids_in_choices(self) -> bool:
-        """Whether each choice carries `prompt_token_ids`; clients that keep only the choices would lose them."""
-        return self._prompt_ids_in_choices
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return (self.top_logprobs or 0) if self.logprobs else 0
-
-    @property
-    def enabled_tools(self) -> list[dict[str, Any]] | None:
-        return None if self.tool_choice == "none" else self.tools or None
-
-
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of tool calls as objects."""
     formatted = []
@@ -150,9 +98,8 @@ class ChatFormatter(ResponseFormatter):
 
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
-        super().__init__(request, prompts, tokenizer)
-        self._request = request
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._held_text: dict[int, str] = {}
         self._prompt_ids_sent = False
 
@@ -164,7 +111,7 @@ class ChatFormatter(ResponseFormatter):
             if calls:
                 message["tool_calls"], finish_reason = calls, _tool_finish_reason(finish_reason)
         choice = {"index": index, "message": message, "finish_reason": finish_reason, **self._token_fields(output)}
-        if self._request.prompt_ids_in_choices:
+        if self._request._prompt_ids_in_choices:
             choice["prompt_token_ids"] = self._prompts[index]
         return choice
 
@@ -216,3 +163,49 @@ def _tool_call_position(text: str) -> int:
     """Where a tool call starts, or may start at the end of `text`, including whitespace before it."""
     start = text.find(TOOL_CALL_START)
     return len(text[: start if start >= 0 else len(text) - overlap(text, TOOL_CALL_START)].rstrip())
+
+
+class ChatRequest(SamplingRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    prompt_key: ClassVar[str] = "messages"
+    formatter = ChatFormatter
+
+    messages: Annotated[list[Message], StopAtFirstError()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
+    top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    _prompt_ids_in_choices: bool = PrivateAttr(default=False)
+    """Clients that keep only the choices would lose them in the body."""
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
+
+    def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
+        messages = template_messages(self.messages)
+        return [tokenizer.render_prompt(messages, self.enabled_tools, self.chat_template_kwargs)]
+
+    def enable_token_ids(self) -> None:
+        self.logprobs = self._prompt_ids_in_choices = True
+        if self.return_tokens_as_token_ids is None:
+            self.return_tokens_as_token_ids = True
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else 0
+
+    @property
+    def enabled_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools or None

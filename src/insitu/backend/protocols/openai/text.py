@@ -17,10 +17,53 @@ MAX_CHOICES = 1024
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()]
 
 
+class TextFormatter(ResponseFormatter):
+    """The prompt's token ids are in each choice: a request may have several prompts."""
+
+    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._offsets = [0] * len(self._prompts)
+
+    def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": output.text,
+            "finish_reason": output.finish_reason,
+            "logprobs": None if self._request.logprobs is None else self._logprobs(index, output),
+            **self._token_ids(output),
+        }
+
+    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
+        return self._choice(index, output)
+
+    def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        choice["prompt_token_ids"] = self._prompts[choice["index"]]
+
+    def _logprobs(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        texts = [self._token_text(token.id) for token in output.tokens]
+        offsets = []
+        for token in output.tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._tokenizer.decode_token(token.id)[0])
+        top = [
+            {self._token_text(other): logprob for other, logprob in token.top or ()} | {text: token.logprob}
+            for text, token in zip(texts, output.tokens, strict=True)
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in output.tokens],
+            "top_logprobs": top if self._request.num_top_logprobs else None,
+            "text_offset": offsets,
+        }
+
+
 class TextRequest(SamplingRequest):
     """The body of `POST /v1/completions`."""
 
     prompt_key: ClassVar[str] = "prompt"
+    formatter = TextFormatter
 
     prompt: Annotated[
         str | TokenIds | Annotated[list[str], StopAtFirstError()] | Annotated[list[TokenIds], StopAtFirstError()],
@@ -62,52 +105,6 @@ class TextRequest(SamplingRequest):
         special = self.add_special_tokens is not False
         return [tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in several]
 
-    def formatter(self, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> "TextFormatter":
-        return TextFormatter(self, prompts, tokenizer)
-
     @property
     def num_top_logprobs(self) -> int:
         return self.logprobs or 0
-
-
-class TextFormatter(ResponseFormatter):
-    """The prompt's token ids are in each choice: a request may have several prompts."""
-
-    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, request: TextRequest, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
-        super().__init__(request, prompts, tokenizer)
-        self._request = request
-        self._offsets = [0] * len(prompts)
-
-    def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": output.text,
-            "finish_reason": output.finish_reason,
-            "logprobs": None if self._request.logprobs is None else self._logprobs(index, output),
-            **self._token_ids(output),
-        }
-
-    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
-        return self._choice(index, output)
-
-    def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        choice["prompt_token_ids"] = self._prompts[choice["index"]]
-
-    def _logprobs(self, index: int, output: OutputDelta) -> dict[str, Any]:
-        texts = [self._token_text(token.id) for token in output.tokens]
-        offsets = []
-        for token in output.tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._tokenizer.decode_token(token.id)[0])
-        top = [
-            {self._token_text(other): logprob for other, logprob in token.top or ()} | {text: token.logprob}
-            for text, token in zip(texts, output.tokens, strict=True)
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in output.tokens],
-            "top_logprobs": top if self._request.num_top_logprobs else None,
-            "text_offset": offsets,
-        }
