@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from insitu.advantages.credit import AdvantageConfig, group_advantages
-from insitu.backend.learner.losses import PolicyBatch, policy_loss, row_weights
-from insitu.backend.learner.preference_losses import dpo_loss
+from insitu.backend.learner.losses import PolicyBatch, dpo_loss, policy_loss, row_weights
 from insitu.schemas.training_jobs import DPOSettings, LossSettings
 
 TOLERANCE = 1e-6

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import forked_python
 
-from insitu.backend.learner.losses import PolicyBatch, policy_loss, row_weights
-from insitu.backend.learner.preference_losses import dpo_loss, kto_loss
+from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, row_weights
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent

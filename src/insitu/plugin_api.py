@@ -30,7 +30,7 @@ from insitu.schemas.episodes import DropReason as DropReason, Episode as Episode
 from insitu.schemas.episodes import ModelCall as ModelCall, TrainingRow as TrainingRow
 from insitu.schemas.evaluation import *
 from insitu.schemas.finetuning import *
-from insitu.schemas.objectives import TokenBatch as TokenBatch, TokenLoss as TokenLoss
+from insitu.schemas.parts import TokenBatch as TokenBatch, TokenLoss as TokenLoss
 from insitu.schemas.steps import *
 from insitu.training.interfaces import *
 from insitu.training.jobs import JobAdapter as JobAdapter

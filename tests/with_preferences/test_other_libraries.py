@@ -19,7 +19,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
-from insitu.backend.learner.preference_losses import dpo_loss, kto_loss
+from insitu.backend.learner.losses import dpo_loss, kto_loss
 from insitu.backend.model import LoadedModel, load_model
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, TrainingSettings
 

@@ -212,12 +212,16 @@ def _by_function(group: Sequence[Trajectory], config: AdvantageConfig, credit: C
             steps.setdefault(name, [[] for _ in group])[number].append(k)
     for name, members in steps.items():
         rewarded = any(name in _rewarded_functions(t, credit.targets) for t in group)
-        returns = [
-            step_returns([_step_reward(t, k) for k in ks], credit.discount) if rewarded else [t.reward] * len(ks)
-            for t, ks in zip(group, members, strict=True)
-        ]
-        firsts = [t.calls[t.trained_calls[ks[0]]] if ks else None for t, ks in zip(group, members, strict=True)]
-        situations = [first and _situation(first) for first in firsts]
+        returns: list[list[float]] = []
+        situations: list[str | None] = []  # of members in the same one, the function's first prompt is the same
+        for t, ks in zip(group, members, strict=True):
+            if rewarded and ks:
+                rewards = [0.0] * len(t.trained_calls) if t.shaped_rewards is None else _step_rewards(t)
+                returns.append(step_returns([rewards[k] for k in ks], credit.discount))
+            else:
+                returns.append([t.reward] * len(ks))
+            first = t.calls[t.trained_calls[ks[0]]] if ks else None
+            situations.append(json.dumps([first.messages, first.tools], sort_keys=True) if first else None)
         advantages = member_advantages(returns, config, situations)
         for number, (t, ks) in enumerate(zip(group, members, strict=True)):
             result[number] |= {t.trained_calls[k]: a for k, a in zip(ks, advantages[number], strict=True)}
@@ -232,16 +236,6 @@ def _rewarded_functions(trajectory: Trajectory, targets: Collection[str]) -> Col
     if recorded is not None:
         return recorded
     return {credited_function(call.functions, targets) for call in trajectory.calls}
-
-
-def _step_reward(trajectory: Trajectory, k: int) -> float:
-    """The reward of the k-th trained call; 0 in an episode without step rewards."""
-    return 0.0 if trajectory.shaped_rewards is None else _step_rewards(trajectory)[k]
-
-
-def _situation(call: ModelCall) -> str:
-    """Key for "same situation": the function's first prompt."""
-    return json.dumps([call.messages, call.tools], sort_keys=True)
 
 
 def has_step_rewards(trajectory: Trajectory) -> bool:

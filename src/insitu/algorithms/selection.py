@@ -107,11 +107,7 @@ class CurriculumState(BaseModel):
 
 
 def apply_curriculum(
-    collection: TrajectoryCollection,
-    config: CurriculumLearningConfig,
-    state: dict[str, Any],
-    epoch: int,
-    seed: int = 0,
+    collection: TrajectoryCollection, config: CurriculumLearningConfig, state: dict[str, Any], epoch: int, seed: int = 0
 ) -> TrajectoryCollection:
     """Returns the groups to train on in `epoch` (1-based) and counts the others in `dropped`.
 

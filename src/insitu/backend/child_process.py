@@ -16,11 +16,18 @@ from pathlib import Path
 class ChildProcess:
     """A command and its descendants, which write to `log`.
 
-    `bound`: they end when this process does, even if it is killed; for commands that would not notice.
+    `bound`: they end when this process does, even if it is killed; for commands that would not notice. `stdin` is the
+    standard input of those that are not bound.
     """
 
     def __init__(
-        self, command: Sequence[str], log: Path, environment: Mapping[str, str], *, bound: bool = False
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        bound: bool = False,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -31,7 +38,7 @@ class ChildProcess:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.PIPE if bound else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if bound else stdin,
                 start_new_session=True,
                 env=dict(environment),
             )

@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.parts import ShapePart
 
-_BOOL = TypeAdapter(bool)
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
@@ -145,14 +144,6 @@ class ValidationConfig(BaseModel):
         return self
 
 
-def _is_true(value: Any) -> bool:
-    """Whether pydantic reads a value as true; `${TRAIN}` may expand to the text "false"."""
-    try:
-        return _BOOL.validate_python(value)
-    except ValidationError:
-        return False
-
-
 class FinetuneConfig(BaseModel):
     """The section `finetuning`."""
 
@@ -180,7 +171,7 @@ class FinetuneConfig(BaseModel):
     """Which examples to train on in each epoch."""
     num_epochs: int = Field(default=1, ge=1)
     """Number of epochs; each collects episodes and trains on them."""
-    output_dir: Path = Path("./.tmp/nat/finetuning/")
+    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Path("./.tmp/nat/finetuning/")
     """Run directory, relative to the working directory; an earlier run in it is renamed."""
     validation: ValidationConfig | None = None
     """Validation before, during and after training; none: no validation."""
@@ -188,11 +179,6 @@ class FinetuneConfig(BaseModel):
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     run_configuration: FinetuneRunConfig | None = None
     """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
-
-    @field_validator("output_dir")
-    @classmethod
-    def _expand_home(cls, value: Path) -> Path:
-        return value.expanduser()
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -208,12 +194,15 @@ class FinetuneConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_when_enabled(cls, values: Any) -> Any:
-        if isinstance(values, dict) and _is_true(values.get("enabled")):
-            missing = [k for k in ("trainer", "trajectory_builder", "trainer_adapter") if not values.get(k)]
-            if missing:
-                raise ValueError(f"finetuning is enabled but does not name: {', '.join(missing)}")
+    def _default_empty_blocks(cls, values: Any) -> Any:
         return default_empty_blocks(cls, values)
+
+    @model_validator(mode="after")
+    def _names_when_enabled(self) -> Self:
+        missing = [key for key in ("trainer", "trajectory_builder", "trainer_adapter") if not getattr(self, key)]
+        if self.enabled and missing:
+            raise ValueError(f"finetuning is enabled but does not name: {', '.join(missing)}")
+        return self
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,24 @@
     objective: {_type: asymmetric, arguments: {floor: 0.1}}   # of an installed package, with arguments
 
 An installed package declares its functions as entry points of the group `insitu.<kind>`, as insitu does.
+
+`TokenBatch` is what the objective of a policy gradient gets, `TokenLoss` what it returns. Shapes: B rows, T trained
+tokens of the longest row. Values where `mask_BT` is not set are 0.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from insitu.errors import PluginError, describe_error
 from insitu.schemas.components import CodeRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PYTHON = "python"
 
@@ -69,13 +76,6 @@ def load_named(kind: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # a package's code may raise anything
         raise PluginError(f"insitu.{kind}: {name!r} could not be imported: {describe_error(error)}") from error
     return function
-
-
-def function_of(kind: str, part: str | Part, load_code: Callable[[Part], Callable[..., Any]]) -> Callable[..., Any]:
-    """The function of a part, with its arguments; `load_code` loads one that is Python code."""
-    if isinstance(part, str):
-        return load_named(kind, part)
-    return with_arguments(load_code(part) if part.type == PYTHON else load_named(kind, part.type), part)
 
 
 def with_arguments(function: Callable[..., Any], part: Part) -> Callable[..., Any]:
@@ -136,3 +136,37 @@ Objective = Annotated[_Any, AfterValidator(partial(check_part, "objectives"))]
 Optimizer = Annotated[_Any, AfterValidator(partial(check_part, "optimizers"))]
 Schedule = Annotated[_Any, AfterValidator(partial(check_part, "schedules"))]
 Reference = Annotated[_Any, AfterValidator(partial(check_part, "references"))]
+
+
+class TokenBatch(NamedTuple):
+    """Some rows of an optimizer step. Only `new_BT`, and `ratio_BT` through it, carry a gradient.
+
+    All logarithms are natural. `ratio_BT` is exp(new - old), per token or of the whole row, as
+    `importance_sampling_level` says.
+    """
+
+    new_BT: "Tensor"
+    """Log-probabilities under the weights being trained."""
+    old_BT: "Tensor"
+    """Under the weights at the start of the job, or as sampled (`old_logprobs`)."""
+    rollout_BT: "Tensor"
+    """As sampled."""
+    ref_BT: "Tensor | None"
+    """Under the reference weights; None without a KL penalty."""
+    ratio_BT: "Tensor"
+    advantage_BT: "Tensor"
+    mask_BT: "Tensor"
+    """Boolean: the trained tokens."""
+    weight_B: "Tensor"
+    """The weight of one trained token of the row in the loss of the step, as `loss_agg_mode` says."""
+
+
+class TokenLoss(NamedTuple):
+    """The loss of each token (B, T), or a scalar: the share of these rows in the loss of the step.
+
+    The losses of tokens are multiplied by `truncated_importance`, get the KL penalty and are added up with `weight_B`;
+    a scalar gets the KL penalty only. `metrics` (each B, T) are averaged over the trained tokens of the job.
+    """
+
+    loss: "Tensor"
+    metrics: "Mapping[str, Tensor]" = MappingProxyType({})

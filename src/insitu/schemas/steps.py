@@ -9,6 +9,7 @@ A tool call, as two steps that share one UUID:
 import time
 import uuid
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -145,53 +146,18 @@ class IntermediateStep(BaseModel):
     function_ancestry: InvocationNode = ROOT_INVOCATION
     payload: IntermediateStepPayload
 
-    @property
-    def event_type(self) -> IntermediateStepType:
-        return self.payload.event_type
-
-    @property
-    def event_category(self) -> IntermediateStepCategory:
-        return self.payload.event_category
-
-    @property
-    def event_state(self) -> IntermediateStepState:
-        return self.payload.event_state
-
-    @property
-    def event_timestamp(self) -> float:
-        return self.payload.event_timestamp
-
-    @property
-    def span_event_timestamp(self) -> float | None:
-        return self.payload.span_event_timestamp
-
-    @property
-    def framework(self) -> str | None:
-        return self.payload.framework
-
-    @property
-    def name(self) -> str | None:
-        return self.payload.name
-
-    @property
-    def tags(self) -> list[str] | None:
-        return self.payload.tags
-
-    @property
-    def metadata(self) -> TraceMetadata | dict[str, Any] | None:
-        return self.payload.metadata
-
-    @property
-    def data(self) -> StreamEventData | None:
-        return self.payload.data
-
-    @property
-    def usage_info(self) -> UsageInfo | None:
-        return self.payload.usage_info
-
-    @property
-    def UUID(self) -> str:
-        return self.payload.UUID
+    event_type = property(attrgetter("payload.event_type"))
+    event_category = property(attrgetter("payload.event_category"))
+    event_state = property(attrgetter("payload.event_state"))
+    event_timestamp = property(attrgetter("payload.event_timestamp"))
+    span_event_timestamp = property(attrgetter("payload.span_event_timestamp"))
+    framework = property(attrgetter("payload.framework"))
+    name = property(attrgetter("payload.name"))
+    tags = property(attrgetter("payload.tags"))
+    metadata = property(attrgetter("payload.metadata"))
+    data = property(attrgetter("payload.data"))
+    usage_info = property(attrgetter("payload.usage_info"))
+    UUID = property(attrgetter("payload.UUID"))
 
 
 def read_step(record: Any) -> IntermediateStep:

@@ -14,13 +14,15 @@ Rows of a preference pair (`method: dpo`) share `pair`; a dialogue as `messages`
 The `Idempotency-Key` header identifies the job (run id and epoch): a key is trained on at most once.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from insitu.schemas.parts import PYTHON, Objective, Optimizer, Part, Reference, Schedule
 
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Retention(BaseModel):
@@ -108,13 +110,9 @@ class LearnerOptions(BaseModel):
     """ddp: each process holds all weights; fsdp: a part of them (FSDP2). auto: ddp for LoRA, fsdp for all weights."""
 
     @model_validator(mode="after")
-    def _a_gpu_for_each(self) -> Self:
+    def _check_processes(self) -> Self:
         if self.gpus is not None and len({*self.gpus}) != self.processes:
             raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
-        return self
-
-    @model_validator(mode="after")
-    def _an_address_for_several_machines(self) -> Self:
         if (self.nodes > 1) != (self.rendezvous is not None):
             raise ValueError(
                 f"nodes is {self.nodes} and rendezvous {self.rendezvous}; set both, or none on one machine"
@@ -244,7 +242,7 @@ class TrainingOptions(LossSettings):
     """Fraction of the run during which the learning rate rises linearly from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay, applied to matrices only."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient norm above which gradients are scaled down."""
@@ -260,13 +258,6 @@ class TrainingOptions(LossSettings):
     about a third more time, with the same result. Prompts that several rows share are then computed for each row."""
     lora: LoRASettings | None = None
     """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
-
-    @field_validator("betas")
-    @classmethod
-    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both must be at least 0 and below 1")
-        return betas
 
     @model_validator(mode="after")
     def _check_method(self) -> "TrainingOptions":

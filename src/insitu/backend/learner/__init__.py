@@ -4,7 +4,7 @@ jobs            the queue of training jobs: submit, follow, cancel, delete old c
 learner         the weights of a policy from job to job; learners: one per policy
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
-losses, preference_losses  the losses as pure functions
+losses          the losses as pure functions
 batches         rows to optimizer steps, micro-batches and tensors
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
 ranks           several processes that train together, and the file of rows that they are given; rank_group starts them,

@@ -158,12 +158,12 @@ class _Size:
         return len(self._prompts) * self._longest_prompt + len(self._sequences) * self._longest
 
 
+@dataclass(frozen=True)
 class Packer:
     """Packs rows into micro-batches; with `share_prompts`, rows with the same prompt share its computation."""
 
-    def __init__(self, rows: Sequence[Row], *, share_prompts: bool) -> None:
-        self._rows = rows
-        self._share_prompts = share_prompts
+    rows: Sequence[Row]
+    share_prompts: bool = field(kw_only=True)
 
     def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
         """Splits the rows, shortest first, into micro-batches of at most `max_tokens` padded tokens.
@@ -194,7 +194,7 @@ class Packer:
         return min(-(-size.distinct_tokens // max(rounds * count, 1)) + longest, max_tokens)
 
     def collate(self, indices: Sequence[int], device: torch.device) -> MicroBatch:
-        return collate([self._rows[index] for index in indices], device, share_prompts=self._share_prompts)
+        return collate([self.rows[index] for index in indices], device, share_prompts=self.share_prompts)
 
     def _split(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[_Piece]]:
         """The units, and the rows of those that do not fit into a micro-batch."""
@@ -208,10 +208,9 @@ class Packer:
                 yield pieces
 
     def _piece(self, index: int) -> _Piece:
-        row = self._rows[index]
-        if not self._share_prompts:
-            return _Piece(0, b"", row.input_length, row.sequence_key, index)
-        return _Piece(row.prompt_length, row.prompt_key, row.input_length - row.prompt_length, row.sequence_key, index)
+        row = self.rows[index]
+        length, key = (row.prompt_length, row.prompt_key) if self.share_prompts else (0, b"")
+        return _Piece(length, key, row.input_length - length, row.sequence_key, index)
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
@@ -224,9 +223,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, share_prompts: bool = 
     distinct = [rows[index] for index in np.unique(sequence_index_B, return_index=True)[1]]
     shares = share_prompts and len({row.prompt_key for row in distinct}) < len(distinct)
     starts = [row.prompt_length if shares else 0 for row in distinct]
-    input_ids = _padded_ids(
-        [row.token_ids[start : row.input_length] for row, start in zip(distinct, starts, strict=True)]
-    )
+    input_ids = _padded([row.token_ids[start : row.input_length] for row, start in zip(distinct, starts, strict=True)])
     counts = np.array([len(row.positions) for row in distinct])
     offsets = np.arange(len(distinct)) * input_ids.shape[1] - np.array(starts)
     target_mask = np.arange(counts.max()) < counts[:, None]
@@ -247,7 +244,7 @@ def _shared_prompts(distinct: Sequence[Row], width: int, device: torch.device) -
     prompt_indices: dict[bytes, int] = {}
     index_S = np.array([prompt_indices.setdefault(row.prompt_key, len(prompt_indices)) for row in distinct])
     firsts = [distinct[index] for index in np.unique(index_S, return_index=True)[1]]
-    input_ids = _padded_ids([row.token_ids[: row.prompt_length] for row in firsts])
+    input_ids = _padded([row.token_ids[: row.prompt_length] for row in firsts])
     lengths_S1 = np.array([[row.prompt_length] for row in distinct])
     inputs_S1 = np.array([[row.input_length] for row in distinct])
     is_prompt = np.arange(input_ids.shape[1]) < lengths_S1
@@ -257,16 +254,13 @@ def _shared_prompts(distinct: Sequence[Row], width: int, device: torch.device) -
     return SharedPrompts(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays))
 
 
-def _padded_ids(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    ids = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
-    for line, sequence in zip(ids, sequences, strict=True):
+def _padded(sequences: Sequence[np.ndarray], dtype: type[np.generic] = np.int64) -> np.ndarray:
+    padded = np.zeros((len(sequences), max(map(len, sequences))), dtype)
+    for line, sequence in zip(padded, sequences, strict=True):
         line[: len(sequence)] = sequence
-    return ids
+    return padded
 
 
 def pad(values: Sequence[np.ndarray]) -> Tensor:
     """Zero-pads the values of B rows to (B, K)."""
-    counts = np.array([len(each) for each in values])
-    padded = np.zeros((len(values), counts.max()), dtype=np.float32)
-    padded[np.arange(counts.max()) < counts[:, None]] = np.concatenate(values)
-    return torch.from_numpy(padded)
+    return torch.from_numpy(_padded(values, np.float32))

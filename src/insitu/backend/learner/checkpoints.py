@@ -6,7 +6,7 @@ offsets of each tensor, and the tensors row by row. So the number of ranks may c
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,12 @@ class SavedOptimizer:
 
     def __init__(self, file: Any = None) -> None:
         self._file = file
-        self._names = frozenset(file.keys()) if file is not None else frozenset[str]()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
+        self.names = frozenset(file.keys()) if file is not None else frozenset[str]()
 
     def states(self, maker: str) -> dict[str, list[str]]:
         """By parameter, the keys of its state in the optimizer of this name ("" for AdamW)."""
         states: dict[str, list[str]] = {}
-        for name in self._names:
+        for name in self.names:
             made_by, _, rest = name.rpartition("/")
             key, _, parameter = rest.partition(".")
             if made_by == maker and key != "weights":
@@ -126,69 +120,49 @@ def check_optimizer(folder: Path, *, required: bool) -> None:
 def write_optimizer(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Writes float32 tensors, which are distributed over the ranks or the same on all. Raises OSError on all alike."""
     path = folder / OPTIMIZER_FILE
-    starts = _starts(tensors)
-    ranks.on_first(lambda: _write_header(path, tensors, starts))
-    ranks.on_each(lambda: _write_parts(path, tensors, starts, ranks))
+    header, starts, size = _layout(tensors)
+
+    def create() -> None:
+        with path.open("xb") as file:
+            file.write(header)
+            file.truncate(size)
+
+    def write_parts() -> None:
+        with path.open("r+b") as file:
+            for name, tensor in tensors.items():
+                if is_sharded(tensor):
+                    part = tensor.to_local()  # type: ignore[attr-defined]
+                    offset = _first_row(tensor) * math.prod(tensor.shape[1:])
+                elif ranks.index == 0:
+                    part, offset = tensor, 0
+                else:
+                    continue
+                if part.numel():
+                    file.seek(starts[name] + 4 * offset)
+                    file.write(memoryview(part.detach().cpu().contiguous().numpy()).cast("B"))
+
+    ranks.on_first(create)
+    ranks.on_each(write_parts)
 
 
-def _starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where each tensor begins, in bytes from the first, and under "" where the last one ends."""
-    starts, end = {}, 0
+def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """The header of the file, where each tensor begins, and the size of the file, in bytes."""
+    entries, starts, end = {}, {}, 0
     for name in sorted(tensors):
-        if tensors[name].dtype != torch.float32:
-            raise BackendError(f"the optimizer state {name} is {tensors[name].dtype}, not float32")
-        starts[name] = end
-        end += 4 * tensors[name].numel()
-    return {**starts, "": end}
-
-
-def _header(tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> bytes:
-    entries = {
-        name: {
-            "dtype": "F32",
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, start + 4 * tensors[name].numel()],
-        }
-        for name, start in starts.items()
-        if name
-    }
+        tensor = tensors[name]
+        if tensor.dtype != torch.float32:
+            raise BackendError(f"the optimizer state {name} is {tensor.dtype}, not float32")
+        starts[name], end = end, end + 4 * tensor.numel()
+        entries[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [starts[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_header(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
-    header = _header(tensors, starts)
-    with path.open("xb") as file:
-        file.write(header)
-        file.truncate(len(header) + starts[""])
-
-
-def _write_parts(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int], ranks: Ranks) -> None:
-    begin = len(_header(tensors, starts))
-    with path.open("r+b") as file:
-        for name, tensor in tensors.items():
-            if is_sharded(tensor):
-                part = tensor.to_local()  # type: ignore[attr-defined]
-                offset = _first_row(tensor) * math.prod(tensor.shape[1:])
-            elif ranks.index == 0:
-                part, offset = tensor, 0
-            else:
-                continue
-            if part.numel():
-                file.seek(begin + starts[name] + 4 * offset)
-                file.write(memoryview(part.detach().cpu().contiguous().numpy()).cast("B"))
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
 
 
 def _first_row(tensor: Any) -> int:
-    """The first row that this rank holds of a tensor that is distributed by rows."""
+    """The first row that this rank holds of a tensor that is distributed by rows, as `torch.chunk` divides them."""
     (placement,) = tensor.placements
     assert placement.is_shard(0), placement
-    mesh = tensor.device_mesh
-    return int(_starting_rows(tensor.shape[0], mesh.size())[mesh.get_local_rank()])
-
-
-def _starting_rows(rows: int, ranks: int) -> Sequence[int]:
-    """As `torch.chunk` divides them."""
-    share = -(-rows // ranks)
-    return [min(rank * share, rows) for rank in range(ranks)]
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    return int(min(mesh.get_local_rank() * -(-rows // mesh.size()), rows))

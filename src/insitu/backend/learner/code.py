@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from insitu.errors import BackendError, RequestRefused, describe_error
-from insitu.schemas.parts import Part
+from insitu.schemas.parts import PYTHON, Part, load_named, with_arguments
 from insitu.schemas.training_jobs import TrainingOptions
 
 
@@ -30,16 +30,18 @@ class CodeFolder:
         Raises RequestRefused if there is code that is not allowed, missing, or not that of a digest in the settings.
         """
         for key, part in settings.code.items():
-            path = self._path(key, part)
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            if part.sha256 not in (None, digest):
-                raise _refused(key, f"{path} has changed: its sha256 is {digest}, not {part.sha256}", status=409)
-            part.sha256 = digest
+            _, _, part.sha256 = self._read(key, part)
 
-    def load(self, key: str, part: Part) -> Callable[..., Any]:
-        """The function of a part. Raises RequestRefused or BackendError."""
-        path, name = self._path(key, part), (part.function or "").rpartition(":")[2]
-        function = vars(self._import(key, path, part.sha256)).get(name)
+    def function(self, key: str, part: str | Part) -> Callable[..., Any]:
+        """The function of a setting, with its arguments. Raises RequestRefused or BackendError."""
+        if isinstance(part, str):
+            return load_named(f"{key}s", part)
+        return with_arguments(self._load(key, part) if part.type == PYTHON else load_named(f"{key}s", part.type), part)
+
+    def _load(self, key: str, part: Part) -> Callable[..., Any]:
+        path, source, digest = self._read(key, part)
+        name = (part.function or "").rpartition(":")[2]
+        function = vars(self._import(key, path, source, digest)).get(name)
         if function is None:
             raise _refused(key, f"{path} has no {name!r}")
         assert self.folder is not None
@@ -65,14 +67,19 @@ class CodeFolder:
                 return path
         raise _refused(key, f"there is no {place} in {self.folder}, the folder of --allow_code")
 
-    def _import(self, key: str, path: Path, digest: str | None) -> ModuleType:
+    def _read(self, key: str, part: Part) -> tuple[Path, bytes, str]:
+        """The file with the function of a part, its content and digest."""
+        path = self._path(key, part)
+        source = path.read_bytes()
+        digest = hashlib.sha256(source).hexdigest()
+        if part.sha256 not in (None, digest):
+            raise _refused(key, f"{path} has changed: its sha256 is {digest}, not {part.sha256}", status=409)
+        return path, source, digest
+
+    def _import(self, key: str, path: Path, source: bytes, digest: str) -> ModuleType:
         """Loads a file again if it has changed."""
         assert self.folder is not None
-        source = path.read_bytes()
-        found = hashlib.sha256(source).hexdigest()
-        if digest not in (None, found):
-            raise _refused(key, f"{path} has changed: its sha256 is {found}, not {digest}", status=409)
-        if self._modules.get(path, ("",))[0] == found:
+        if self._modules.get(path, ("",))[0] == digest:
             return self._modules[path][1]
         relative = path.relative_to(self.folder).with_suffix("")
         name = ".".join(relative.parts).removesuffix(".__init__")
@@ -92,7 +99,7 @@ class CodeFolder:
         except (Exception, SystemExit) as error:  # code of the user may raise anything
             sys.modules.pop(name, None)
             raise BackendError(f"{key}: {path} could not be imported: {describe_error(error)}") from error
-        self._modules[path] = (found, module)
+        self._modules[path] = (digest, module)
         return module
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,22 @@ PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
 """Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
 
 
+@dataclass(eq=False)
 class TrainingJob:
     """A training job: its current `state` and `history`, the states emitted as events."""
 
-    def __init__(self, idempotency_key: str | None, learner: Learner, job_id: str | None = None) -> None:
-        self.state = JobState(id=job_id or f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
-        self.learner = learner
-        self.history: list[JobState] = [self.state]
-        self.task: asyncio.Task[None] | None = None
-        self.diverged = False
-        """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
-        self.recording = False
-        """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
-        self.unserved: TrainedVersion | None = None
-        """The result of a failed job that could not be served: the same job sent again serves it."""
+    state: JobState
+    learner: Learner
+    task: asyncio.Task[None] | None = None
+    diverged: bool = False
+    """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
+    recording: bool = False
+    """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
+    unserved: TrainedVersion | None = None
+    """The result of a failed job that could not be served: the same job sent again serves it."""
+
+    def __post_init__(self) -> None:
+        self.history = [self.state]
         self._changed = asyncio.Event()
 
     @property
@@ -84,10 +87,7 @@ def _completed(trained: TrainedVersion) -> dict[str, Any]:
     }
 
 
-async def _keep_all(learner: Learner, keep: Retention) -> None:
-    """Deletes no checkpoints."""
-
-
+@dataclass(eq=False)
 class TrainingQueue:
     """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
 
@@ -100,43 +100,34 @@ class TrainingQueue:
     max_ended = 256
     """Ended jobs that can be looked up; the records of all are in files."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        compute: ComputeThread,
-        publish_weights: PublishWeights,
-        output_dir: Path,
-        apply_retention: ApplyRetention = _keep_all,
-        check_lora: Callable[[LoRASettings | None], None] = lambda lora: None,
-    ) -> None:
-        self._learner = learner
-        self._compute = compute
-        self._publish_weights = publish_weights
-        self._apply_retention = apply_retention
-        self._check_lora = check_lora
-        self._folder = output_dir / "jobs"
+    learner: Learner
+    compute: ComputeThread
+    publish_weights: PublishWeights
+    output_dir: Path
+    apply_retention: ApplyRetention | None = None
+    check_lora: Callable[[LoRASettings | None], None] = lambda lora: None
+
+    def __post_init__(self) -> None:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
         for state in self._earlier_jobs():
-            job = TrainingJob(state.key, learner, state.id)
-            job.state, job.history = state, [state]
-            self._add(job)
+            self._add(TrainingJob(state, self.learner))
 
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
         states = [
             JobState(id=trained.job.id, key=trained.job.key, **_completed(trained))
-            for trained in self._learner.earlier_jobs
+            for trained in self.learner.earlier_jobs
         ]
-        for path in self._folder.glob("job-*.json"):
+        for path in (self.output_dir / "jobs").glob("job-*.json"):
             try:
                 state = JobState.model_validate_json(path.read_bytes())
             except (OSError, ValueError) as error:
                 logger.warning("%s cannot be read: %s", path, error)
                 continue
-            deleted = self._learner.deleted_folder(state.policy_version)
-            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self._folder.parent):
+            deleted = self.learner.deleted_folder(state.policy_version)
+            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self.output_dir):
                 states.append(state.model_copy(update={"checkpoint": str(deleted)}))
         return sorted(states, key=lambda state: state.policy_version or 0)[-self.max_ended :]
 
@@ -147,8 +138,8 @@ class TrainingQueue:
 
     async def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings could be trained."""
-        await self._compute.call(self._learner.verify, settings)
-        self._check_lora(self._learner.adapters(settings))
+        await self.compute.call(self.learner.verify, settings)
+        self.check_lora(self.learner.adapters(settings))
 
     def submit(
         self,
@@ -167,12 +158,13 @@ class TrainingQueue:
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
         self.check_room()
-        learner = learner or self._learner
+        learner = learner or self.learner
         learner.check(settings)
-        self._check_lora(learner.adapters(settings))
+        self.check_lora(learner.adapters(settings))
         self._forget_oldest()
         repeats = repeats or self._by_idempotency_key.get(idempotency_key or "")
-        job = TrainingJob(idempotency_key, learner)
+        state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
+        job = TrainingJob(state, learner)
         if repeats is not None and repeats.learner is learner:
             job.unserved = repeats.unserved
         self._add(job)
@@ -243,7 +235,7 @@ class TrainingQueue:
                 job.update(status="running", metrics={"rows": len(rows)})
                 try:
                     if trained is None:
-                        await self._compute.run_interleaved(train(), report)
+                        await self.compute.run_interleaved(train(), report)
                 except asyncio.CancelledError:
                     if trained is None:
                         raise
@@ -252,8 +244,8 @@ class TrainingQueue:
                 assert trained is not None
                 await self._serve(job, trained)
                 outcome = _completed(trained)
-                if keep is not None:
-                    await self._apply_retention(job.learner, keep)
+                if keep is not None and self.apply_retention is not None:
+                    await self.apply_retention(job.learner, keep)
         except asyncio.CancelledError:
             unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
             outcome = unchanged if trained is None else _completed(trained)
@@ -272,7 +264,7 @@ class TrainingQueue:
         latest = job.learner.version  # a later job may have continued from them
         module = trained.module if trained.version == latest else None
         try:
-            await self._publish_weights(WeightVersion(latest, job.learner.policy_name), module)
+            await self.publish_weights(WeightVersion(latest, job.learner.policy_name), module)
         except Exception as error:  # re-raised
             job.unserved = trained._replace(module=None)
             reason = str(error) if isinstance(error, InsituError) else format_error(error)
@@ -285,10 +277,11 @@ class TrainingQueue:
     def _write_record(self, state: JobState) -> None:
         """The record names its checkpoint relative to the output_dir, which may be moved."""
         if state.checkpoint is not None:
-            state = state.model_copy(update={"checkpoint": os.path.relpath(state.checkpoint, self._folder.parent)})
+            state = state.model_copy(update={"checkpoint": os.path.relpath(state.checkpoint, self.output_dir)})
+        folder = self.output_dir / "jobs"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / f"{state.id}.json", state.model_dump_json(indent=2).encode() + b"\n")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / f"{state.id}.json", state.model_dump_json(indent=2).encode() + b"\n")
         except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
             logger.warning("could not write the record of job %s: %s", state.id, error)
 

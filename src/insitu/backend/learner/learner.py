@@ -5,11 +5,10 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from insitu.backend.compute import in_another_thread
@@ -17,16 +16,10 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.objectives import build_objective
 from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers, reference_module
-from insitu.backend.learner.policy import (
-    ReferenceWeights,
-    build_policy,
-    check_finite,
-    loaded_adapter,
-    same_adapters,
-)
-from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
+from insitu.backend.learner.policy import ReferenceWeights, build_policy, check_finite, loaded_adapter, same_adapters
+from insitu.backend.learner.rank_group import RankGroup
+from insitu.backend.learner.ranks import ALONE, Ranks
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.files import delete_drafts, delete_folder
 from insitu.disk.model_files import (
@@ -39,7 +32,7 @@ from insitu.disk.model_files import (
     saved_checkpoints,
 )
 from insitu.errors import BackendError, RequestRefused
-from insitu.schemas.parts import function_of
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -74,7 +67,7 @@ class Learner:
         policy_name: str = "",
         lora: LoRASettings | None = None,
         ranks: Ranks = ALONE,
-        group: TrainsJobs | None = None,
+        group: RankGroup | None = None,
         served_here: bool = True,
         code: CodeFolder = NO_CODE,
     ) -> None:
@@ -103,7 +96,7 @@ class Learner:
     @property
     def lora(self) -> LoRASettings | None:
         """Adapters being trained, or those of the first job if it has no `lora` block."""
-        return self._lora if self._lora_fixed else self._default_lora
+        return self.adapters(None)
 
     @property
     def versions(self) -> list[int]:
@@ -112,8 +105,8 @@ class Learner:
 
     def deleted_folder(self, version: int | None) -> Path | None:
         """Where the checkpoint of a version was before it was deleted; None if it was not."""
-        known = version is not None and 0 < version <= self.version and version not in self._checkpoints
-        return self._folder_of(version) if known and version is not None else None
+        deleted = version is not None and 0 < version <= self.version and version not in self._checkpoints
+        return self._folder_of(version) if deleted and version is not None else None
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / f"step_{self._origin.step + version:06d}"
@@ -183,9 +176,9 @@ class Learner:
                 code="lora_fixed",
             )
 
-    def adapters(self, settings: TrainingSettings) -> LoRASettings | None:
+    def adapters(self, settings: TrainingSettings | None) -> LoRASettings | None:
         """The adapters that a job with these settings trains; None: all weights."""
-        return self._lora if self._lora_fixed else settings.lora or self._default_lora
+        return self._lora if self._lora_fixed else (settings and settings.lora) or self._default_lora
 
     def verify(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
@@ -198,11 +191,11 @@ class Learner:
             if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
             reference_module(self._code, settings, self._references)
-            build_objective(settings, [], [], self.loaded.max_length, self._code)
-            function_of("schedules", settings.schedule, functools.partial(self._code.load, "schedule"))
-            self._make_optimizer(settings)
+            load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self._code)
+            self._code.function("schedule", settings.schedule)
+            self._code.function("optimizer", settings.optimizer or "adamw")
             if self._state is None:  # else the next job continues from memory
-                self._check_optimizer()
+                self._check_files(weights=False)
         except BackendError as error:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
@@ -234,20 +227,22 @@ class Learner:
             return self.loaded.module
         folder = self.folder(version)
         check_model(folder)
-        policy = build_policy(self.loaded, self._lora, seed=0)
+        return self._read_weights(folder, self._lora)
+
+    def _read_weights(self, folder: Path, lora: LoRASettings | None) -> nn.Module:
+        policy = build_policy(self.loaded, lora, seed=0)
         policy.load(folder)
-        return policy.served()
+        module = policy.served()
+        assert module is not None  # this is no rank
+        return module
 
     def folder(self, version: int) -> Path:
         """The files of a version above 0. Raises RequestRefused if there are none."""
         if version not in self._checkpoints:
-            known = ", ".join(map(str, self.versions))
+            available = ", ".join(map(str, self.versions))
             reason = "was deleted" if 0 < version < self.version else "does not exist"
             raise RequestRefused(
-                f"version {version} {reason}; available: {known}",
-                status=404,
-                param="model",
-                code="model_not_found",
+                f"version {version} {reason}; available: {available}", status=404, param="model", code="model_not_found"
             )
         return self._checkpoints[version]
 
@@ -255,12 +250,15 @@ class Learner:
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, TrainedVersion]:
         self.check(settings)
-        train = self._train_here if self._group is None else self._train_in_group
-        trained, lora = yield from train(settings, rows, job)
+        settings = settings.model_copy(update={"lora": self.adapters(settings)})
+        if self._group is not None:
+            trained = yield from self._train_in_group(self._group, settings, rows, job)
+        else:
+            trained = yield from self._train_here(settings, rows, job)
         # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = trained.checkpoint
-        self._lora, self._lora_fixed = lora, True
+        self._lora, self._lora_fixed = settings.lora, True
         if self._ranks is ALONE:  # otherwise the backend deletes them
             for version in self._checkpoints:
                 if version <= self.version - self.kept_optimizer_states:
@@ -270,24 +268,17 @@ class Learner:
         return trained
 
     def _train_in_group(
-        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+        self, group: RankGroup, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Progress | None, None, TrainedVersion]:
         """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
-        assert self._group is not None
-        settings = settings.model_copy(update={"lora": self.adapters(settings)})
-        done = yield from self._group.train(self._folder.parent, self.policy_name, settings, rows, job)
+        done = yield from group.train(self._folder.parent, self.policy_name, settings, rows, job)
         checkpoint = self._folder_of(self.version + 1)
-        module = None
-        if self._served_here:
-            policy = build_policy(self.loaded, settings.lora, seed=0)
-            policy.load(checkpoint)
-            module = policy.served()
-        record = job.model_copy(update={"metrics": done["metrics"]})
-        return TrainedVersion(module, self.version + 1, checkpoint, record), settings.lora
+        module = self._read_weights(checkpoint, settings.lora) if self._served_here else None
+        return TrainedVersion(module, self.version + 1, checkpoint, job.model_copy(update={"metrics": done["metrics"]}))
 
     def _train_here(
         self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress | None, None, tuple[TrainedVersion, LoRASettings | None]]:
+    ) -> Generator[Progress | None, None, TrainedVersion]:
         start = time.monotonic()
         if self._state is not None and self._state.optimizer_part != settings.optimizer:
             self._state = None
@@ -298,10 +289,10 @@ class Learner:
         state.policy.checkpoint_activations(settings.gradient_checkpointing)
         for group in state.optimizer.param_groups:
             if "decays" in group:  # AdamW
-                group["betas"] = settings.betas
-                group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
+                decay = settings.weight_decay if group["decays"] else 0.0
+                group.update(betas=settings.betas, weight_decay=decay)
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
-        served = state.policy.served_by_first(self._ranks)
+        served = state.policy.served(self._ranks)
         self._ranks.on_first(lambda: check_finite(served, settings, rows))
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
@@ -314,25 +305,22 @@ class Learner:
         job = job.model_copy(update={"metrics": metrics})
         save = functools.partial(self._save_checkpoint, state, served, job)
         checkpoint = (yield from in_another_thread(save, delete_folder)) if self._ranks is ALONE else save()
-        return TrainedVersion(served, self.version + 1, checkpoint, job), state.policy.lora
+        return TrainedVersion(served, self.version + 1, checkpoint, job)
 
     def _restore(self, settings: TrainingSettings) -> TrainState:
         """The state of the latest checkpoint, or of the loaded model."""
-        lora = self.adapters(settings)
-        policy = build_policy(self.loaded, lora, settings.seed)
+        policy = build_policy(self.loaded, settings.lora, settings.seed)
         folder = self._checkpoints.get(self.version)
         if folder is not None:
             policy.load(folder)
         with open_optimizer(folder or self._origin_folder) as saved:
-            if not saved and self._origin.step + self.version:
+            if not saved.names and self._origin.step + self.version:
                 logger.warning("%s has no optimizer state: the optimizer starts anew", folder or self._origin_folder)
             masters = {name: f"weights.{name}" for name in policy.trainable}
-            policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved)
+            policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved.names)
             forward = PolicyForward(policy.module, self._compute_logprobs)
             self._ranks.shard(policy.module, forward)
-            make = function_of(
-                "optimizers", settings.optimizer or "adamw", functools.partial(self._code.load, "optimizer")
-            )
+            make = self._code.function("optimizer", settings.optimizer or "adamw")
             state = TrainState(
                 *(policy, forward, make(policy.trainable, settings), self._compute_logprobs, self._workers),
                 reference=lambda: self._references,
@@ -347,23 +335,15 @@ class Learner:
                     state.optimizer.state[parameter] = entries
         return state
 
-    def _check_files(self) -> None:
-        """Raises BackendError if a file of the latest checkpoint is damaged; hashing takes seconds per GB."""
-        if (folder := self._checkpoints.get(self.version)) is not None:
-            check_model(folder)
-        self._check_optimizer()
+    def _check_files(self, *, weights: bool = True) -> None:
+        """Raises BackendError if the next job cannot continue from the files; hashing weights takes seconds per GB.
 
-    def _check_optimizer(self) -> None:
-        """Raises BackendError if the next job cannot continue from the optimizer state.
-
-        That of the loaded model may have been deleted; the latest checkpoint always has one.
+        The optimizer state of the loaded model may have been deleted; the latest checkpoint always has one.
         """
         latest = self._checkpoints.get(self.version)
+        if weights and latest is not None:
+            check_model(latest)
         check_optimizer(latest or self._origin_folder, required=latest is not None)
-
-    def _make_optimizer(self, settings: TrainingSettings) -> Callable[..., torch.optim.Optimizer]:
-        load = functools.partial(self._code.load, "optimizer")
-        return function_of("optimizers", settings.optimizer or "adamw", load)
 
     @property
     def _references(self) -> ReferenceWeights:
@@ -378,15 +358,9 @@ class Learner:
         return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module | None, job: JobRecord) -> Path:
-        version = self.version + 1
-        target = self._folder_of(version)
-        record = TrainingRecord(
-            step=self._origin.step + version,
-            version=version,
-            started_from=self._origin.started_from,
-            lora=state.policy.lora,
-            job=job,
-        )
+        version, lora = self.version + 1, state.policy.lora
+        target, step, source = self._folder_of(version), self._origin.step + version, self._origin.started_from
+        record = TrainingRecord(step=step, version=version, started_from=source, lora=lora, job=job)
         write_checkpoint(target, state, served, record, self._tokenizer_files)
         return target
 

@@ -1,6 +1,8 @@
-"""The policy-gradient loss family as pure functions; `docs/reference/losses.md` has the formulas.
+"""The losses of all methods as pure functions; `docs/reference/losses.md` has the formulas.
 
-Shapes: B rows, T tokens per row. Values where the mask is not set are ignored and may be anything.
+Shapes: B rows, T tokens per row, P preference pairs, E episodes. Values where the mask is not set are ignored and may
+be anything. The log-probability of a completion (the side of a pair, or an episode) is the sum over its trained tokens;
+with `average_logprobs`, their mean.
 """
 
 from collections import Counter
@@ -9,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
 
 from insitu.errors import BackendError, InsituError, describe_error
-from insitu.schemas.objectives import TokenBatch, TokenLoss
-from insitu.schemas.parts import load_named
-from insitu.schemas.training_jobs import KLSettings, LossSettings
+from insitu.schemas.parts import TokenBatch, TokenLoss, load_named
+from insitu.schemas.training_jobs import DPOSettings, KLSettings, KTOSettings, LossSettings
 
 TokenObjective = Callable[[TokenBatch, LossSettings], Any]
 """The loss of each trained token of some rows: `clip`, `cispo`, or a function of the user. See `TokenLoss`."""
@@ -180,3 +182,32 @@ def kl_estimate(new_BT: Tensor, ref_BT: Tensor, settings: KLSettings) -> Tensor:
 
 def _masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, values_BT, 0.0)
+
+
+def dpo_loss(chosen_P: Tensor, rejected_P: Tensor, settings: DPOSettings) -> Tensor:
+    """The preference loss of each pair, from both sides' log-ratios new - ref.
+
+    `sigmoid`: DPO (arXiv:2305.18290), with `label_smoothing` conservative DPO (https://ericmitchell.ai/cdpo.pdf).
+    `ipo`: arXiv:2310.12036, eq. 17. `hinge`: SLiC (arXiv:2305.10425) on log-ratios. `robust`: arXiv:2403.00409.
+    """
+    margin_P = chosen_P - rejected_P
+    if settings.loss_type == "ipo":
+        return (margin_P - 1 / (2 * settings.beta)).square()
+    logits_P = settings.beta * margin_P
+    if settings.loss_type == "hinge":
+        return relu(1 - logits_P)
+    flipped = settings.label_smoothing
+    as_labeled_P, as_flipped_P = -logsigmoid(logits_P), -logsigmoid(-logits_P)
+    if settings.loss_type == "robust":
+        return ((1 - flipped) * as_labeled_P - flipped * as_flipped_P) / (1 - 2 * flipped)
+    return (1 - flipped) * as_labeled_P + flipped * as_flipped_P
+
+
+def kto_loss(ratio_E: Tensor, desirable_E: Tensor, kl: Tensor, settings: KTOSettings) -> Tensor:
+    """The loss of each episode, from its log-ratio new - ref (arXiv:2402.01306).
+
+    `kl` is the reference point, an estimate of the KL divergence from the reference; it carries no gradient.
+    """
+    gain_E = torch.where(desirable_E, ratio_E - kl, kl - ratio_E)
+    loss_E = 1 - torch.sigmoid(settings.beta * gain_E)
+    return torch.where(desirable_E, settings.desirable_weight * loss_E, settings.undesirable_weight * loss_E)

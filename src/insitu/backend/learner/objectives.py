@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from insitu.backend.learner.batches import Row, group_rows, pad
 from insitu.backend.learner.code import NO_CODE, CodeFolder
-from insitu.backend.learner.losses import PolicyBatch, policy_loss, probe, row_weights
-from insitu.backend.learner.preference_losses import dpo_loss, kto_loss
+from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, probe, row_weights
 from insitu.errors import BackendError
-from insitu.schemas.parts import function_of, load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 
@@ -75,6 +73,7 @@ Over all micro-batches of a step the losses and sums add up to those of the step
 """
 
 
+@dataclass
 class Objective(ABC):
     """A training method, for the rows of a job and the `plan` of its optimizer steps.
 
@@ -82,24 +81,18 @@ class Objective(ABC):
     log-probabilities under the weights at the start of the job, other than as its reference.
     """
 
-    sums: Sequence[str]
+    settings: TrainingSettings
+    rows: Sequence[Row]
+    plan: Sequence[Sequence[int]]
+    max_length: int
+    code: CodeFolder = NO_CODE
+    sums: Sequence[str] = field(init=False)
+    uses_start: bool = field(init=False, default=False)
     shares_prompts: ClassVar[bool] = True
     measures_kl: ClassVar[bool] = False
-    uses_start = False
 
-    def __init__(
-        self,
-        settings: TrainingSettings,
-        rows: Sequence[Row],
-        plan: Sequence[Sequence[int]],
-        max_length: int,
-        code: CodeFolder = NO_CODE,
-    ) -> None:
-        self.settings = settings
-        self.rows = rows
-        self.plan = plan
-        self.max_length = max_length
-        self.code = code
+    def __post_init__(self) -> None:  # noqa: B027
+        """What a method computes of the rows and the plan beforehand; nothing by default."""
 
     def units(self, step: int) -> list[list[int]]:
         """The rows of a step; those that the loss compares are together, to be kept in one micro-batch if they fit."""
@@ -113,11 +106,11 @@ class Objective(ABC):
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
         """The loss of a step. `known` holds its baseline rows, and the rows of units split over micro-batches."""
 
-    @abstractmethod
     def metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         """Metrics over these steps, besides those that all methods have."""
+        return {}
 
-    def _count_tokens(self, indices: Iterable[int]) -> int:
+    def count_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.rows[index].positions) for index in indices)
 
 
@@ -127,10 +120,9 @@ class PolicyGradient(Objective):
     shares_prompts = False
     measures_kl = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.uses_start = self.settings.old_logprobs == "recomputed"
-        self._objective = function_of("objectives", self.settings.objective, partial(self.code.load, "objective"))
+        self._objective = self.code.function("objective", self.settings.objective)
         self._names = probe(self._objective, self.settings)
         self.sums = ("loss", "kl", "gap", "sampled_ratio", *self._names)
 
@@ -176,7 +168,7 @@ class SupervisedFinetuning(Objective):
     sums = ("loss",)
 
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
-        tokens = self._count_tokens(self.plan[step])
+        tokens = self.count_tokens(self.plan[step])
 
         def loss_of(indices: Sequence[int], logprobs: RowLogprobs) -> PartialLoss:
             loss = -logprobs.sums().sum() / tokens
@@ -184,30 +176,20 @@ class SupervisedFinetuning(Objective):
 
         return loss_of
 
-    def metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
-        return {}
-
 
 class DirectPreference(Objective):
     """DPO and its relatives: the mean over pairs of `dpo_loss`, and the chosen sides' negative log-likelihood."""
 
     sums = (
-        "loss",
-        "sft_loss",
-        "pairs",
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "logps/chosen",
-        "logps/rejected",
+        *("loss", "sft_loss", "pairs"),
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
     )
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self._sides: dict[str, tuple[list[int], list[int]]] = {}
         for index, row in enumerate(self.rows):
             self._sides.setdefault(row.pair, ([], []))[not row.preferred].append(index)
-        self._tokens = {side: tuple(map(self._count_tokens, sides)) for side, sides in self._sides.items()}
+        self._tokens = {side: tuple(map(self.count_tokens, sides)) for side, sides in self._sides.items()}
 
     def units(self, step: int) -> list[list[int]]:
         return group_rows(self.rows, self.plan[step])
@@ -263,8 +245,7 @@ class KahnemanTversky(Objective):
         *("counts/rejected", "rewards/rejected", "logps/rejected"),
     )
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         rows, extended = self.rows, list(self.rows)
         self._baselines: list[range] = []  # by step
         for step in range(len(self.plan)):
@@ -336,18 +317,6 @@ def mismatched_rows(rows: Sequence[Row], max_length: int) -> list[Row]:
         positions = other.positions - start + len(prompt)
         mismatched.append(Row(tokens, positions[positions < len(tokens)]))
     return mismatched
-
-
-def build_objective(
-    settings: TrainingSettings,
-    rows: Sequence[Row],
-    plan: Sequence[Sequence[int]],
-    max_length: int,
-    code: CodeFolder = NO_CODE,
-) -> Objective:
-    """The objective of `settings.method`."""
-    objective: Objective = load_named("methods", settings.method)(settings, rows, plan, max_length, code)
-    return objective
 
 
 def _completion_sums(

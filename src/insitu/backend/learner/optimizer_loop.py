@@ -26,18 +26,12 @@ from insitu.backend.learner.batches import MicroBatch, Packer, Row, optimizer_st
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
 from insitu.backend.learner.losses import kl_estimate
-from insitu.backend.learner.objectives import (
-    KnownSums,
-    LossOfRows,
-    RowLogprobs,
-    StepResult,
-    build_objective,
-)
+from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
 from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.learner.ranks import ALONE, Ranks, whole
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, JobFailed
-from insitu.schemas.parts import Part, function_of
+from insitu.schemas.parts import Part, load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -172,7 +166,7 @@ def reference_module(code: CodeFolder, settings: TrainingSettings, weights: Refe
     """
     if settings.reference is None:
         return None
-    module = function_of("references", settings.reference, functools.partial(code.load, "reference"))(weights)
+    module = code.function("reference", settings.reference)(weights)
     if module is not None and not isinstance(module, nn.Module):
         raise BackendError(f"reference: it returned {type(module).__name__}; allowed: a torch module, or None")
     return module
@@ -182,19 +176,16 @@ class OptimizerLoop:
     """Runs all optimizer steps of one job on the policy of `state`."""
 
     def __init__(self, state: TrainState, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+        self._state = state
         self._policy = state.policy
-        self._optimizer = state.optimizer
         self._parameters = list(state.policy.trainable.values())
-        self._forward = state.forward
-        self._compute_logprobs = state.compute_logprobs
-        self._workers = state.workers
         self._ranks = state.ranks
         self._reference = reference_module(state.code, settings, state.reference())
-        self._weights = state.reference
         self._settings = settings
-        self._schedule = function_of("schedules", settings.schedule, functools.partial(state.code.load, "schedule"))
+        self._schedule = state.code.function("schedule", settings.schedule)
         self._plan = optimizer_steps(rows, settings)
-        self._objective = build_objective(settings, rows, self._plan, state.policy.loaded.max_length, state.code)
+        method = load_named("methods", settings.method)
+        self._objective: Objective = method(settings, rows, self._plan, state.policy.loaded.max_length, state.code)
         self._compares_with_start = settings.reference is not None and self._reference is None
         self._uses_start = self._objective.uses_start or self._compares_with_start
         self._rows = self._objective.rows
@@ -207,9 +198,8 @@ class OptimizerLoop:
         self._device = state.policy.loaded.device
         self._at_start = FixedLogprobs()
         self._at_reference = FixedLogprobs()
-        self._max_tokens = settings.micro_batch_tokens
-        if self._device.type == "cpu":
-            self._max_tokens = min(self._max_tokens, CPU_MICRO_BATCH)
+        largest = CPU_MICRO_BATCH if self._device.type == "cpu" else settings.micro_batch_tokens
+        self._max_tokens = min(settings.micro_batch_tokens, largest)
 
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
@@ -223,10 +213,10 @@ class OptimizerLoop:
         steps: list[StepResult] = []
         for number, indices in enumerate(self._plan):
             rate = learning_rate(self._settings, self._schedule, number, len(self._plan))
-            for group in self._optimizer.param_groups:
+            for group in self._state.optimizer.param_groups:
                 group["lr"] = rate
             sums = yield from self._compute(number)
-            steps.append(self._optimizer_step(sums, self._count_tokens(indices)))
+            steps.append(self._optimizer_step(sums, self._objective.count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
         metrics = self._metrics(steps)
         if self._objective.measures_kl and self._settings.reference is None:
@@ -240,7 +230,7 @@ class OptimizerLoop:
         own = self._ranks.deal(batches)
         if not own and self._ranks.shards_weights:
             fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
-        return [*zip(own, self._workers.map(fn, own, sequential=sequential), strict=True)]
+        return [*zip(own, self._state.workers.map(fn, own, sequential=sequential), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         return {
@@ -252,12 +242,9 @@ class OptimizerLoop:
             **self._objective.metrics(steps),
         }
 
-    def _count_tokens(self, indices: Sequence[int]) -> int:
-        return sum(len(self._rows[index].positions) for index in indices)
-
     def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
         """Yields one micro-batch of about equal length per worker of all ranks, until all rows are covered."""
-        count = self._workers.count * self._ranks.count
+        count = self._state.workers.count * self._ranks.count
         share = self._packer.even_share(units, self._max_tokens, count)
         pending = self._packer.micro_batches(units, share)
         while batches := tuple(itertools.islice(pending, count)):
@@ -266,7 +253,7 @@ class OptimizerLoop:
     @torch.no_grad()
     def _compute_start(self, micro_batch: list[int]) -> None:
         batch = self._packer.collate(micro_batch, self._device)
-        logprobs_BK = batch.to_rows(self._forward(batch).logprobs_N)
+        logprobs_BK = batch.to_rows(self._state.forward(batch).logprobs_N)
         self._at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
 
     def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
@@ -277,7 +264,7 @@ class OptimizerLoop:
         names = (*self._objective.sums, "entropy")
         totals = torch.zeros(len(names), device=self._device, dtype=torch.float64)
         done = 0
-        self._optimizer.zero_grad()
+        self._state.optimizer.zero_grad()
         for batches in rounds:
             with self._policy.dropout(self._dropout.getrandbits(63)):
                 own = self._ranks.deal(batches)
@@ -315,7 +302,7 @@ class OptimizerLoop:
     @torch.no_grad()
     def _known_sums(self, micro_batch: list[int]) -> dict[int, KnownSums]:
         batch = self._packer.collate(micro_batch, self._device)
-        new_BK = batch.to_rows(self._forward(batch).logprobs_N)
+        new_BK = batch.to_rows(self._state.forward(batch).logprobs_N)
         logprobs = self._row_logprobs(micro_batch, batch, new_BK)
         sums = zip(logprobs.sums().tolist(), logprobs.log_ratios().tolist(), strict=True)
         return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
@@ -328,11 +315,11 @@ class OptimizerLoop:
         Gradients are 0 if the micro-batch does not count.
         """
         batch = self._packer.collate(micro_batch, self._device)
-        new_N, entropy_N = self._forward(batch)
+        new_N, entropy_N = self._state.forward(batch)
         loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
         entropy = batch.to_rows(entropy_N).double().sum()
         totals = torch.stack([*(value.double() for value in sums), entropy])
-        if self._workers.count > 1:
+        if self._state.workers.count > 1:
             return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
         (loss if counts else 0.0 * loss).backward()
         return totals, ()
@@ -351,7 +338,7 @@ class OptimizerLoop:
             ref_BK = self._at_reference.get(micro_batch, self._device)
             if ref_BK is None:
                 with torch.no_grad():
-                    ref_BK = batch.to_rows(self._compute_logprobs(self._reference, batch).logprobs_N)
+                    ref_BK = batch.to_rows(self._state.compute_logprobs(self._reference, batch).logprobs_N)
                 self._at_reference.keep(micro_batch, ref_BK, batch.mask_BK)
         return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
 
@@ -362,25 +349,26 @@ class OptimizerLoop:
                 f"the loss is {sums['loss']} and the norm of its gradient {norm}; the weights from before the job were "
                 "restored"
             )
-        self._optimizer.step()
-        return StepResult(tokens, sums, norm, self._optimizer.param_groups[0]["lr"])
+        self._state.optimizer.step()
+        return StepResult(tokens, sums, norm, self._state.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def _measure_kl(self, indices: list[int]) -> float | None:
         total = 0.0
         try:
-            initial = self._weights().initial()
+            initial = self._state.reference().initial()
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
             return None
 
         def kl_of(micro_batch: list[int]) -> float:
             batch = self._packer.collate(micro_batch, self._device)
-            new_N, ref_N = self._forward(batch).logprobs_N, self._compute_logprobs(initial, batch).logprobs_N
+            new_N, _ = self._state.forward(batch)
+            ref_N, _ = self._state.compute_logprobs(initial, batch)
             return batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
 
         pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
         while batches := tuple(itertools.islice(pending, self._ranks.count)):
             total += sum(kl for _, kl in self._map(kl_of, batches, sequential=True))
         summed = self._ranks.sum(torch.tensor(total, device=self._device, dtype=torch.float64))
-        return summed.item() / self._count_tokens(indices)
+        return summed.item() / self._objective.count_tokens(indices)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.batches import Row
-from insitu.backend.learner.ranks import Ranks, is_sharded, whole
+from insitu.backend.learner.ranks import ALONE, Ranks, is_sharded, whole
 from insitu.backend.model import LoadedModel, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
@@ -74,32 +74,23 @@ class TrainablePolicy:
             layer._gradient_checkpointing_func = _recompute
             layer.training = enabled  # of this module only: dropout within it stays off
 
-    def served(self) -> nn.Module:
-        """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors."""
-        base, dtypes = self._served_form()
-        weights = {name: p.detach().to(dtypes[name], copy=True) for name, p in self.trainable.items()}
-        return replace_weights(base, weights).requires_grad_(False)
+    def served(self, ranks: Ranks = ALONE) -> nn.Module | None:
+        """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors; None on all ranks but 0.
 
-    def served_by_first(self, ranks: Ranks) -> nn.Module | None:
-        """`served` on rank 0, None on the others. All ranks must call it.
-
-        Distributed weights are gathered one after the other, into the CPU's memory.
+        All ranks must call it. Distributed weights are gathered one after the other, into the CPU's memory.
         """
-        if not ranks.shards_weights:
-            return self.served() if ranks.index == 0 else None
-        base, dtypes = self._served_form()
+        base = self.loaded.module if self.lora is None else self.module
+        dtypes = {name: p.dtype for name, p in self.loaded.module.named_parameters()} if self.lora is None else {}
         weights = {}
         for name, parameter in self.trainable.items():
-            gathered = whole(parameter.detach())
+            tensor = whole(parameter.detach())
             if ranks.index == 0:
-                weights[name] = gathered.to("cpu", dtypes[name], copy=True)
-        return replace_weights(base, weights).requires_grad_(False).to("cpu") if ranks.index == 0 else None
-
-    def _served_form(self) -> tuple[nn.Module, dict[str, torch.dtype]]:
-        """The module whose other tensors are served, and the dtypes of the trained ones."""
-        if self.lora is not None:
-            return self.module, dict.fromkeys(self.trainable, self.loaded.dtype)
-        return self.loaded.module, {name: p.dtype for name, p in self.loaded.module.named_parameters()}
+                device = "cpu" if ranks.shards_weights else tensor.device
+                weights[name] = tensor.to(device, dtypes.get(name, self.loaded.dtype), copy=True)
+        if ranks.index:
+            return None
+        module = replace_weights(base, weights).requires_grad_(False)
+        return module.to("cpu") if ranks.shards_weights else module
 
     def save(self, folder: Path, served: nn.Module) -> None:
         """Saves adapters in float32, full weights in the served dtype."""
@@ -120,7 +111,8 @@ class TrainablePolicy:
             prefix = f".{self.module.active_adapter}."
             short = {name.replace(prefix, "."): name for name in self.trainable}
             path = folder / "adapter_model.safetensors"
-            saved = _load_tensors(path)
+            with wrap_errors(f"{path} cannot be read"):
+                saved = load_file(path)
             if saved.keys() != short.keys():
                 different = sorted(saved.keys() ^ short.keys())[0]
                 problem = "lacks" if different in short else "has the unknown tensor"
@@ -231,11 +223,6 @@ def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -
             f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
             "weights from before the job were restored"
         )
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    with wrap_errors(f"{path} cannot be read"):
-        return load_file(path)
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:

@@ -3,17 +3,14 @@
 A rank holds the weights; the backend gets them from the checkpoint of each job.
 """
 
-import contextlib
 import json
 import logging
 import os
 import re
-import secrets
 import shlex
 import socket
 import sys
 from collections.abc import Generator, Sequence
-from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import torch
 from insitu.backend.child_process import ChildProcess, describe_exit
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.backend.learner.ranks import TOKEN_VARIABLE, write_rows
+from insitu.backend.learner.ranks import write_rows
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
@@ -114,37 +111,28 @@ class RankGroup:
     def _start(self, lora: LoRASettings | None) -> Generator[None, None, None]:
         """Starts the ranks and waits until all have loaded the model."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        token = secrets.token_urlsafe()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(POLL_SECONDS)
-            order = {
-                "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
-                "dtype": str(self._loaded.dtype).removeprefix("torch."),
-                "strategy": self._strategy(lora),
-                "allow_code": self._code,
-                "gpus": self._gpus(),
-                "address": listener.getsockname(),
-            }
-            path = self._folder / "order.json"
-            path.write_text(json.dumps(order))
-            arguments = ["-m", "insitu.backend.learner.rank_process", str(path)]
-            if self._options.nodes > 1:
-                self._ask_for_other_machines(arguments)
-            threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
+        order = {
+            "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
+            "dtype": str(self._loaded.dtype).removeprefix("torch."),
+            "strategy": self._strategy(lora),
+            "allow_code": self._code,
+            "gpus": self._gpus(),
+        }
+        path = self._folder / "order.json"
+        path.write_text(json.dumps(order))
+        arguments = ["-m", "insitu.backend.learner.rank_process", str(path)]
+        if self._options.nodes > 1:
+            self._ask_for_other_machines(arguments)
+        threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
+        self._connection, stdin = socket.socketpair()
+        self._connection.settimeout(POLL_SECONDS)
+        with stdin:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
-                {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": threads},
+                {**os.environ, "OMP_NUM_THREADS": threads},
+                stdin=stdin.fileno(),
             )
-            while self._connection is None:
-                yield None
-                self._check_alive()
-                with contextlib.suppress(TimeoutError):
-                    self._connection, _ = listener.accept()
-        self._connection.settimeout(POLL_SECONDS)
-        first = yield from self._wait_for_message()
-        if not compare_digest(str(first.get("token")), token):
-            raise JobFailed("another process has connected to the port of the learner's processes")
         yield from self._wait_for_message()  # that all have loaded the model
 
     def _torchrun_options(self, node: int) -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node 4 -m insitu.backend.learner.rank_process ORDER_FILE
 
-Every rank reads ORDER_FILE, a JSON file with the model and the address to which rank 0 connects. Rank 0 gets one JSON
+Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a socket of the backend: rank 0 gets one JSON
 line per job, {"folder", "policy", "settings", "rows", "job"}, and sends {"progress"} lines and a last one with the
 trained version, or with the reason why the job failed.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner, TrainedVersion
-from insitu.backend.learner.ranks import TOKEN_VARIABLE, ProcessGroup, read_rows
+from insitu.backend.learner.ranks import ProcessGroup, read_rows
 from insitu.backend.model import load_model
 from insitu.disk.model_files import JobRecord
 from insitu.errors import InsituError, JobFailed
@@ -29,12 +29,10 @@ from insitu.schemas.training_jobs import TrainingSettings
 class _Server:
     """The backend, as rank 0 sees it; to the other ranks what rank 0 has read is broadcast."""
 
-    def __init__(self, address: list[Any], ranks: ProcessGroup) -> None:
+    def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks = ranks
         if ranks.index == 0:
-            self._socket = socket.create_connection(tuple(address))
-            self._file = self._socket.makefile("rwb")
-            self.send({"token": os.environ.get(TOKEN_VARIABLE, "")})
+            self._file = socket.socket(fileno=sys.stdin.fileno()).makefile("rwb")
 
     def send(self, message: dict[str, Any]) -> None:
         if self._ranks.index == 0:
@@ -59,7 +57,7 @@ def main(order_file: Path) -> None:
     ranks = ProcessGroup(device, shards_weights=order["strategy"] == "fsdp")
     try:
         loaded = load_model(order["model"], str(device), order["dtype"])
-        server = _Server(order["address"], ranks)
+        server = _Server(ranks)
         code = CodeFolder(Path(order["allow_code"]) if order["allow_code"] else None)
         learners: dict[str, Learner] = {}
         server.send({"ready": True})

@@ -5,10 +5,10 @@ So gradients and sums are added over the ranks, never averaged, however unequal 
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +17,11 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import Row
-from insitu.disk.model_files import JobRecord
-from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
-TOKEN_VARIABLE = "INSITU_RANKS_TOKEN"
-"""The environment variable with the secret that rank 0 sends first."""
 _ARRAYS = ("token_ids", "positions", "rollout_logprobs", "advantages")
 _NAMES = ("episode", "pair", "preferred")
 _WAIT = timedelta(days=20)
@@ -71,15 +67,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-class TrainsJobs(Protocol):
-    """The ranks as the backend sees them: `rank_group.RankGroup`."""
-
-    def train(
-        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Any, None, dict[str, Any]]:
-        """Yields the job's progress; returns {"version", "metrics"}. Raises JobFailed."""
 
 
 class ProcessGroup(Ranks):
