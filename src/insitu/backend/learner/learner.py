@@ -18,8 +18,7 @@ from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers, reference_module
 from insitu.backend.learner.policy import ReferenceWeights, build_policy, check_finite, loaded_adapter, same_adapters
-from insitu.backend.learner.rank_group import RankGroup
-from insitu.backend.learner.ranks import ALONE, Ranks
+from insitu.backend.learner.ranks import ALONE, Ranks, TrainsJobs
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.files import delete_drafts, delete_folder
 from insitu.disk.model_files import (
@@ -67,7 +66,7 @@ class Learner:
         policy_name: str = "",
         lora: LoRASettings | None = None,
         ranks: Ranks = ALONE,
-        group: RankGroup | None = None,
+        group: TrainsJobs | None = None,
         served_here: bool = True,
         code: CodeFolder = NO_CODE,
     ) -> None:
@@ -268,7 +267,7 @@ class Learner:
         return trained
 
     def _train_in_group(
-        self, group: RankGroup, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+        self, group: TrainsJobs, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, TrainedVersion]:
         """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
         done = yield from group.train(self._folder.parent, self.policy_name, settings, rows, job)

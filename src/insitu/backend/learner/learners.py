@@ -8,7 +8,7 @@ from torch import nn
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.rank_group import RankGroup
+from insitu.backend.learner.ranks import TrainsJobs
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
@@ -22,7 +22,7 @@ class Learners:
         loaded: LoadedModel,
         output_dir: Path,
         lora: LoRASettings | None = None,
-        group: RankGroup | None = None,
+        group: TrainsJobs | None = None,
         *,
         served_here: bool = True,
         code: CodeFolder = NO_CODE,

@@ -5,10 +5,10 @@ So gradients and sums are added over the ranks, never averaged, however unequal 
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import Row
+from insitu.disk.model_files import JobRecord
+from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -67,6 +69,15 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class TrainsJobs(Protocol):
+    """The ranks as the backend sees them: `rank_group.RankGroup`."""
+
+    def train(
+        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+    ) -> Generator[Any, None, dict[str, Any]]:
+        """Yields the job's progress; returns {"version", "metrics"}. Raises JobFailed."""
 
 
 class ProcessGroup(Ranks):
