@@ -98,15 +98,12 @@ class Evidence:
 
 def is_random(groups: Sequence[Sequence[Trajectory]]) -> bool:
     """Whether the environment is random: after the same prompts and answers, episodes of a row got another prompt."""
-    return any(_differs(group) for group in groups)
-
-
-def _differs(group: Sequence[Trajectory]) -> bool:
-    following: dict[str, str] = {}
-    for trajectory in group:
-        for history, prompt in _prompts(trajectory.calls):
-            if following.setdefault(history, prompt) != prompt:
-                return True
+    for group in groups:
+        following: dict[str, str] = {}
+        for trajectory in group:
+            for history, prompt in _prompts(trajectory.calls):
+                if following.setdefault(history, prompt) != prompt:
+                    return True
     return False
 
 

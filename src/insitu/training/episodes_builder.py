@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -58,14 +58,6 @@ class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder")
     """Episodes per row and epoch (the group size)."""
 
 
-class _Started(NamedTuple):
-    """A collection that a plugin's trainer has started."""
-
-    task: asyncio.Task[TrajectoryCollection]
-    errors: list[str]
-    """Of its episodes so far."""
-
-
 async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
     """The only episode of a plan."""
     async with aclosing(collect(plan, builder, run)) as groups:
@@ -93,7 +85,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         self.config = trajectory_builder_config
         self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
-        self._started: dict[str, _Started] = {}
+        self._started: dict[str, asyncio.Task[TrajectoryCollection]] = {}
+        """The collections that plugins' trainers have started, by run."""
         self._last_epoch = 0
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
@@ -236,37 +229,36 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         meta = meta or {}
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
-        plan, run, errors = self.plan(run_id, self._last_epoch), run_of(self._builder), list[str]()
+        plan, run = self.plan(run_id, self._last_epoch), run_of(self._builder)
 
         async def gather(plan: Plan) -> TrajectoryCollection:
-            groups = []
+            groups: list[GroupRecord] = []
+            errors: list[str] = []
             async with aclosing(collect(plan, self._builder, run)) as completed:
                 async for group in completed:
                     errors.extend(episode.error for episode in group.episodes if episode.error is not None)
                     groups.append(group._replace(episodes=[]))
-            return collection_of(groups, run_id, plan.epoch)
+            collection = collection_of(groups, run_id, plan.epoch)
+            if not collection.trajectories:  # a plugin's trainer may ignore an empty collection
+                what = "preference pair" if self.makes_pairs else "episode"
+                reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(collection.dropped.items()))
+                why = f"the first error: {errors[0]}" if errors else f"dropped: {reasons}"
+                logger.warning("run %s: no %s can be trained on; %s", run_id, what, why)
+            return collection
 
         collecting = partial(meta.get("gather", gather), plan)
-        task = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
-        self._started[run_id] = _Started(task, errors)
+        self._started[run_id] = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         if run_id not in self._started:
             raise TrajectoryError(f"run {run_id} has not been started")
-        task, errors = self._started[run_id]
         try:
-            collection = await task
+            return await self._started[run_id]
         finally:
             await self._cancel(run_id)
-        if not collection.trajectories:  # a plugin's trainer may ignore an empty collection
-            what = "preference pair" if self.makes_pairs else "episode"
-            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(collection.dropped.items()))
-            why = f"the first error: {errors[0]}" if errors else f"dropped: {reasons}"
-            logger.warning("run %s: no %s can be trained on; %s", run_id, what, why)
-        return collection
 
     async def _cancel(self, run_id: str) -> None:
-        task = self._started.pop(run_id).task
+        task = self._started.pop(run_id)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

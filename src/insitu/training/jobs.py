@@ -180,19 +180,21 @@ class _JobProgress:
         self._ref = ref
         self._watchdog = watchdog
         self._on_change = on_change
-        self._seen: TrainingJobStatus | None = None
+        self._seen: tuple[TrainingStatusEnum, float | None, str | None] | None = None
         self._changed_at = time.monotonic()
 
     def activity(self) -> str:
         if self._seen is None:
             return f"its status is unknown since {seconds_since(self._changed_at)}"
-        percent = "" if self._seen.progress is None else f" at {self._seen.progress:.0f} %"
-        return f"{self._seen.status.value}{percent} for {seconds_since(self._changed_at)}"
+        status, progress, _ = self._seen
+        percent = "" if progress is None else f" at {progress:.0f} %"
+        return f"{status.value}{percent} for {seconds_since(self._changed_at)}"
 
     def note(self, status: TrainingJobStatus) -> None:
-        if self._seen is not None and _progress(status) == _progress(self._seen):
+        state = (status.status, status.progress, status.message)
+        if state == self._seen:
             return
-        self._seen, self._changed_at = status, time.monotonic()
+        self._seen, self._changed_at = state, time.monotonic()
         self._watchdog.note_progress()
         self._on_change(status)
 
@@ -204,7 +206,3 @@ class _JobProgress:
                 self.note(await adapter.status(self._ref))
             except InsituError as error:  # `wait_until_complete` reports and retries
                 logger.debug("the progress of a job is unknown: %s", error)
-
-
-def _progress(status: TrainingJobStatus) -> tuple[Any, ...]:
-    return status.status, status.progress, status.message

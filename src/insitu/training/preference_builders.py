@@ -90,21 +90,31 @@ def _no_candidates(episode: Episode, config: DPOTrajectoryBuilderConfig, stored:
     return f"no step TTC_END is named {config.ttc_step_name!r} (ttc_step_name); {others}"
 
 
+def _trajectory(pair: PreferencePair, episode: Episode, name: str, **fields: Any) -> Trajectory:
+    """A pair as a trajectory; `fields` are its calls and rows, and what differs."""
+    metadata = {
+        "row_id": episode.key.row_id,
+        "generation": episode.key.generation,
+        "turn_id": pair.turn_id,
+        "chosen_index": pair.chosen.candidate_index,
+        "rejected_index": pair.rejected.candidate_index,
+        "chosen_score": pair.chosen.score,
+        "rejected_score": pair.rejected.score,
+        "score_diff": pair.score_diff,
+        **fields.pop("metadata", {}),
+    }
+    fields = {"reward": pair.score_diff, "shaped_rewards": None, "metadata": metadata, **fields}
+    return Trajectory.model_construct(episode=[documented_pair(pair)], id=name, **fields)
+
+
 def _candidate_pair(
     episode: Episode, number: int, pair: PreferencePair, config: DPOTrajectoryBuilderConfig
 ) -> Trajectory:
-    name = f"{episode.key.text()}/pair {number}"
-    calls = [episode.calls[side.call] for side in (pair.chosen, pair.rejected) if side.call is not None]
-    return Trajectory.model_construct(
-        episode=[documented_pair(pair)],
-        reward=pair.score_diff if config.reward_from_score_diff else pair.chosen.score,
-        shaped_rewards=None,
-        metadata=_metadata(pair, episode) | {"turn_index": pair.chosen.turn_index},
-        id=name,
-        calls=calls,
-        trained_calls=[*range(len(calls))],
-        rows=pair_rows(pair, episode.calls, name),
-    )
+    name, chosen = f"{episode.key.text()}/pair {number}", pair.chosen
+    calls = [episode.calls[side.call] for side in (chosen, pair.rejected) if side.call is not None]
+    fields = {"calls": calls, "trained_calls": [*range(len(calls))], "rows": pair_rows(pair, episode.calls, name)}
+    reward = pair.score_diff if config.reward_from_score_diff else chosen.score
+    return _trajectory(pair, episode, name, reward=reward, metadata={"turn_index": chosen.turn_index}, **fields)
 
 
 def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecord:
@@ -116,19 +126,10 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecor
     for number, pair in enumerate(pairs):
         (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
         name = f"{best.id}/pair {number}"
-        rejected = episode_rows(worst, pair=name, preferred=False)
-        made.append(
-            Trajectory.model_construct(
-                episode=[documented_pair(pair)],
-                reward=pair.score_diff,
-                shaped_rewards=None,
-                metadata=_metadata(pair, episode),
-                id=name,
-                calls=[*best.calls, *worst.calls],
-                trained_calls=[*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)],
-                rows=[*episode_rows(best, pair=name, preferred=True), *rejected],
-            )
-        )
+        calls = [*best.calls, *worst.calls]
+        trained = [*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)]
+        rows = [*episode_rows(best, pair=name, preferred=True), *episode_rows(worst, pair=name, preferred=False)]
+        made.append(_trajectory(pair, episode, name, calls=calls, trained_calls=trained, rows=rows))
     return group._replace(trajectories=made, dropped=group.dropped + dropped)
 
 
@@ -158,19 +159,6 @@ def documented_pair(pair: PreferencePair) -> DPOItem:
     """The texts of a pair."""
     prompt = _documented_prompt(pair.chosen.prompt)
     return DPOItem(prompt=prompt, chosen_response=pair.chosen.response, rejected_response=pair.rejected.response)
-
-
-def _metadata(pair: PreferencePair, episode: Episode) -> dict[str, Any]:
-    return {
-        "row_id": episode.key.row_id,
-        "generation": episode.key.generation,
-        "turn_id": pair.turn_id,
-        "chosen_index": pair.chosen.candidate_index,
-        "rejected_index": pair.rejected.candidate_index,
-        "chosen_score": pair.chosen.score,
-        "rejected_score": pair.rejected.score,
-        "score_diff": pair.score_diff,
-    }
 
 
 def _documented_prompt(prompt: list[dict[str, Any]] | str) -> list[OpenAIMessage] | str:

@@ -36,7 +36,7 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
         """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
-        return {run_id: [started.task] for run_id, started in self._started.items()}
+        return {run_id: [task] for run_id, task in self._started.items()}
 
 
 class ARTTrainer(LoopTrainer, GroupTrainer):
