@@ -35,9 +35,9 @@ async def serve(url: str) -> None:
     """The gateway: a line `end URL` ends an episode, any other begins one; answered with its address."""
     from insitu.gateway.server import Gateway
     from insitu.workflow.context import EpisodeScope
-    from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+    from insitu.workflow.llms import OpenAIConfig, connect
 
-    llm = connect("player", OpenAIConfig(model_name="stub"), Endpoint("stub", url, "none"))
+    llm = connect("player", OpenAIConfig(model_name="stub"), "stub", url, "none")
     open_doors = {}
     async with Gateway([llm]) as gateway:
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -26,7 +26,7 @@ from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.functions import as_function
-from insitu.workflow.llms import Endpoint, ModelClient, NIMConfig, OpenAIConfig, connect, http_library
+from insitu.workflow.llms import ModelClient, NIMConfig, OpenAIConfig, connect, http_library
 from insitu.workflow.steps import call_metadata
 
 
@@ -34,7 +34,7 @@ from insitu.workflow.steps import call_metadata
 async def model(server: FakeOpenAI | str, **settings: Any) -> AsyncIterator[ModelClient]:
     base_url = server if isinstance(server, str) else server.base_url
     config = OpenAIConfig(model_name="fake", base_url=base_url, **settings)
-    plain = connect("player", config, Endpoint("fake", base_url, "none"))
+    plain = connect("player", config, "fake", base_url, "none")
     try:
         yield plain
     finally:

@@ -15,7 +15,7 @@ from insitu.agents.frameworks import ToolSteps, async_client, sync_client
 from insitu.collect.event_loop import run_async
 from insitu.integrations.frameworks import anthropic
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 
 def ask(text: str) -> Any:
@@ -25,7 +25,7 @@ def ask(text: str) -> Any:
 @asynccontextmanager
 async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0, **settings)
-    plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
+    plain = connect("player", config, "fake", server.base_url, "none")
     try:
         yield plain
     finally:

@@ -17,14 +17,14 @@ from insitu.errors import CaptureError
 from insitu.integrations.frameworks.langchain import make_llm
 from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+from insitu.workflow.llms import OpenAIConfig, connect
 from insitu.workflow.steps import call_metadata
 
 
 @asynccontextmanager
 async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ChatOpenAI]:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
+    plain = connect("player", config, "fake", server.base_url, "none")
     try:
         yield make_llm(plain)
     finally:

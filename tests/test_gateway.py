@@ -24,14 +24,14 @@ from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object", "properties": {}}}
 
 
 def model(server: FakeOpenAI, name: str = "player", **settings: Any) -> ModelClient:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    return connect(name, config, Endpoint("fake", server.base_url, "none"))
+    return connect(name, config, "fake", server.base_url, "none")
 
 
 @asynccontextmanager
@@ -194,7 +194,7 @@ async def test_a_dialect_that_is_not_installed_is_refused(server: FakeOpenAI, mo
 
 async def test_several_models(server: FakeOpenAI) -> None:
     with FakeOpenAI(policy_version=None) as judge_server, FakeOpenAI() as other:
-        judge = connect("judge", OpenAIConfig(model_name="big"), Endpoint("big", judge_server.base_url, "none"))
+        judge = connect("judge", OpenAIConfig(model_name="big"), "big", judge_server.base_url, "none")
         options = {"aliases": {"gpt-4o": "judge"}, "upstream": Upstream(base_url=other.base_url)}
         async with gateway_to(model(server), judge, **options) as gateway:
             with EpisodeScope(training=frozenset({"player"})) as scope, gateway.endpoint(scope) as door:
@@ -263,7 +263,7 @@ async def test_a_silent_server_is_given_up_on_forwarded_requests_too() -> None:
     async with await asyncio.start_server(listen, "127.0.0.1", 0) as silent:
         base_url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         config = OpenAIConfig(model_name="fake", base_url=base_url, timeout=0.1)
-        async with gateway_to(connect("player", config, Endpoint("fake", base_url, "none"))) as gateway:
+        async with gateway_to(connect("player", config, "fake", base_url, "none")) as gateway:
             with EpisodeScope() as scope, gateway.endpoint(scope) as door:
                 async with asyncio.timeout(60):
                     status, answer = await post(f"{door.openai_url}/embeddings", {"input": "hi"})
@@ -413,7 +413,7 @@ async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -
 
 
 async def test_a_server_that_is_gone(server: FakeOpenAI) -> None:
-    dead = connect("player", OpenAIConfig(model_name="x"), Endpoint("x", "http://127.0.0.1:9/v1", "none"))
+    dead = connect("player", OpenAIConfig(model_name="x"), "x", "http://127.0.0.1:9/v1", "none")
     async with gateway_to(dead) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", {"messages": ask("hi")})

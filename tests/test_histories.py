@@ -30,7 +30,7 @@ from insitu.runs.records import call_records, restore_calls
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import current_scope
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 Message = dict[str, Any]
 EPISODES, AT_ONCE = 120, 64
@@ -367,7 +367,7 @@ class Played(NamedTuple):
 
 async def _play(server: Templated) -> Played:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0)
-    llms = [connect(name, config, Endpoint("fake", server.base_url, "none")) for name in ("player", "judge")]
+    llms = [connect(name, config, "fake", server.base_url, "none") for name in ("player", "judge")]
     names = [f"{k} {way}" for k in range(EPISODES) for way in ("ours", "foreign")]
     random.Random(7).shuffle(names)
     rules = EpisodeOptions(training=frozenset(["player"]))

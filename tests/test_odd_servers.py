@@ -19,7 +19,7 @@ from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.functions import as_function
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 
 def sampled(text: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ async def model_at(body: bytes, kind: str = "text/event-stream", status: int = 2
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     config = OpenAIConfig(model_name="m", base_url=address, max_retries=0)
     try:
-        yield connect("player", config, Endpoint("m", address, "none"))
+        yield connect("player", config, "m", address, "none")
     finally:
         await runner.cleanup()
 
@@ -251,9 +251,7 @@ async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> 
     from insitu.workflow.llms import http_library
 
     async with door_to(written(*SAID[:2], {"error": {"message": "boom"}})) as (_, door):
-        llm = connect(
-            "player", OpenAIConfig(model_name="m", base_url=door.openai_url), Endpoint("m", door.openai_url, "k")
-        )
+        llm = connect("player", OpenAIConfig(model_name="m", base_url=door.openai_url), "m", door.openai_url, "k")
         http = http_library()
         transport = translating_transport(http)(llm)
         async with openai.AsyncOpenAI(

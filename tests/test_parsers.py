@@ -35,7 +35,7 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, Stre
 from insitu.wire.http_format import decode
 from insitu.wire.http_format import encode as as_json
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect, http_library
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect, http_library
 
 DATA = Path(__file__).parent / "data" / "parsers"
 RECORDED = {name: json.loads((DATA / f"{name}.json").read_text())["episodes"] for name in ("llama_index", "adk")}
@@ -44,7 +44,7 @@ EPISODES = [(name, title) for name, episodes in RECORDED.items() for title in ep
 
 def connected(server: FakeOpenAI) -> ModelClient:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url)
-    return connect("player", config, Endpoint("fake", server.base_url, "none"))
+    return connect("player", config, "fake", server.base_url, "none")
 
 
 def step(event_type: str, key: str = "k", data: Any = None, **metadata: Any) -> IntermediateStep:

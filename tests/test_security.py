@@ -56,7 +56,7 @@ from insitu.wire.redaction import (
     results_console,
 )
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig
+from insitu.workflow.llms import OpenAIConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -159,7 +159,6 @@ def test_no_key_is_in_what_debuggers_and_logs_show_of_an_object() -> None:
         AccessPolicy("a-secret"),
         BackendOptions(model="m", token="a-secret"),
         PolicyEndpoint("http://h/v1", "m", "a-secret"),
-        Endpoint("m", "http://h/v1", "a-secret"),
         ServedPolicy(base_url="http://h/v1", model="m", api_key="a-secret"),
         OpenAIConfig(model_name="m", api_key=SecretStr("a-secret")),
     ]

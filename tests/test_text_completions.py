@@ -25,13 +25,13 @@ from insitu.integrations.nat.base_parser import parse_to_openai_messages
 from insitu.runs.episodes import Selection
 from insitu.runs.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, ModelClient, OpenAIConfig, connect
+from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 
 @asynccontextmanager
 async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
     config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    plain = connect("player", config, Endpoint("fake", server.base_url, "none"))
+    plain = connect("player", config, "fake", server.base_url, "none")
     try:
         yield plain
     finally:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from insitu.api.calls import finetune as finetune
     from insitu.api.results import Evaluation as Evaluation
     from insitu.api.results import Run as Run
-    from insitu.collect.python_scores import Score as Score
+    from insitu.collect.scores import Score as Score
     from insitu.schemas.evaluation import Row as Row
     from insitu.workflow.llms import ModelClient as Model  # noqa: F401
 
@@ -18,7 +18,7 @@ _LAZY = {
     "Model": ("insitu.workflow.llms", "ModelClient"),
     "Row": ("insitu.schemas.evaluation", "Row"),
     "Run": ("insitu.api.results", "Run"),
-    "Score": ("insitu.collect.python_scores", "Score"),
+    "Score": ("insitu.collect.scores", "Score"),
     "evaluate": ("insitu.api.calls", "evaluate"),
     "finetune": ("insitu.api.calls", "finetune"),
 }

@@ -53,21 +53,20 @@ def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     return get_config
 
 
-_building: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("insitu_building", default=())
-"""The components being built, each needed by the one before it."""
-
-
-_at_work: ContextVar["Builder | None"] = ContextVar("insitu_builder", default=None)
+_building: ContextVar[tuple["Builder | None", tuple[tuple[str, str], ...]]] = ContextVar(
+    "insitu_building", default=(None, ())
+)
+"""The builder at work, and the components being built, each needed by the one before it."""
 
 
 def name_being_built() -> str:
     """The key of the block being built, for factories."""
-    return _building.get()[-1][1]
+    return _building.get()[1][-1][1]
 
 
 def builder_at_work() -> "Builder | None":
     """The builder whose factory is running, for components that are constructed without one."""
-    return _at_work.get()
+    return _building.get()[0]
 
 
 @contextmanager
@@ -107,7 +106,8 @@ class Builder:
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._added: dict[tuple[str, str], TypedBaseModel] = {}
         self._stack = AsyncExitStack()
-        self._trained_policy: PolicyEndpoint | None = None
+        self.trained_policy: PolicyEndpoint | None = parent.trained_policy if parent is not None else None
+        """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
 
     async def __aenter__(self) -> "Builder":
         return self
@@ -148,16 +148,17 @@ class Builder:
         return [future.result() for future in futures if future.done()]
 
     async def _once(self, key: tuple[str, str], build: Callable[[], Awaitable[Any]]) -> Any:
+        chain = *_building.get()[1], key
         while (future := self._live.get(key)) is not None:
-            if key in _building.get() and not future.done():
-                raise ConfigError(f"{' -> '.join('.'.join(k) for k in (*_building.get(), key))}: each needs the next")
+            if key in chain[:-1] and not future.done():
+                raise ConfigError(f"{' -> '.join('.'.join(k) for k in chain)}: each needs the next")
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
                 if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise  # otherwise the task that was building was cancelled: build it here
         future = self._live[key] = asyncio.get_running_loop().create_future()
-        token, builder_token = _building.set((*_building.get(), key)), _at_work.set(self)
+        token = _building.set((self, chain))
         try:
             made = await build()
         except BaseException as error:  # passed on to all waiters, then re-raised
@@ -170,7 +171,6 @@ class Builder:
             raise
         finally:
             _building.reset(token)
-            _at_work.reset(builder_token)
         future.set_result(made)
         return made
 
@@ -281,15 +281,6 @@ class Builder:
     def get_max_concurrency(self) -> int:
         """`eval.general.max_concurrency`, for evaluators that limit themselves."""
         return self.config.max_concurrency
-
-    @property
-    def trained_policy(self) -> PolicyEndpoint | None:
-        """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
-        return self._trained_policy or (self.parent.trained_policy if self.parent is not None else None)
-
-    @trained_policy.setter
-    def trained_policy(self, endpoint: PolicyEndpoint | None) -> None:
-        self._trained_policy = endpoint
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         """Where the configured trainer adapter serves the model under training."""

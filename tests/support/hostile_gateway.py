@@ -10,12 +10,12 @@ import sys
 
 from insitu.gateway.server import Gateway
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import Endpoint, OpenAIConfig, connect
+from insitu.workflow.llms import OpenAIConfig, connect
 
 
 async def main(base_url: str, token: str) -> None:
     config = OpenAIConfig(model_name="policy", base_url=base_url, max_tokens=2, max_retries=0)
-    llm = connect("player", config, Endpoint("policy", base_url, token))
+    llm = connect("player", config, "policy", base_url, token)
     async with Gateway([llm]) as gateway:
         while True:
             with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as endpoint:

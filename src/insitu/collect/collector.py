@@ -21,13 +21,14 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
+from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import GroupRecord, scored_group
 from insitu.collect.episodes import (
     Attempt,
@@ -134,8 +135,9 @@ async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGen
 
     async def run_task(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
         row, key = task
+        slot = run.episode_slots if current_scope() is None else nullcontext()  # within an episode: that one's slot
         with run.watchdog.waiting(key.label() + plan.purpose, lambda: "all max_concurrency slots are taken"):
-            async with _episode_slot(run):
+            async with slot:
                 started = time.monotonic()
                 episode = await run_episode(attempt, row, key, plan.options)
                 while episode.reason is DropReason.BACKEND_ERROR and await _server_was_down(run, started):
@@ -184,8 +186,7 @@ def _check_vocabulary(episode: Episode, plan: Plan) -> None:
 
 def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
-    recorders = {llm.name: llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)}
-    stray = Counter({name: recorder.stray_completions for name, recorder in recorders.items()})
+    stray = Counter({str(recorder.llm): recorder.stray_completions for recorder in _recorders(builder)})
     for executor in builder.built(EXECUTOR):
         stray.update(executor.stray_completions)
     return stray
@@ -193,21 +194,20 @@ def stray_completions(builder: Builder) -> Counter[str]:
 
 def outside_completions(builder: Builder, server: str) -> int:
     """Completions requested from `server` outside every episode so far, by evaluators too."""
-    recorders = [llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)]
-    counts = [Counter({recorder.server: recorder.outside_completions}) for recorder in recorders]
-    counts += [executor.outside_completions for executor in builder.built(EXECUTOR)]
-    return sum(count for each in counts for url, count in each.items() if url.rstrip("/") == server.rstrip("/"))
+    counts = [(recorder.server, recorder.outside_completions) for recorder in _recorders(builder)]
+    for executor in builder.built(EXECUTOR):
+        counts += executor.outside_completions.items()
+    return sum(count for url, count in counts if url.rstrip("/") == server.rstrip("/"))
+
+
+def _recorders(builder: Builder) -> list[Recorder]:
+    return [llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)]
 
 
 async def _server_was_down(run: RunState, started: float) -> bool:
     """Whether an outage of the model's server, which has ended by now, may have made an episode fail."""
     with doing(lambda: "its model's server does not respond"):
-        return await run.wait_for_policy(started)
-
-
-def _episode_slot(run: RunState) -> AbstractAsyncContextManager[object]:
-    """Waits for one of the run's episode slots; an episode started within an episode shares its slot."""
-    return nullcontext() if current_scope() is not None else run.episode_slots
+        return run.wait_for_policy is not None and await run.wait_for_policy(started)
 
 
 @asynccontextmanager

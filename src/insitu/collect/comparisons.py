@@ -3,19 +3,18 @@
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from insitu.builder import Builder
-from insitu.collect.python_scores import FunctionEvaluator
+from insitu.collect.scores import FunctionEvaluator
 from insitu.errors import WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
 from insitu.workflow.functions import convert
 
-ConfigT = TypeVar("ConfigT", bound=EvaluatorBaseConfig)
 Score = tuple[float, str]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -50,12 +49,25 @@ class TextConfig(EvaluatorBaseConfig):
 class ExactMatchConfig(TextConfig, name="exact_match"):
     """1 if the answer is the expected one, otherwise 0. Expected answers that are lists hold alternatives."""
 
+    def compare(self, answer: Any, expected: Any) -> Score:
+        texts = [self.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
+        return float(self.normalize(_text(answer, "answer")) in texts), f"expected {expected!r:.200}"
+
 
 class ContainsConfig(TextConfig, name="contains"):
     """1 if the answer contains the expected one, otherwise 0. Of a list of texts, all or any must be in it."""
 
     require: Literal["all", "any"] = "all"
     """How many of several expected texts the answer must contain."""
+
+    def compare(self, answer: Any, expected: Any) -> Score:
+        wanted = [self.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
+        if "" in wanted:
+            raise WorkflowError(f"the row's expected answer {expected!r:.80} is empty: every answer contains it")
+        text = self.normalize(_text(answer, "answer"))
+        missing = [each for each in wanted if each not in text]
+        enough = len(missing) < len(wanted) if self.require == "any" else not missing
+        return float(enough), f"missing: {', '.join(missing) or 'nothing'}"
 
 
 class RegexConfig(EvaluatorBaseConfig, name="regex"):
@@ -85,12 +97,38 @@ class RegexConfig(EvaluatorBaseConfig, name="regex"):
             raise ValueError(f"group is {self.group!r}, but the pattern has the groups {known}")
         return self
 
+    def compare(self, answer: Any, expected: Any) -> Score:
+        flags = re.IGNORECASE if self.ignore_case else re.NOFLAG
+        matches = [*re.finditer(self.pattern, _text(answer, "answer"), flags)]
+        if not matches:
+            return 0.0, "no match"
+        if self.group is None:
+            return 1.0, f"matched {matches[-1][0]!r:.200}"
+        found, wanted = (matches[-1][self.group] or "").strip(), _text(expected, "expected answer").strip()
+        same = found.casefold() == wanted.casefold() if self.ignore_case else found == wanted
+        return float(same), f"found {found!r:.200}, expected {wanted!r:.200}"
+
 
 class JsonFieldsConfig(EvaluatorBaseConfig, name="json_fields"):
     """The share of fields of a JSON answer that equal those of the expected one; an answer that is not JSON has 0."""
 
     fields: list[str] | None = None
     """The fields to compare, `a.b` for a nested one; none: all of the expected answer."""
+
+    def compare(self, answer: Any, expected: Any) -> Score:
+        wanted = _parsed(expected)
+        if not isinstance(wanted, dict):
+            raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a JSON object")
+        found = _parsed(answer)
+        if not isinstance(found, dict):
+            return 0.0, "the answer is not a JSON object"
+        names = self.fields if self.fields is not None else list(wanted)
+        if not names:
+            raise WorkflowError("there is no field to compare: the expected answer is empty")
+        if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
+            raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
+        wrong = [name for name in names if _field(found, name) != _field(wanted, name)]
+        return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
 
 
 class NumericConfig(EvaluatorBaseConfig, name="numeric"):
@@ -103,81 +141,34 @@ class NumericConfig(EvaluatorBaseConfig, name="numeric"):
     zero_at: float | None = Field(default=None, gt=0)
     """Difference at which the score is 0: it falls linearly from 1. None: every number that is not close has 0."""
 
-
-def _comparison(config_type: type[ConfigT]) -> Callable[[Callable[[ConfigT, Any, Any], Score]], None]:
-    """Registers a function of the configuration, the answer and the expected answer as an evaluator."""
-
-    def register(compare: Callable[[ConfigT, Any, Any], Score]) -> None:
-        @register_evaluator(config_type=config_type)
-        async def factory(config: ConfigT, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
-            async def score(item: EvalInputItem) -> Score:
-                return compare(config, item.output_obj, item.expected_output_obj)
-
-            description = (config_type.__doc__ or "").split(".")[0]
-            yield EvaluatorInfo(config=config, evaluate_fn=FunctionEvaluator(score).evaluate, description=description)
-
-    return register
+    def compare(self, answer: Any, expected: Any) -> Score:
+        wanted = _last_number(_text(expected, "expected answer"))
+        if wanted is None:
+            raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a number")
+        found = _last_number(_text(answer, "answer"))
+        if found is None:
+            return 0.0, "the answer has no number"
+        explanation = f"found {found:g}, expected {wanted:g}"
+        if math.isclose(found, wanted, rel_tol=self.relative_tolerance, abs_tol=self.tolerance):
+            return 1.0, explanation
+        return (max(0.0, 1 - abs(found - wanted) / self.zero_at) if self.zero_at is not None else 0.0), explanation
 
 
-@_comparison(ExactMatchConfig)
-def exact_match(config: ExactMatchConfig, answer: Any, expected: Any) -> Score:
-    texts = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
-    return float(config.normalize(_text(answer, "answer")) in texts), f"expected {expected!r:.200}"
+def _register(config_type: type[Any]) -> None:
+    """Registers an evaluator that compares the answer with the expected one."""
+
+    @register_evaluator(config_type=config_type)
+    async def factory(config: Any, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
+        async def score(item: EvalInputItem) -> Score:
+            comparison: Score = config.compare(item.output_obj, item.expected_output_obj)
+            return comparison
+
+        description = (config_type.__doc__ or "").split(".")[0]
+        yield EvaluatorInfo(config=config, evaluate_fn=FunctionEvaluator(score).evaluate, description=description)
 
 
-@_comparison(ContainsConfig)
-def contains(config: ContainsConfig, answer: Any, expected: Any) -> Score:
-    wanted = [config.normalize(_text(each, "expected answer")) for each in _alternatives(expected)]
-    if "" in wanted:
-        raise WorkflowError(f"the row's expected answer {expected!r:.80} is empty: every answer contains it")
-    text = config.normalize(_text(answer, "answer"))
-    missing = [each for each in wanted if each not in text]
-    enough = len(missing) < len(wanted) if config.require == "any" else not missing
-    return float(enough), f"missing: {', '.join(missing) or 'nothing'}"
-
-
-@_comparison(RegexConfig)
-def regex(config: RegexConfig, answer: Any, expected: Any) -> Score:
-    flags = re.IGNORECASE if config.ignore_case else re.NOFLAG
-    matches = [*re.finditer(config.pattern, _text(answer, "answer"), flags)]
-    if not matches:
-        return 0.0, "no match"
-    if config.group is None:
-        return 1.0, f"matched {matches[-1][0]!r:.200}"
-    found, wanted = (matches[-1][config.group] or "").strip(), _text(expected, "expected answer").strip()
-    same = found.casefold() == wanted.casefold() if config.ignore_case else found == wanted
-    return float(same), f"found {found!r:.200}, expected {wanted!r:.200}"
-
-
-@_comparison(JsonFieldsConfig)
-def json_fields(config: JsonFieldsConfig, answer: Any, expected: Any) -> Score:
-    wanted = _parsed(expected)
-    if not isinstance(wanted, dict):
-        raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a JSON object")
-    found = _parsed(answer)
-    if not isinstance(found, dict):
-        return 0.0, "the answer is not a JSON object"
-    names = config.fields if config.fields is not None else list(wanted)
-    if not names:
-        raise WorkflowError("there is no field to compare: the expected answer is empty")
-    if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
-        raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
-    wrong = [name for name in names if _field(found, name) != _field(wanted, name)]
-    return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
-
-
-@_comparison(NumericConfig)
-def numeric(config: NumericConfig, answer: Any, expected: Any) -> Score:
-    wanted = _last_number(_text(expected, "expected answer"))
-    if wanted is None:
-        raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a number")
-    found = _last_number(_text(answer, "answer"))
-    if found is None:
-        return 0.0, "the answer has no number"
-    explanation = f"found {found:g}, expected {wanted:g}"
-    if math.isclose(found, wanted, rel_tol=config.relative_tolerance, abs_tol=config.tolerance):
-        return 1.0, explanation
-    return (max(0.0, 1 - abs(found - wanted) / config.zero_at) if config.zero_at is not None else 0.0), explanation
+for _config in (ExactMatchConfig, ContainsConfig, RegexConfig, JsonFieldsConfig, NumericConfig):
+    _register(_config)
 
 
 def _parsed(value: Any) -> Any:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing, nullcontext
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions, result_path
 from insitu.collect.evaluators import parse_score, score, scores_by_row
-from insitu.collect.shared_run import GenerationCounter, RunState, config_and_builder, current_run, run_of, share
+from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, load_config
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
@@ -37,7 +38,7 @@ from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 
 logger = logging.getLogger(__name__)
 
-_generations = GenerationCounter()
+_generations = count()
 """Of evaluations for training outside a finetuning run."""
 
 
@@ -79,7 +80,7 @@ class EvaluationRun:
         if self._training is None:
             self._training = run is not None and not run.is_held_out(self.config.dataset)
         if self._training:
-            self._first_generation = (run.generations if run else _generations).take(self.config.reps)
+            self._first_generation, *_ = islice(run.generations if run else _generations, self.config.reps)
         elif run is not None:
             run.validations += 1
 

@@ -48,18 +48,16 @@ class BaseEvaluator(ABC):
         async def evaluate_one(item: EvalInputItem) -> EvalOutputItem:
             async with semaphore:
                 scored = await isolated(lambda: self.evaluate_item(item))
-                if scored.value is None:
-                    return EvalOutputItem(id=item.id, rep=item.rep, error=_problem(scored.error))
+            if scored.value is not None:
                 return scored.value
+            problem = "it returned None"
+            if scored.error is not None:
+                form = format_error if isinstance(scored.error, InsituError) else describe_error
+                problem = form(scored.error)
+            return EvalOutputItem(id=item.id, rep=item.rep, error=problem)
 
         items = await asyncio.gather(*(evaluate_one(item) for item in eval_input.eval_input_items))
         return EvalOutput(average_score=average(items), eval_output_items=list(items))
-
-
-def _problem(error: BaseException | None) -> str:
-    if error is None:
-        return "it returned None"
-    return format_error(error) if isinstance(error, InsituError) else describe_error(error)
 
 
 async def score(
@@ -67,7 +65,8 @@ async def score(
 ) -> EvalOutput:
     """Runs an evaluator for at most `limit` seconds.
 
-    Returns one output item per input item, in order; items it omits, or all if it raises, have an `error`.
+    Returns one output item per input item, in order; items it omits, or all if it raises, have an `error`. Items are
+    matched by id, and repetitions of a row in order.
     """
 
     async def evaluate() -> EvalOutput:
@@ -85,29 +84,22 @@ async def score(
     output = ran.value
     if not isinstance(output, EvalOutput):
         return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
-    if [str(scored.id) for scored in output.eval_output_items] != [str(item.id) for item in items]:
-        output = _match_by_id(name, items, output)
-    for item, scored in zip(items, output.eval_output_items, strict=True):
+    by_id: dict[str, list[EvalOutputItem]] = {}
+    for scored in output.eval_output_items:
+        by_id.setdefault(str(scored.id), []).append(scored)
+    matched = []
+    for item in items:
+        scores = by_id.get(str(item.id))
+        missing = f"evaluator {name} returned no score for this item"
+        scored = scores.pop(0) if scores else EvalOutputItem(id=item.id, error=missing)
         scored.rep = item.rep
-    if output.average_score is None:
-        output.average_score = average(output.eval_output_items)
-    return output
+        matched.append(scored)
+    mean = average(matched) if output.average_score is None else output.average_score
+    return output.model_copy(update={"eval_output_items": matched, "average_score": mean})
 
 
 def _failed(message: str, items: Sequence[EvalInputItem]) -> EvalOutput:
     return EvalOutput(eval_output_items=[EvalOutputItem(id=item.id, rep=item.rep, error=message) for item in items])
-
-
-def _match_by_id(name: str, items: Sequence[EvalInputItem], output: EvalOutput) -> EvalOutput:
-    """Matches outputs to items by id, and repetitions of a row in order."""
-    by_id: dict[str, list[EvalOutputItem]] = {}
-    for scored in output.eval_output_items:
-        by_id.setdefault(str(scored.id), []).append(scored)
-    ordered = _failed(f"evaluator {name} returned no score for this item", items).eval_output_items
-    for position, item in enumerate(items):
-        if remaining := by_id.get(str(item.id)):
-            ordered[position] = remaining.pop(0)
-    return EvalOutput(average_score=output.average_score, eval_output_items=ordered)
 
 
 def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, str | None]:

@@ -6,6 +6,7 @@ run.failed_validations
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -18,22 +19,6 @@ from insitu.collect.event_loop import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.evaluation import EvaluationRunConfig
-
-
-class GenerationCounter:
-    """Numbers the generations of a row: no two collections for training sample it with the same seed."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def take(self, count: int) -> int:
-        """Reserves `count` numbers and returns the first."""
-        first, self._taken = self._taken, self._taken + count
-        return first
-
-
-async def _nothing_to_wait_for(since: float) -> bool:
-    return False
 
 
 @dataclass
@@ -53,11 +38,12 @@ class RunState:
     loop: asyncio.AbstractEventLoop
     episode_slots: asyncio.Semaphore
     watchdog: Watchdog
-    generations: GenerationCounter = field(default_factory=GenerationCounter)
+    generations: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of a row's episodes for training, so that no two collections sample it with the same seed."""
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
     lost: BaseException | None = None
-    wait_for_policy: Callable[[float], Awaitable[bool]] = _nothing_to_wait_for
+    wait_for_policy: Callable[[float], Awaitable[bool]] | None = None
     is_checked: bool = False
     unscored: set[str] = field(default_factory=set)
 

@@ -22,7 +22,7 @@ from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import Scoring
-from insitu.collect.python_scores import shaped
+from insitu.collect.scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError

@@ -55,33 +55,29 @@ class FunctionInfo:
         converters: Sequence[Converter] | None = None,
     ) -> "FunctionInfo":
         """From an asynchronous function, or from an asynchronous generator function, which streams."""
-        description = description or inspect.getdoc(fn)
-        common: dict[str, Any] = {"input_schema": input_schema, "description": description}
-        called = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004 (the bound method is wanted)
-        if inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(called):
-            return cls(stream_fn=fn, converters=converters or (), **common)
-        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called):
-            return cls(single_fn=fn, converters=converters or (), **common)
+        fields: dict[str, Any] = {
+            "input_schema": input_schema,
+            "description": description or inspect.getdoc(fn),
+            "converters": converters or (),
+        }
+        either = fn, fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004 (the bound method is wanted)
+        if any(map(inspect.isasyncgenfunction, either)):
+            return cls(stream_fn=fn, **fields)
+        if any(map(inspect.iscoroutinefunction, either)):
+            return cls(single_fn=fn, **fields)
         raise PluginError(f"{fn!r} is not a workflow function: it must be declared `async def`")
 
     @classmethod
-    def create(
-        cls,
-        *,
-        single_fn: Callable[..., Awaitable[Any]] | None = None,
-        stream_fn: Callable[..., AsyncIterator[Any]] | None = None,
-        converters: Sequence[Converter] | None = None,
-        **others: Any,
-    ) -> "FunctionInfo":
-        """From a function that returns an answer, one that streams it, or both."""
-        if single_fn is None and stream_fn is None:
-            raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
+    def create(cls, *, converters: Sequence[Converter] | None = None, **others: Any) -> "FunctionInfo":
+        """From the other fields: a function that returns an answer, one that streams it, or both."""
         for name in ("single_output_schema", "stream_output_schema"):  # the annotations say the same
             others.pop(name, None)
-        known = {"input_schema", "description", "single_to_stream_fn", "stream_to_single_fn"}
-        if unknown := others.keys() - known:
+        if unknown := others.keys() - cls.__dataclass_fields__.keys():
             raise PluginError(f"FunctionInfo.create does not know {', '.join(sorted(unknown))}")
-        return cls(single_fn=single_fn, stream_fn=stream_fn, converters=converters or (), **others)
+        info = cls(converters=converters or (), **others)
+        if info.single_fn is None and info.stream_fn is None:
+            raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
+        return info
 
 
 @dataclass(frozen=True)

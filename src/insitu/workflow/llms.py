@@ -77,8 +77,8 @@ class SamplingConfig(LLMBaseConfig):
 
     def forced_params(self) -> dict[str, Any]:
         """The parameters that replace those of each request."""
-        names = ("temperature", "top_p", "max_tokens", "stop") if self.override_sampling else ()
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        params = self.params() if self.override_sampling else {}
+        return {name: params[name] for name in ("temperature", "top_p", "max_tokens", "stop") if name in params}
 
 
 class OpenAIConfig(SamplingConfig, name="openai"):
@@ -184,43 +184,34 @@ def _capture_error_type() -> type[CaptureError]:
     return type("CaptureError", (CaptureError, OpenAIError), {})
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a model is served."""
-
-    model: str
-    base_url: str | None
-    api_key: str | None = field(repr=False)
-    current_model: Callable[[], str] | None = None
-    """The name to request, if it changes over time."""
-
-    @classmethod
-    def of(cls, policy: PolicyEndpoint) -> "Endpoint":
-        return cls(policy.model, policy.base_url, policy.api_key, policy.current_model)
-
-
-def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClient:
-    """A model client on a recording transport."""
+def connect(
+    name: str,
+    config: SamplingConfig,
+    model: str,
+    base_url: str | None,
+    api_key: str,
+    current_model: Callable[[], str] | None = None,
+) -> ModelClient:
+    """A model client on a recording transport; `current_model` returns the name to request, if it changes."""
     from openai import AsyncOpenAI
 
     from insitu.capture.recorder import Recorder
     from insitu.capture.transport import recording_transport
 
     http = http_library()
-    server = endpoint.base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type(), endpoint.current_model, config.forced_params())
+    server = base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
+    recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params())
     http_client = http.AsyncClient(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
-        base_url=endpoint.base_url,
-        api_key=endpoint.api_key,
-        max_retries=config.max_retries,
-        http_client=http_client,
-        **options,
+        base_url=base_url, api_key=api_key, max_retries=config.max_retries, http_client=http_client, **options
     )
-    return ModelClient(
-        client, endpoint.model, config.params(), name, config, http_client, recorder, closers=[client.close]
-    )
+    return ModelClient(client, model, config.params(), name, config, http_client, recorder, closers=[client.close])
+
+
+def connect_policy(config: SamplingConfig, policy: PolicyEndpoint) -> ModelClient:
+    """A client of the model under training, for the block being built."""
+    return connect(name_being_built(), config, policy.model, policy.base_url, policy.api_key, policy.current_model)
 
 
 @register_llm_provider(config_type=NIMConfig)
@@ -228,21 +219,21 @@ def connect(name: str, config: SamplingConfig, endpoint: Endpoint) -> ModelClien
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[ModelClient]:
     variable = "NVIDIA_API_KEY" if isinstance(config, NIMConfig) else "OPENAI_API_KEY"
     key = os.environ.get(variable) if config.api_key is None else config.api_key.get_secret_value()
-    policy = policy_named_by(name_being_built(), config, builder)
+    name = name_being_built()
+    policy = policy_named_by(name, config, builder)
     if policy is not None:
-        endpoint = Endpoint.of(policy)
+        llm = connect_policy(config, policy)
     elif key is None and config.base_url in (None, NIMConfig.model_fields["base_url"].default):
         raise ConfigError(f"llms: model {config.model_name!r} needs a key: set api_key, or the variable {variable}")
-    else:
-        endpoint = Endpoint(config.model_name, config.base_url, key or "none")  # a self-hosted server may need no key
-    async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
+    else:  # a self-hosted server may need no key
+        llm = connect(name, config, config.model_name, config.base_url, key or "none")
+    async with aclosing(llm):
         yield llm
 
 
 @register_llm_provider(config_type=PolicyConfig)
 async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[ModelClient]:
-    endpoint = Endpoint.of(await builder.policy_endpoint())
-    async with aclosing(connect(name_being_built(), config, endpoint)) as llm:
+    async with aclosing(connect_policy(config, await builder.policy_endpoint())) as llm:
         yield llm
 
 
@@ -272,7 +263,7 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
     Raises ConfigError if it names another model on the server of the model under training.
     """
     policy, config = builder.trained_policy, builder.config
-    model = getattr(block, "model_name", None)
+    model = _model_of(block)
     if policy is None or model is None or name not in config.trained_llms():
         return None
     names = {policy.model, policy.model.rpartition("@")[0] if policy.current_model is not None else policy.model}
