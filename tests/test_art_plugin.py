@@ -359,7 +359,7 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
     model = Sent({"name": "agent", "project": "p", "base_model": "tiny", "base_path": ".art", "_internal_config": None})
     remote = _RemoteBackend(address, "default")
     try:
-        assert await remote.health_problem() is None
+        await remote.check_health(retried=False)
         await remote.register(model)
         base_url, key = await remote._prepare_backend_for_training(model, None)
         assert (base_url, key) == (f"{address}/v1", "default")
@@ -387,7 +387,8 @@ async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> No
 
 async def test_nobody_there_and_a_server_that_is_something_else() -> None:
     nobody = _RemoteBackend("http://127.0.0.1:9", "default")
-    assert "no answer from the ART server at http://127.0.0.1:9" in str(await nobody.health_problem())
+    with pytest.raises(BackendUnavailable, match="no answer from the ART server at http://127.0.0.1:9"):
+        await nobody.check_health(retried=False)
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
         await nobody.register(Sent({"name": "a"}))
     await nobody.close()
@@ -402,7 +403,8 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
         port = server.sockets[0].getsockname()[1]
         other = _RemoteBackend(f"http://127.0.0.1:{port}", "default")
         url = f"http://127.0.0.1:{port}"
-        assert await other.health_problem() == f"{url}/healthcheck returned 404, {url}/health returned 404"
+        with pytest.raises(RequestRefused, match=f"^{url}/healthcheck returned 404, {url}/health returned 404$"):
+            await other.check_health(retried=False)
         await other.close()
 
 

@@ -6,6 +6,9 @@ A factory is an async generator that yields one instance and cleans up after it:
     async def exact_match(config: ExactMatchConfig, builder: Builder):
         yield EvaluatorInfo(config=config, evaluate_fn=evaluate, description="1 if the answer is the expected one")
 
+or a class that is made of the configuration and the builder. Its objects are asynchronous contexts, have a coroutine
+`close`, or need no clean-up.
+
 Components of insitu are declared as entry points in pyproject.toml, as those of plugins are, and imported on first use.
 """
 
@@ -13,12 +16,12 @@ import difflib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from insitu.errors import PluginError
 from insitu.schemas.components import (
@@ -199,7 +202,7 @@ def _qualified_name(config_type: type) -> tuple[str, str]:
 
 registry = Registry()
 
-Factory = Callable[..., Any]
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callable[[Factory], Factory]]:
@@ -209,7 +212,11 @@ def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callabl
         config_type: type[TypedBaseModel], framework_wrappers: Iterable[Any] | None = None
     ) -> Callable[[Factory], Factory]:
         def decorate(factory: Factory) -> Factory:
-            context = asynccontextmanager(factory) if inspect.isasyncgenfunction(factory) else factory
+            context: Callable[..., Any] = factory
+            if inspect.isasyncgenfunction(factory):
+                context = asynccontextmanager(factory)
+            elif isinstance(factory, type):
+                context = partial(_made, factory)
             registry.add(kind, config_type, context, finish, framework_wrappers or ())
             return factory
 
@@ -217,6 +224,17 @@ def decorator(kind: Kind, finish: Finish | None = None) -> Callable[..., Callabl
 
     register.__doc__ = f"Register the factory of a component of `{kind.section}` for its configuration class."
     return register
+
+
+@asynccontextmanager
+async def _made(component_type: Callable[..., Any], config: TypedBaseModel, builder: Any) -> AsyncIterator[Any]:
+    component = component_type(config, builder)
+    async with AsyncExitStack() as stack:
+        if hasattr(component, "__aenter__"):
+            component = await stack.enter_async_context(component)
+        elif hasattr(component, "close"):
+            stack.push_async_callback(component.close)
+        yield component
 
 
 register_llm_provider = decorator(LLM)

@@ -171,8 +171,8 @@ def format_problem(header: Mapping[str, Any]) -> str | None:
     return f"has format {header.get('format', 'unknown')}; supported: {FORMAT_VERSION}"
 
 
-def new_run_id() -> str:
-    return f"insitu_run_{uuid.uuid4().hex[:8]}"
+def new_run_id(prefix: str = "insitu_run") -> str:
+    return f"{prefix}_{uuid.uuid4().hex[:8]}"
 
 
 class RunProgress(BaseModel):

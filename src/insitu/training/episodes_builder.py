@@ -7,7 +7,7 @@ of plugins, as the documents describe.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -65,6 +65,7 @@ async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
     return group.episodes[0]
 
 
+@register_trajectory_builder(config_type=EpisodesBuilderConfig)
 class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
@@ -271,9 +272,3 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("run %s: collected %s", run_id, metrics)
-
-
-@register_trajectory_builder(config_type=EpisodesBuilderConfig)
-async def episodes_builder(config: EpisodesBuilderConfig, builder: Builder) -> AsyncIterator[EpisodesBuilder]:
-    async with EpisodesBuilder(config, builder) as made:
-        yield made

@@ -56,13 +56,14 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     """
 
     method = "grpo"
+    run_prefix = "insitu_run"
     computes_advantages = False
     """Whether it decides what each row weighs, so that the backend must not."""
 
     def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
         self._given_builder = builder or builder_of_run()
-        self.run_id = new_run_id()
+        self.run_id = new_run_id(self.run_prefix)
         self.reward_history: list[dict[str, Any]] = []
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None

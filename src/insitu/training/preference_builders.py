@@ -1,13 +1,11 @@
 """Preference pairs of a group: of the scored candidates of each turn, or of whole episodes of a row."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from insitu.advantages.credit import TrainedCalls
-from insitu.builder import Builder
 from insitu.collect.conversations import GroupRecord, conversations
 from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
@@ -133,6 +131,7 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecor
     return group._replace(trajectories=made, dropped=group.dropped + dropped)
 
 
+@register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
 class DPOTrajectoryBuilder(EpisodesBuilder):
     """Collects episodes and pairs the candidates of each of their turns; a trajectory is one pair."""
 
@@ -145,6 +144,7 @@ class DPOTrajectoryBuilder(EpisodesBuilder):
         return candidate_pairs(group, self.config, self.trained, folder)
 
 
+@register_trajectory_builder(config_type=DPOFromGroupsConfig)
 class DPOFromGroupsBuilder(EpisodesBuilder):
     """Collects groups of episodes and pairs those of a row by their rewards; a trajectory is one pair."""
 
@@ -186,15 +186,3 @@ def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
     if len(after) == 1:
         return message_text(after[0].message)
     return "\n\n".join(f"{turn.message.get('role')}: {message_text(turn.message)}" for turn in after)
-
-
-@register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
-async def dpo_traj_builder(config: DPOTrajectoryBuilderConfig, builder: Builder) -> AsyncIterator[DPOTrajectoryBuilder]:
-    async with DPOTrajectoryBuilder(config, builder) as made:
-        yield made
-
-
-@register_trajectory_builder(config_type=DPOFromGroupsConfig)
-async def dpo_from_groups(config: DPOFromGroupsConfig, builder: Builder) -> AsyncIterator[DPOFromGroupsBuilder]:
-    async with DPOFromGroupsBuilder(config, builder) as made:
-        yield made

@@ -1,6 +1,5 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
-from collections.abc import AsyncIterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -85,6 +84,7 @@ class SFTTrainerConfig(TrainerConfig, name="insitu_sft_trainer"):
     """Train episodes with at least this reward; none: any."""
 
 
+@register_trainer(config_type=InsituTrainerConfig)
 class InsituTrainer(LoopTrainer, GroupTrainer):
     """Trains on the advantages of episodes over the others of their row (GRPO and its variants)."""
 
@@ -136,6 +136,7 @@ class SelectingTrainer(LoopTrainer):
         return self.trainer_config.model_dump(exclude={"type", "reward"})
 
 
+@register_trainer(config_type=DPOTrainerConfig)
 class InsituDPOTrainer(SelectingTrainer, PairTrainer):
     """Trains preference pairs (Rafailov et al., arXiv:2305.18290)."""
 
@@ -148,6 +149,7 @@ class InsituDPOTrainer(SelectingTrainer, PairTrainer):
         return EstimatedEpoch(chosen_pairs(collection, distinct=unique, count=count, seed=seed), [])
 
 
+@register_trainer(config_type=KTOTrainerConfig)
 class InsituKTOTrainer(SelectingTrainer):
     """Trains desirable and undesirable episodes (Ethayarajh et al., arXiv:2402.01306)."""
 
@@ -158,6 +160,7 @@ class InsituKTOTrainer(SelectingTrainer):
         return EstimatedEpoch(labeled_episodes(collection, self.trainer_config.desirable_above), [])
 
 
+@register_trainer(config_type=SFTTrainerConfig)
 class InsituSFTTrainer(SelectingTrainer):
     """Trains the best episodes as if they were demonstrations."""
 
@@ -167,23 +170,3 @@ class InsituSFTTrainer(SelectingTrainer):
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         config = self.trainer_config
         return EstimatedEpoch(best_episodes(collection, config.best_per_row, config.min_reward), [])
-
-
-@register_trainer(config_type=InsituTrainerConfig)
-async def insitu_trainer(config: InsituTrainerConfig, builder: Builder) -> AsyncIterator[InsituTrainer]:
-    yield InsituTrainer(config, builder)
-
-
-@register_trainer(config_type=DPOTrainerConfig)
-async def dpo_trainer(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[InsituDPOTrainer]:
-    yield InsituDPOTrainer(config, builder)
-
-
-@register_trainer(config_type=KTOTrainerConfig)
-async def kto_trainer(config: KTOTrainerConfig, builder: Builder) -> AsyncIterator[InsituKTOTrainer]:
-    yield InsituKTOTrainer(config, builder)
-
-
-@register_trainer(config_type=SFTTrainerConfig)
-async def sft_trainer(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[InsituSFTTrainer]:
-    yield InsituSFTTrainer(config, builder)

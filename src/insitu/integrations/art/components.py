@@ -1,7 +1,6 @@
 """The trajectory builder and the trainer of the ART plugin, and the registration of its three components."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,6 +24,7 @@ from insitu.training.interfaces import GroupTrainer
 from insitu.training.loop import LoopTrainer
 
 
+@register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
 class ARTTrajectoryBuilder(EpisodesBuilder):
     """Runs the workflow `num_generations` times per row and groups the episodes by row.
 
@@ -39,15 +39,14 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
         return {run_id: [task] for run_id, task in self._started.items()}
 
 
+@register_trainer(config_type=ARTTrainerConfig)
 class ARTTrainer(LoopTrainer, GroupTrainer):
     """The built-in training loop, except that the ART server computes the advantages.
 
     Groups whose rewards are all equal and conversations ART cannot train on are dropped and counted.
     """
 
-    def __init__(self, trainer_config: ARTTrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
-        super().__init__(trainer_config, builder, **kwargs)
-        self.run_id = f"art_run_{uuid.uuid4().hex[:8]}"
+    run_prefix = "art_run"
 
     @cached_property
     def _estimator(self) -> AdvantageEstimator:
@@ -71,14 +70,6 @@ class _ServerEstimator:
         return estimated_by_backend(group)
 
 
-@register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
-async def art_trajectory_builder(
-    config: ARTTrajectoryBuilderConfig, builder: Builder
-) -> AsyncIterator[ARTTrajectoryBuilder]:
-    async with ARTTrajectoryBuilder(config, builder) as made:
-        yield made
-
-
 @register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
 async def art_trainer_adapter(config: ARTTrainerAdapterConfig, builder: Builder) -> AsyncIterator[ARTTrainerAdapter]:
     await asyncio.to_thread(load_art)  # importing ART takes seconds: do it off the event loop
@@ -87,8 +78,3 @@ async def art_trainer_adapter(config: ARTTrainerAdapterConfig, builder: Builder)
         yield adapter
     finally:
         await adapter.close()
-
-
-@register_trainer(config_type=ARTTrainerConfig)
-async def art_trainer(config: ARTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
-    yield ARTTrainer(config, builder)

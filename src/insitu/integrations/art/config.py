@@ -160,12 +160,10 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     """
     public, dev = set(art.types.TrainConfig.model_fields), _keys(art.dev.TrainConfig)
     options = training.model_dump()
-    for key, instead in _KL_PENALTY.items():
-        if key not in public and not options.get(key):
-            options.pop(key, None)  # the default, or the value that has no effect
-        elif key not in public:
-            problem = f"trainer_adapters: training.{key} is {options[key]!r}"
-            raise ConfigError(f"{problem}, but openpipe-art {_release()} has no such option; {instead}")
+    for key in _KL_PENALTY.keys() - public:
+        if value := options.pop(key, None):  # otherwise the default, or the value that has no effect
+            problem = f"training.{key} is {value!r}, but openpipe-art {_release()} has no such option"
+            raise ConfigError(f"trainer_adapters: {problem}; {_KL_PENALTY[key]}")
     _check_keys("training", options, public | dev)
     undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
     hints = get_type_hints(art.dev.TrainConfig, localns=undefined)

@@ -189,17 +189,9 @@ class _RemoteBackend:
         body = {"model": model.safe_model_dump(), "steps_to_keep": steps_to_keep}
         await self._post("/_delete_checkpoint_files", body, _parse_any)
 
-    async def check_health(self) -> None:
-        """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors."""
-        await self._connection.retry("GET /healthcheck", self._check_health)
-
-    async def health_problem(self) -> str | None:
-        """The problem with the server, or None if `/healthcheck` or `/health` returns 200."""
-        try:
-            await self._check_health()
-        except BackendError as error:
-            return str(error)
-        return None
+    async def check_health(self, *, retried: bool = True) -> None:
+        """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors if `retried`."""
+        await (self._connection.retry("GET /healthcheck", self._check_health) if retried else self._check_health())
 
     async def was_away(self, since: float) -> bool:
         """Whether the server was away at some time after `since`; if it still is, waits for up to `retry_timeout`."""

@@ -162,10 +162,12 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
-        problem = await self._remote.health_problem()
-        if problem is not None:
-            logger.warning("%s", problem)
-        return problem is None
+        try:
+            await self._remote.check_health(retried=False)
+        except BackendError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     async def wait_until_reachable(self, since: float) -> bool:
         return bool(await self._remote.was_away(since))
@@ -296,9 +298,8 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         if step == job.step:
             raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
         if not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
-            raise JobFailed(
-                f"the model is at step {step}, but without any gradient step: {drop_reasons(job.step_metrics)}"
-            )
+            reasons = drop_reasons(job.step_metrics)
+            raise JobFailed(f"the model is at step {step}, but without any gradient step: {reasons}")
         job.end(step)
 
     async def _current_step(self, job: Job) -> int:

@@ -1,15 +1,15 @@
-"""The documented names of `nat.plugins.customizer`, and the registration of its trainer adapter and trainer."""
+"""The documented names of `nat.plugins.customizer`, and the registration of its trainer adapter."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 from insitu.builder import Builder
 from insitu.integrations.customizer.config import *  # noqa: F403
-from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.integrations.customizer.services import load_sdk
 from insitu.integrations.customizer.trainer import NeMoCustomizerTrainer as NeMoCustomizerTrainer
 from insitu.integrations.customizer.trainer_adapter import NeMoCustomizerTrainerAdapter as NeMoCustomizerTrainerAdapter
-from insitu.registry import register_trainer, register_trainer_adapter
+from insitu.registry import register_trainer_adapter
 from insitu.schemas.episodes import CandidateStep as CandidateStep
 from insitu.schemas.episodes import PreferencePair as PreferencePair
 from insitu.training.preference_builders import DPOTrajectoryBuilder as DPOTrajectoryBuilder
@@ -25,10 +25,3 @@ async def nemo_customizer_trainer_adapter(
         yield adapter
     finally:
         await adapter.close()
-
-
-@register_trainer(config_type=NeMoCustomizerTrainerConfig)
-async def nemo_customizer_trainer(
-    config: NeMoCustomizerTrainerConfig, builder: Builder
-) -> AsyncIterator[NeMoCustomizerTrainer]:
-    yield NeMoCustomizerTrainer(config, builder)

@@ -7,7 +7,6 @@ pairs are collected continues with them: it waits for the job that was submitted
 
 import asyncio
 import time
-import uuid
 from collections import Counter
 from contextlib import closing
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from insitu.errors import ConfigError, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
+from insitu.registry import register_trainer
 from insitu.runs.files import BY_EPOCH, COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS, SUBMISSION
 from insitu.runs.records import RunProgress
 from insitu.runs.store import RunStore
@@ -37,17 +37,18 @@ from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
 
 
+@register_trainer(config_type=NeMoCustomizerTrainerConfig)
 class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
     """Runs `num_runs` collections, then one customization job on their pairs."""
 
     method = "dpo"
+    run_prefix = "customizer_run"
     trainer_config: NeMoCustomizerTrainerConfig
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
     ) -> None:
         super().__init__(trainer_config, builder, **kwargs)
-        self.run_id = f"customizer_run_{uuid.uuid4().hex[:8]}"
         self.collection_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
 
@@ -139,7 +140,6 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         runs = self.trainer_config.num_runs
         for number in range(1, runs + 1):
             started = time.perf_counter()
-
             try:
                 collection, _ = await self._collect(number, run_id, await self.trainer_adapter.policy_endpoint())
                 collection = single_pairs(collection)

@@ -9,7 +9,7 @@ candidates = await judge.ainvoke(await search.ainvoke([TTCItem(input=messages)])
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -38,6 +38,7 @@ class SampleCandidatesConfig(TTCStrategyBaseConfig, name="sample_candidates"):
     """`one`: a single request with the parameter `n`. `each`: a request per candidate, for servers without it."""
 
 
+@register_ttc_strategy(config_type=SampleCandidatesConfig)
 class SampleCandidates(BuiltInStrategy):
     """`input` of an item is a list of messages, or the text of a user message; none: the original prompt.
 
@@ -98,6 +99,7 @@ class ScoreCandidatesConfig(TTCStrategyBaseConfig, name="score_candidates"):
         return self
 
 
+@register_ttc_strategy(config_type=ScoreCandidatesConfig)
 class ScoreCandidates(BuiltInStrategy):
     """Candidates that cannot be scored keep `score` None, with the reason in `feedback`.
 
@@ -155,13 +157,3 @@ class ScoreCandidates(BuiltInStrategy):
             data = TTCEventData(**candidate, candidate_index=index, **turn)
             payload = IntermediateStepPayload(event_type=IntermediateStepType.TTC_END, name=name, data=data)
             Context.get().intermediate_step_manager.push_intermediate_step(payload)
-
-
-@register_ttc_strategy(config_type=SampleCandidatesConfig)
-async def sample_candidates(config: SampleCandidatesConfig, builder: Builder) -> AsyncIterator[SampleCandidates]:
-    yield SampleCandidates(config)
-
-
-@register_ttc_strategy(config_type=ScoreCandidatesConfig)
-async def score_candidates(config: ScoreCandidatesConfig, builder: Builder) -> AsyncIterator[ScoreCandidates]:
-    yield ScoreCandidates(config)

@@ -6,7 +6,6 @@ best = await builder.get_ttc_strategy("best", PipelineTypeEnum.PLANNING, StageTy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -88,6 +87,9 @@ class BuiltInStrategy(StrategyBase):
 
     stage: ClassVar[StageTypeEnum]
 
+    def __init__(self, config: TTCStrategyBaseConfig, builder: Builder | None = None) -> None:
+        super().__init__(config)
+
     async def build_components(self, builder: Builder) -> None:
         pass
 
@@ -102,6 +104,7 @@ class BestOfNSelectionConfig(TTCStrategyBaseConfig, name="best_of_n_selection"):
     """Selects the candidate with the highest score, the first one in a tie."""
 
 
+@register_ttc_strategy(config_type=BestOfNSelectionConfig)
 class BestOfNSelection(BuiltInStrategy):
     """Ignores candidates without a score; raises WorkflowError if none has one."""
 
@@ -114,8 +117,3 @@ class BestOfNSelection(BuiltInStrategy):
         if not scored:
             raise WorkflowError(f"best_of_n_selection: none of {len(items)} candidates has a score")
         return [max(scored, key=lambda pair: pair[0])[1]]
-
-
-@register_ttc_strategy(config_type=BestOfNSelectionConfig)
-async def best_of_n_selection(config: BestOfNSelectionConfig, builder: Builder) -> AsyncIterator[BestOfNSelection]:
-    yield BestOfNSelection(config)

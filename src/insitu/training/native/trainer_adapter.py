@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +74,7 @@ def _gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
     return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
 
 
+@register_trainer_adapter(config_type=InsituAdapterConfig)
 class InsituTrainerAdapter(RowAdapter, JobAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
 
@@ -364,12 +365,3 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             message=state.message,
             metadata={"policy_version": state.policy_version, "checkpoint": state.checkpoint, **state.metrics},
         )
-
-
-@register_trainer_adapter(config_type=InsituAdapterConfig)
-async def insitu_trainer_adapter(config: InsituAdapterConfig, builder: Builder) -> AsyncIterator[InsituTrainerAdapter]:
-    adapter = InsituTrainerAdapter(config, builder)
-    try:
-        yield adapter
-    finally:
-        await adapter.close()
