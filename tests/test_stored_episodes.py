@@ -130,7 +130,6 @@ async def test_another_score_is_the_reward(write: Any, served: Served, tmp_path:
         ({"run": "evaluation"}, "is the directory of an evaluation, which records answers but no model calls"),
         ({"run": "empty"}, "has no complete group yet"),
         ({"run": "newer"}, "newer/groups.jsonl has format 99; supported: 2"),
-        ({"run": "older"}, "older was recorded by an earlier release in format 1; supported: 2"),
         ({"run": "first", "epochs": [3]}, "has no complete group of epoch 3; available: 1, 2"),
         ({"run": "first", "reward": "taste"}, "has no scores of 'taste'; available: score"),
     ],
@@ -142,7 +141,6 @@ async def test_a_run_that_cannot_be_read_is_one_sentence(
     write("[]", "evaluation/workflow_output.json")
     for name in ("episodes.jsonl.gz", "calls.jsonl.gz"):
         write("", f"empty/{name}")
-    write("", "older/episodes.jsonl")
     shutil.copytree(tmp_path / "first", tmp_path / "newer")
     write('{"format":99}\n', "newer/groups.jsonl")
     path = project(write, served, {"_type": "insitu_traj_builder", "episodes_from": stored})

@@ -49,7 +49,7 @@ class _Owner(NamedTuple):
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Exclusive use of a folder, until `release` or the end of the process.
 
     The lock is the kernel's (flock) on a file in the folder that names process and host, so it also holds between
@@ -84,9 +84,6 @@ class FolderLock:
             if _is_open_at(descriptor, self._path):
                 self._path.unlink()
         os.close(descriptor)
-
-    def __enter__(self) -> "FolderLock":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()

@@ -34,7 +34,8 @@ def model_card(run: Path, subject: CardSubject) -> str:
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
     lines += _table(("", ""), _training(subject, settings))
     if training := settings.get("training"):
-        lines += ["", "Options of each training job:", "", "```json", _json(training), "```"]
+        options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
+        lines += ["", "Options of each training job:", "", "```json", options, "```"]
     lines += ["", "## Evaluation", "", *_evaluation(run, subject), "", "## Use", "", *_use(subject), ""]
     return "\n".join(lines)
 
@@ -48,11 +49,11 @@ def _base(record: TrainingRecord) -> tuple[str, bool]:
 def _metadata(subject: CardSubject, settings: dict[str, Any]) -> dict[str, Any]:
     base, on_hub = _base(subject.record)
     method = (settings.get("training") or {}).get("method")
+    relation = {"base_model": base, "base_model_relation": "adapter" if subject.is_adapter else "finetune"}
     return {
         "library_name": "peft" if subject.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        **({"base_model": base} if on_hub else {}),
-        **({"base_model_relation": "adapter" if subject.is_adapter else "finetune"} if on_hub else {}),
+        **(relation if on_hub else {}),
         "tags": ["insitu", *filter(None, [method]), *(["lora"] if subject.record.lora else [])],
     }
 
@@ -70,10 +71,8 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
     record, training = subject.record, settings.get("training") or {}
     method = str(training.get("method", "unknown"))
     yield "method", _METHODS.get(method, method)
-    if record.lora is not None:
-        yield "trained weights", f"LoRA adapters of rank {record.lora.rank}, alpha {record.lora.alpha:g}"
-    else:
-        yield "trained weights", "all"
+    lora = record.lora
+    yield "trained weights", f"LoRA adapters of rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "all"
     if (dataset := settings.get("dataset")) is not None:
         yield "data", f"`{Path(dataset['file']).name}` (SHA-256 `{dataset['sha256']}`)"
     yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
@@ -88,45 +87,28 @@ def _evaluation(run: Path, subject: CardSubject) -> list[str]:
     scored = [each for each in validations if each["policy_version"] == subject.record.version]
     if before is None or not scored:
         return ["These weights were not scored on held-out rows."]
-    rows = [("before training", before), (f"these weights (epoch {scored[-1]['epoch']})", scored[-1])]
-    table = _table(("held-out rows", "mean score", "95 % interval", "episodes"), (_scores(*row) for row in rows))
+    rows = []
+    for name, record in (("before training", before), (f"these weights (epoch {scored[-1]['epoch']})", scored[-1])):
+        low, high = record["ci95"]
+        interval = "unknown" if low is None else f"{low:.3f} to {high:.3f}"
+        rows.append((name, f"{record['avg_reward']:.3f}", interval, record["num_examples"]))
+    table = _table(("held-out rows", "mean score", "95 % interval", "episodes"), rows)
     return [*table, "", "If these weights were selected by this score, the score is optimistic."]
-
-
-def _scores(name: str, record: dict[str, Any]) -> tuple[str, ...]:
-    low, high = record["ci95"]
-    interval = "unknown" if low is None else f"{low:.3f} to {high:.3f}"
-    return name, f"{record['avg_reward']:.3f}", interval, str(record["num_examples"])
 
 
 def _use(subject: CardSubject) -> list[str]:
     base, _ = _base(subject.record)
+    load, serve = 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")', "vllm serve PATH_OR_NAME"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if subject.is_adapter:
-        load = [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "PATH_OR_NAME")',
-        ]
+        imports = ["from peft import PeftModel", *imports]
+        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "PATH_OR_NAME")'
         serve = f"vllm serve {base} --enable-lora --lora-modules {subject.name.rpartition('/')[2]}=PATH_OR_NAME"
-    else:
-        load = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")',
-        ]
-        serve = "vllm serve PATH_OR_NAME"
-    load.append('tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")')
-    return ["```python", *load, "```", "", "With vLLM:", "", "```bash", serve, "```"]
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")'
+    code = [*imports, "", f"model = {load}", tokenizer]
+    return ["```python", *code, "```", "", "With vLLM:", "", "```bash", serve, "```"]
 
 
 def _table(head: tuple[str, ...], rows: Any) -> list[str]:
-    return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
-
-
-def _row(cells: Any) -> str:
-    return f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in cells)} |"
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in cells)} |" for cells in lines]

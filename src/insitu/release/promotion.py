@@ -93,7 +93,9 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
     with FolderLock(destination.versions, "DESTINATION"):
         delete_drafts(destination.versions)
         baseline, scores = _baseline(destination, candidate, earlier)
-        promotion = _compare(source, candidate, baseline, scores, confidence, _choices(earlier, name))
+        trained = {each.policy_version for each in earlier} - {earlier[0].policy_version}
+        choices = 1 if name == "latest" else max(1, len(trained))  # from which the candidate was selected by its score
+        promotion = _compare(source, candidate, baseline, scores, confidence, choices)
         previous, numbered = destination.current, destination.numbered()
         number = int(numbered[-1].name) + 1 if numbered else 1
         version = destination.versions / f"{number:06d}"
@@ -149,12 +151,6 @@ def _baseline(destination: Destination, candidate: RowScores, scored: list[RowSc
             return f"what is in use at {destination.path}", record["scores"]
         logger.warning("%s was scored on other rows; comparing with the weights before training", destination.current)
     return "the weights before training", scored[0].means()
-
-
-def _choices(scored: list[RowScores], name: str | None) -> int:
-    """The number of versions that the candidate was selected from by these scores."""
-    trained = {each.policy_version for each in scored} - {scored[0].policy_version}
-    return 1 if name == "latest" else max(1, len(trained))
 
 
 def _compare(

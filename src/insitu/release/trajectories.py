@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +79,10 @@ _RECORDED = frozenset((*RUN_FILES, CALLS, GROUPS, ADVANTAGES, PAIRS, RESCORES))
 """Files of a run that `--force` does not replace: an export could not be repeated without them."""
 
 
-@dataclass
-class ExportSummary:
-    """`dropped` counts what was left out, by reason; `first_error` is that of the first untrainable episode."""
-
-    written: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_error: str | None = None
-
-
 def export(
     run: StoredRun, format: str, target: Path, options: ExportOptions = ExportOptions(), overwrite: bool = False
-) -> ExportSummary:
-    """Writes a file with all records, or none.
+) -> "Exporter":
+    """Writes a file with all records, or none; returns what wrote it, with its counts.
 
     Raises ConfigError if the options do not fit the format or the file exists, TrajectoryError if there is no record.
     """
@@ -109,15 +100,14 @@ def export(
     exporter = Exporter(run, options)
     with new_file(target, overwrite) as draft:
         if format == "parquet":
-            exporter.summary.written = write_table(run, draft)
+            exporter.written = write_table(run, draft)
         else:
             exporter.write_lines(draft, exporter.records_of(format))
-        summary = exporter.summary
-        if not summary.written:
-            why = f": {counts(summary.dropped)}" if summary.dropped else ""
-            first = f"; the first: {summary.first_error}" if summary.first_error else ""
+        if not exporter.written:
+            why = f": {counts(exporter.dropped)}" if exporter.dropped else ""
+            first = f"; the first: {exporter.first_error}" if exporter.first_error else ""
             raise TrajectoryError(f"nothing of {run.folder} can be written as {format}{why}{first}")
-    return summary
+    return exporter
 
 
 class Exporter:
@@ -126,7 +116,11 @@ class Exporter:
     def __init__(self, run: StoredRun, options: ExportOptions) -> None:
         self.run = run
         self.options = options
-        self.summary = ExportSummary()
+        self.written = 0
+        self.dropped: Counter[str] = Counter()
+        """What was left out, by reason."""
+        self.first_error: str | None = None
+        """That of the first untrainable episode."""
         self._seen = Duplicates()
         settings = run.files.settings()
         self._run_id = settings.get("run_id")
@@ -137,7 +131,7 @@ class Exporter:
             for stored in self.run.selected:
                 records = [*records_of(self.run.load(stored))]
                 file.append(dump_lines(records))
-                self.summary.written += len(records)
+                self.written += len(records)
 
     def records_of(self, format: str) -> Callable[[list[Episode]], Records]:
         """The function that turns a group into the records of a format."""
@@ -159,7 +153,7 @@ class Exporter:
             if not episode.candidates:
                 self._drop(DropReason.NO_CANDIDATES)
             pairs, dropped = preference_pairs(episode.candidates, options)
-            self.summary.dropped.update(dropped)
+            self.dropped.update(dropped)
             for pair in pairs:
                 prompt, *sides = _candidate_messages(pair, episode)
                 call = pair.chosen.call
@@ -171,7 +165,7 @@ class Exporter:
         played = {episode.key.generation: (episode, t) for episode, t in self._trainable(episodes)}
         candidates = [episode_candidate(episode, t) for episode, t in played.values()]
         pairs, dropped = preference_pairs(candidates, self._pair_options(DPOFromGroupsConfig().pair_options))
-        self.summary.dropped.update(dropped)
+        self.dropped.update(dropped)
         for pair in pairs:
             best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
             chosen, rejected = (_first_dialogue(t) for _, t in (best, worst))
@@ -199,7 +193,7 @@ class Exporter:
                 "score_chosen": pair.chosen.score,
                 "score_rejected": pair.rejected.score,
                 **self._origin(episodes[0]),
-                "rejected_episode": _name(episodes[1]),
+                "rejected_episode": episodes[1].key.text(),
                 "turn": pair.turn_id,
             }
 
@@ -240,7 +234,7 @@ class Exporter:
         count = self.options.best or SFTTrainerConfig().best_per_row
         chosen = best_of_group([t for _, t in group], count, self.options.min_reward)
         best = [(episode, t) for episode, t in group if any(t is one for one in chosen)]
-        self.summary.dropped[str(DropReason.NOT_BEST)] += len(group) - len(best)
+        self.dropped[str(DropReason.NOT_BEST)] += len(group) - len(best)
         return best
 
     def _trainable(self, episodes: list[Episode]) -> Group:
@@ -252,7 +246,7 @@ class Exporter:
                 continue
             trained = self._trained.positions(episode.calls)
             if trained:
-                name, calls = _name(episode), episode.calls  # without the readable form, which takes longer to make
+                name, calls = episode.key.text(), episode.calls  # without the readable form, which takes longer to make
                 made = Trajectory.model_construct(id=name, reward=episode.reward, calls=calls, trained_calls=trained)
                 group.append((episode, made))
             else:
@@ -274,20 +268,16 @@ class Exporter:
     def _origin(self, episode: Episode) -> dict[str, Any]:
         return {
             "run": self._run_id,
-            "episode": _name(episode),
+            "episode": episode.key.text(),
             "row_id": episode.key.row_id,
             "reward": episode.reward,
             "reward_from": self.run.reward,
         }
 
     def _drop(self, reason: DropReason, episode: Episode | None = None) -> None:
-        self.summary.dropped[str(reason)] += 1
-        if episode is not None and episode.error is not None and self.summary.first_error is None:
-            self.summary.first_error = f"{_name(episode)}: {episode.error}"
-
-
-def _name(episode: Episode) -> str:
-    return episode.key.text()
+        self.dropped[str(reason)] += 1
+        if episode is not None and episode.error is not None and self.first_error is None:
+            self.first_error = f"{episode.key.text()}: {episode.error}"
 
 
 def _first_dialogue(trajectory: Trajectory) -> Dialogue:

@@ -142,23 +142,26 @@ class RecordedGroups:
         """Raises RequestRefused (404) with rows and epochs that exist."""
         if (found := self._find(epoch, row_id)) is not None:
             return found
-        rows = [row["row_id"] for row in self._select_names("row_id", "epoch = ?", epoch)]
+        rows = self._names("groups", "row_id", "WHERE epoch = ?", epoch)
         if rows:
             problem = f"epoch {epoch} of {self.run} has no row {row_id!r:.200}; {suggest(row_id, rows)}"
         else:
-            epochs = [str(row["epoch"]) for row in self._select_names("epoch", "TRUE")]
+            epochs = self._names("groups", "epoch")
             existing = f"available: {', '.join(epochs[:20])}{' ...' * (len(epochs) > 20)}" if epochs else "none yet"
             problem = f"{self.run} has no group of epoch {epoch}; {existing}"
         raise RequestRefused(problem, status=404, param="row" if rows else "epoch", code="unknown_group")
 
     def find_by_episode(self, name: str) -> sqlite3.Row:
         """The group of an episode. Raises RequestRefused (404)."""
-        for row in self.index.select("SELECT group_id FROM episodes WHERE episode = ?", (name,)):
-            return self.index.select("SELECT * FROM groups WHERE id = ?", (row["group_id"],))[0]
+        query = "SELECT * FROM groups WHERE id = (SELECT group_id FROM episodes WHERE episode = ? LIMIT 1)"
+        for row in self.index.select(query, (name,)):
+            return row
         for epoch, row_id in _parts(name):
             if (found := self._find(epoch, row_id)) is not None:
                 return found
-        raise self.unknown_episode(name, [row["episode"] for row in self._names(name)])
+        epochs = [epoch for epoch, _ in _parts(name)]
+        of_epoch = self._names("episodes", "episode", "WHERE epoch = ?", epochs[0] if epochs else 0)
+        raise self.unknown_episode(name, of_epoch or self._names("episodes", "episode"))
 
     def unknown_episode(self, name: str, existing: list[str], damage: Sequence[str] = ()) -> RequestRefused:
         """`damage` is why there may be none."""
@@ -217,14 +220,9 @@ class RecordedGroups:
         query = "SELECT * FROM groups WHERE row_id = ? AND epoch = ? ORDER BY id DESC LIMIT 1"
         return next(iter(self.index.select(query, (row_id, epoch))), None)
 
-    def _select_names(self, column: str, condition: str, *values: Any) -> list[sqlite3.Row]:
-        query = f"SELECT DISTINCT {column} FROM groups WHERE {condition} ORDER BY id LIMIT {_NAMED}"
-        return self.index.select(query, values)
-
-    def _names(self, name: str) -> list[sqlite3.Row]:
-        epochs = [epoch for epoch, _ in _parts(name)]
-        of_epoch = self.index.select(f"SELECT episode FROM episodes WHERE epoch = ? LIMIT {_NAMED}", epochs[:1] or [0])
-        return of_epoch or self.index.select(f"SELECT episode FROM episodes LIMIT {_NAMED}")
+    def _names(self, table: str, column: str, condition: str = "", *values: Any) -> list[str]:
+        query = f"SELECT DISTINCT {column} FROM {table} {condition} ORDER BY id LIMIT {_NAMED}"
+        return [str(row[column]) for row in self.index.select(query, values)]
 
     def _training(self, row: sqlite3.Row, part: str) -> dict[str, dict[str, Any]]:
         """The lines of `advantages.jsonl` of a group, by episode."""

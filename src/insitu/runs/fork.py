@@ -6,7 +6,7 @@ copied where the file system has no such links.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,18 +41,22 @@ class Fork(NamedTuple):
     source: str
 
 
-class _Origin(NamedTuple):
+class _Origin:
     """The run to fork: its folder, and the epochs, versions and checkpoints from which it can continue."""
 
-    reader: RunReader
-    progress: RunProgress
-    states: dict[int, EpochState]
-    checkpoints: dict[int, Path]
-    """The folders that still exist, by policy version."""
-
-    @property
-    def folder(self) -> Path:
-        return self.reader.folder
+    def __init__(self, folder: Path) -> None:
+        progress = find_run(folder, "RUN_DIR")
+        if progress is None:
+            raise ConfigError(f"RUN_DIR: {folder} holds no run that can continue")
+        self.folder, self.progress, self.reader = folder, progress, RunReader(folder)
+        if not self.reader.own_backend:
+            raise ConfigError(
+                f"RUN_DIR: the backend of {folder} was not started by the run and keeps the checkpoints elsewhere: "
+                "such a run cannot be forked"
+            )
+        self.checkpoints = {record.version: path for path, record in self.reader.checkpoints()}
+        """The folders that still exist, by policy version."""
+        self.states = self.reader.history(progress)
 
     def epochs(self, *, exact: bool) -> list[int]:
         """The epochs with a checkpoint, or with the initial weights; `exact`: whose optimizer state exists too."""
@@ -71,7 +75,7 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
     """
     if target.exists():
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
-    origin = _open_origin(run)
+    origin = _Origin(run)
     state = _state_after(origin, epoch, new_optimizer)
     settings = origin.reader.settings(required=True)
     progress = _progress_of(origin, state, target)
@@ -85,20 +89,6 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
     except OSError as error:
         raise cannot_write(target, error) from error
     return Fork(progress.run_id, origin.progress.run_id, str(settings.get("source")))
-
-
-def _open_origin(run: Path) -> _Origin:
-    progress = find_run(run, "RUN_DIR")
-    if progress is None:
-        raise ConfigError(f"RUN_DIR: {run} holds no run that can continue")
-    reader = RunReader(run)
-    if not reader.own_backend:
-        raise ConfigError(
-            f"RUN_DIR: the backend of {run} was not started by the run and keeps the checkpoints elsewhere: such a run "
-            "cannot be forked"
-        )
-    checkpoints = {record.version: folder for folder, record in reader.checkpoints()}
-    return _Origin(reader, progress, reader.history(progress), checkpoints)
 
 
 def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState:
@@ -147,7 +137,7 @@ def _copy_backend(origin: _Origin, version: int, target: Path, new_optimizer: bo
             complete = _link_files(folder, copied)
             if not complete and number < version:  # deleted meanwhile, by the run in progress
                 shutil.rmtree(copied)
-            elif not complete or (number == version and not _has_state(copied, new_optimizer)):
+            elif not complete or (number == version and not new_optimizer and not (copied / OPTIMIZER_FILE).exists()):
                 raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
     if version and new_optimizer:
         _drop_optimizer(target / "checkpoints" / origin.checkpoints[version].name)
@@ -180,10 +170,6 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _has_state(checkpoint: Path, new_optimizer: bool) -> bool:
-    return new_optimizer or (checkpoint / OPTIMIZER_FILE).exists()
-
-
 def _drop_optimizer(checkpoint: Path) -> None:
     """Removes the optimizer state and its digest. The record is replaced, as it may be a link to the original's."""
     record = read_record(checkpoint)
@@ -208,8 +194,13 @@ def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
-    _append_lines(origin.reader, files.VALIDATION_SCORES, store, lambda line: line.get("epoch", 0) <= epoch)
-    _append_lines(origin.reader, files.RESCORES, store, lambda line: _epoch_of(line) <= epoch)
+    scores = [line for line in origin.reader.records(files.VALIDATION_SCORES) if line.get("epoch", 0) <= epoch]
+    rescores = [  # of episodes named run/epoch/row/generation/attempt
+        line for line in origin.reader.records(files.RESCORES) if int(str(line["episode"]).split("/")[1]) <= epoch
+    ]
+    for name, lines in ((files.VALIDATION_SCORES, scores), (files.RESCORES, rescores)):
+        if lines:
+            store.append(name, lines)
     store.cut_to(progress.sizes)  # opens the files
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
     store.append(files.PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
@@ -230,16 +221,6 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
         best = max(scored, key=lambda record: record["avg_reward"])
         store.write(files.BEST, {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
     store.write(files.PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
-
-
-def _append_lines(run: RunReader, name: str, store: RunStore, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-    if kept := [record for record in run.records(name) if wanted(record)]:
-        store.append(name, kept)
-
-
-def _epoch_of(rescore: Mapping[str, Any]) -> int:
-    """The epoch of the episode that a line names: run/epoch/row/generation/attempt."""
-    return int(str(rescore["episode"]).split("/")[1])
 
 
 def _checkpoint_of(progress: RunProgress, version: int | None) -> str | None:

@@ -208,16 +208,17 @@ class IndexDatabase:
 
     def _open(self) -> sqlite3.Connection:
         self._opened += 1
+        path = str(self._path)
         try:
             if locked_elsewhere(self._path.parent):
                 raise OSError("the run is in progress on another machine, which may not see the locks of this one")
             try:
-                return self._open_file()
+                return self._connect(path)
             except sqlite3.OperationalError:  # no locks, no space, not writable
                 raise
             except sqlite3.DatabaseError as error:
                 self._delete(error)
-                return self._open_file()
+                return self._connect(path)
         except (sqlite3.Error, OSError) as error:
             if not self._temporary:
                 raise
@@ -226,22 +227,7 @@ class IndexDatabase:
     def _open_temporary(self, error: Exception) -> sqlite3.Connection:
         logger.debug("%s cannot be used: %s", self._path, error)
         self._opened += 1
-        self._inode, self._generation = 0, 1
-        database = self._connect("")
-        self._clear(database)
-        return database
-
-    def _open_file(self) -> sqlite3.Connection:
-        database = self._connect(str(self._path))
-        try:
-            if database.execute("PRAGMA user_version").fetchone()[0] != _VERSION or self._is_stale(database):
-                self._clear(database)
-            [self._generation] = database.execute("SELECT generation FROM about").fetchone()
-        except sqlite3.Error:
-            database.close()
-            raise
-        self._inode = _inode(self._path)
-        return database
+        return self._connect("")
 
     def _delete(self, error: sqlite3.Error) -> None:
         """Deletes a damaged database, with the journal of a transaction that did not end."""
@@ -250,15 +236,20 @@ class IndexDatabase:
             each.unlink(missing_ok=True)
 
     def _connect(self, path: str) -> sqlite3.Connection:
+        """The database in a file, or a temporary one if `path` is empty, with the tables of this version."""
         database = sqlite3.connect(path, _WAIT, check_same_thread=False, isolation_level=None)
         database.row_factory = sqlite3.Row
         database.create_function("status", 5, self._status)
         try:
             database.execute("PRAGMA synchronous = OFF")
             database.execute("PRAGMA cache_spill = OFF")  # others may read until the end of a transaction
+            if database.execute("PRAGMA user_version").fetchone()[0] != _VERSION or self._is_stale(database):
+                self._clear(database)
+            [self._generation] = database.execute("SELECT generation FROM about").fetchone()
         except sqlite3.Error:
             database.close()
             raise
+        self._inode = _inode(self._path) if path else 0
         return database
 
     def _is_stale(self, database: sqlite3.Connection) -> bool:

@@ -35,12 +35,10 @@ from insitu.runs.records import (
     restore_calls,
     restore_journaled,
 )
-from insitu.schemas.episodes import FORMAT_VERSION, Episode, ModelCall
+from insitu.schemas.episodes import Episode, ModelCall
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-_CHUNK = 1 << 20
 
 
 class Problems(list[str]):
@@ -134,8 +132,7 @@ class RunReader:
         """The state after each complete epoch, from 0, as far as it was recorded; that after the last one always is."""
         path, end = self.folder / files.PROGRESS_HISTORY, progress.sizes.get(files.PROGRESS_HISTORY, 0)
         states: dict[int, EpochState] = {}
-        lines = AppendedLines(path).read(end)  # those after it are of an epoch that is not complete
-        for line in lines:
+        for line in AppendedLines(path).read(end):  # those after it are of an epoch that is not complete
             record = read_line(path, line.number, line.content)
             if "format" in record:
                 continue
@@ -149,7 +146,7 @@ class RunReader:
 
     def journal(self, epoch: int) -> list[Episode]:
         """The finished episodes of an epoch whose groups may be incomplete."""
-        records = (record for _, record in self._numbered(files.JOURNAL))
+        records = self.records(files.JOURNAL)
         return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
 
     def journal_size(self, epoch: int) -> int:
@@ -165,9 +162,7 @@ class RunReader:
 
     def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
         """The records of a file of lines, or only those with this text in one of their texts."""
-        if containing:
-            return self._search(name, orjson.dumps(containing)[1:-1])
-        return (record for _, record in self._numbered(name))
+        return (record for _, record in self._numbered(name, containing))
 
     def readable(self, name: str, problems: Problems) -> list[dict[str, Any]]:
         """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
@@ -191,10 +186,6 @@ class RunReader:
             raise ConfigError(
                 f"{self.where} is the directory of an evaluation, which records answers but no model calls; "
                 "give the directory of a finetuning run"
-            )
-        if (self.folder / files.EPISODES).with_suffix("").is_file():
-            raise ConfigError(
-                f"{self.where} was recorded by an earlier release in format 1; supported: {FORMAT_VERSION}"
             )
         raise ConfigError(
             f"{self.where} is not a run directory: {files.EPISODES} is missing (it is written to "
@@ -256,28 +247,11 @@ class RunReader:
             return None
         return model if (model / "tokenizer.json").is_file() else None
 
-    def _numbered(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in whole_lines(self.folder / name):
-            record = read_line(self.folder / name, number, line)
+    def _numbered(self, name: str, containing: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+        path, part = self.folder / name, orjson.dumps(containing)[1:-1]
+        for number, line in whole_lines(path):
             if number > 1 or name in files.PLAIN_LINES:
-                yield number, record
-            elif problem := format_problem(record):
+                if part in line:
+                    yield number, read_line(path, number, line)
+            elif problem := format_problem(read_line(path, number, line)):
                 raise ConfigError(f"{self.where}/{name} {problem}")
-
-    def _search(self, name: str, part: bytes) -> Iterator[dict[str, Any]]:
-        """The records of the whole lines that contain a text, found without looking at each line."""
-        path = self.folder / name
-        if not path.is_file():
-            return
-        numbers = 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                chunk += file.readline()
-                position = chunk.find(part)
-                while position >= 0:
-                    start, end = chunk.rfind(b"\n", 0, position) + 1, chunk.find(b"\n", position) + 1
-                    if not end:
-                        return
-                    yield read_line(path, numbers + chunk.count(b"\n", 0, start) + 1, chunk[start:end])
-                    position = chunk.find(part, end)
-                numbers += chunk.count(b"\n")

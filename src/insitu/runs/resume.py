@@ -19,7 +19,7 @@ from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus, first_problem
-from insitu.runs.store import RunStore, open_store
+from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
 from insitu.schemas.parts import code_digests
 
@@ -31,15 +31,10 @@ _HARMLESS = (
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
-    *(
-        "trainer_adapters.*.learner*",
-        "trainer_adapters.*.max_restarts",
-        "trainer_adapters.*.backend.ip",
-        "trainer_adapters.*.backend.port",
-    ),
-    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainers.*.wait_for_completion"),
-    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds", "trainer_adapters.*.hf_token"),
-    "trainer_adapters.*.max_consecutive_status_failures",
+    *("trainer_adapters.*.learner*", "trainer_adapters.*.max_restarts", "trainer_adapters.*.hf_token"),
+    *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainers.*.wait_for_completion"),
+    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.max_consecutive_status_failures"),
+    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds"),
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _LISTED = 10
@@ -51,7 +46,7 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     Raises ConfigError naming `key` if there is a run that cannot continue.
     """
     progress = RunReader(folder).progress()
-    if progress is None and any((folder / name).exists() for name in (EPISODES, "episodes.jsonl")):
+    if progress is None and (folder / EPISODES).exists():
         raise ConfigError(
             f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
             "epochs; it cannot continue from an epoch"
@@ -143,7 +138,11 @@ class ResumableRun:
         if request is None or progress is None:
             if request is not None and isinstance(request.resume, Path):
                 raise ConfigError(f"--resume: {folder} holds no run that can continue")
-            return self.open_new(folder, builder)
+            moved = set_aside(folder)
+            if moved is not None:
+                builder.moved[folder.resolve()] = moved  # the paths of the file follow it
+            self._store = RunStore(folder)
+            return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
         self._forced = request.force
         changes = check_same_run(folder, config, dataset, force=request.force)
         self._store = RunStore(folder)
@@ -174,11 +173,6 @@ class ResumableRun:
                 "has changed. Restore it, or give --force to continue with this"
             )
         return [f"changed since the run was started: the code of {key}" for key in changed]
-
-    def open_new(self, folder: Path, builder: Builder) -> list[str]:
-        """Opens the store of a new run; returns what to report."""
-        self._store, moved = open_store(folder, builder)
-        return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
 
     def finished(self, epoch: int) -> list[Episode]:
         """The episodes of an epoch that need not be run again."""
@@ -220,8 +214,11 @@ class ResumableRun:
         if self._submitted:
             return True
         self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
-        await asyncio.to_thread(self.store.write, PROGRESS, self.progress.model_dump(mode="json"))
+        await asyncio.to_thread(self._write_progress)
         return False
+
+    def _write_progress(self) -> None:
+        self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
     async def commit(self, **changes: Any) -> None:
         """Makes this the point from which the run continues."""
@@ -230,7 +227,7 @@ class ResumableRun:
         store.append(PROGRESS_HISTORY, [EpochState.of(reached).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
-        await asyncio.to_thread(store.write, PROGRESS, self.progress.model_dump(mode="json"))
+        await asyncio.to_thread(self._write_progress)
         store.clear(JOURNAL)
         await asyncio.to_thread(store.update_index)
         self._finished = []
@@ -238,12 +235,12 @@ class ResumableRun:
     def enter(self, phase: Phase) -> None:
         """Records how far a run with a single job is. Waits for nothing: the job is not watched yet."""
         self.progress = self.progress.model_copy(update={"phase": phase})
-        self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
+        self._write_progress()
 
     def mark_running(self) -> None:
         """Records that a run whose process had ended is in progress again."""
         if self.continues:
-            self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
+            self._write_progress()
 
     def close(self) -> None:
         if self._store is not None:
@@ -268,7 +265,7 @@ class ResumableRun:
         message = None if error is None else describe_error(error)
         self.progress = self.progress.model_copy(update={"status": status, "error": message})
         try:
-            self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
+            self._write_progress()
             self.store.record_event(status, epoch=self.progress.epoch, error=message)
         except InsituError as problem:  # must not mask what ended the run
             logger.error("%s", problem)

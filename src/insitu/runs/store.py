@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
-from insitu.builder import Builder
 from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
@@ -53,14 +52,6 @@ def set_aside(folder: Path, wait: float = ORPHAN_SECONDS) -> Path | None:
         target = move_aside(folder, OUTPUT_DIR)
     (target / LOCK_FILE).unlink(missing_ok=True)
     return target
-
-
-def open_store(folder: Path, builder: Builder) -> tuple["RunStore", Path | None]:
-    """The store of a new run, and where an earlier run in `folder` is now; the paths of the file follow it."""
-    moved = set_aside(folder)
-    if moved is not None:
-        builder.moved[folder.resolve()] = moved
-    return RunStore(folder), moved
 
 
 def move_aside(folder: Path, key: str) -> Path:

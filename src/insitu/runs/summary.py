@@ -1,7 +1,6 @@
 """Finds runs and tells from their small files how each is doing, whatever is damaged in them."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from insitu.disk.json_files import shorter_than_written
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
+from insitu.runs.index import natural
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.records import RunProgress
 
@@ -76,7 +76,7 @@ def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: _natural(entry.name))
+        entries = sorted(os.scandir(folder), key=lambda entry: natural(entry.name))
     except OSError:  # not readable for this user, or deleted meanwhile
         return
     if {entry.name for entry in entries} & {*RUN_FILES, PROGRESS}:
@@ -87,33 +87,28 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(folder / entry.name, depth - 1)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts run.2 before run.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def read_summary(run: Path) -> RunSummary:
     """Never raises for what is in the folder."""
     summary = RunSummary(str(run))
-    files, attempt = RunReader(run), summary.problems.attempt
+    files, problems = RunReader(run), summary.problems
     locked = locked_by(run)  # before and after the status is read: a process may end or begin in between
-    settings: dict[str, Any] = attempt(lambda: files.settings(required=True), {})
-    progress = attempt(files.progress, None)
+    settings: dict[str, Any] = problems.attempt(lambda: files.settings(required=True), {})
+    progress = problems.attempt(files.progress, None)
     summary.run_id = settings.get("run_id") or (progress.run_id if progress is not None else None)
-    attempt(lambda: _describe_settings(summary, settings), None)
+    problems.attempt(lambda: _describe_settings(summary, settings), None)
     locked = locked or locked_by(run)
     if progress is not None:
         summary.epoch, summary.error = progress.epoch, progress.error
         summary.status = "killed" if progress.status == "running" else progress.status
-        summary.problems += attempt(lambda: [*_damaged_sizes(files, progress)], [])
+        problems += problems.attempt(lambda: [*_damaged_sizes(files, progress)], [])
     if locked is not None:
         summary.status, summary.error = "running", None
     elif progress is None and not (run / PROGRESS).exists():
-        summary.problems.note(f"{run / PROGRESS} is missing: the run cannot continue")
-    for event in files.readable(EVENTS, summary.problems):
+        problems.note(f"{run / PROGRESS} is missing: the run cannot continue")
+    for event in files.readable(EVENTS, problems):
         summary.epochs = event.get("epochs", summary.epochs)
-    attempt(lambda: _describe_validations(summary, files.validations()), None)
-    summary.written = attempt(lambda: _last_written(run), None)
+    problems.attempt(lambda: _describe_validations(summary, files.validations()), None)
+    summary.written = problems.attempt(lambda: _last_written(run), None)
     return summary
 
 
@@ -147,6 +142,8 @@ def _last_written(run: Path) -> str:
 
 def read_details(run: Path) -> RunDetails:
     """Reads no file of episodes. Raises ConfigError if the folder holds no run."""
+    from insitu.config.resolved import changed_settings  # imports the components
+
     files = RunReader(run)
     if not holds_run(run) and not (run / PROGRESS).exists():
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
@@ -155,19 +152,13 @@ def read_details(run: Path) -> RunDetails:
     return RunDetails(
         summary=summary,
         resume=attempt(lambda: _what_resume_does(files, summary), "cannot continue"),
-        settings=attempt(lambda: _changed_settings(files), {}),
+        settings=attempt(lambda: changed_settings(files.settings(required=True).get("config") or {}), {}),
         events=files.readable(EVENTS, problems),
         epochs=files.readable(METRICS, problems),
         validations=attempt(files.validations, []),
         best=attempt(lambda: files.object(BEST), None),
         files=attempt(lambda: _sizes(run), {}),
     )
-
-
-def _changed_settings(files: RunReader) -> dict[str, Any]:
-    from insitu.config.resolved import changed_settings  # imports the components
-
-    return changed_settings(files.settings(required=True).get("config") or {})
 
 
 def _what_resume_does(files: RunReader, summary: RunSummary) -> str:
@@ -206,8 +197,5 @@ def _sizes(run: Path) -> dict[str, int]:
             path = Path(parent) / name
             inside = path.relative_to(run)
             entry = f"{inside.parent}/" if len(inside.parts) > 2 else str(inside)
-            try:
-                sizes[entry] = sizes.get(entry, 0) + path.stat().st_size
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-    return dict(sorted(sizes.items(), key=lambda item: ("/" in item[0], _natural(item[0]))))
+            sizes[entry] = sizes.get(entry, 0) + file_size(path)
+    return dict(sorted(sizes.items(), key=lambda item: ("/" in item[0], natural(item[0]))))

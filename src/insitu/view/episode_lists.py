@@ -6,6 +6,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Lists:
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
-        self._orders: dict[tuple[Any, ...], tuple[tuple[int, ...], Sequence[int]]] = {}
+        self._sorted = lru_cache(_ORDERS)(self._read_sorted)
 
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/groups`."""
@@ -126,20 +127,16 @@ class Lists:
             part = f"SELECT id FROM {lines.table} ORDER BY {order} LIMIT ? OFFSET ?"
             total, shown = counted["lines"], [row["id"] for row in select(part, (limit, offset))]
         else:
-            ids = self._sorted(f"SELECT id FROM ({lines.source}) WHERE {conditions or 'TRUE'} ORDER BY {order}", values)
+            query = f"SELECT id FROM ({lines.source}) WHERE {conditions or 'TRUE'} ORDER BY {order}"
+            ids = self._sorted(self._index.version, query, values)
             total, shown = len(ids), [*ids[offset : offset + limit]]
         places = ", ".join("?" * len(shown))
         rows = {row["id"]: row for row in select(f"SELECT * FROM ({lines.source}) WHERE id IN ({places})", shown)}
         return total, [rows[one] for one in shown if one in rows]
 
-    def _sorted(self, query: str, values: tuple[Any, ...]) -> Sequence[int]:
-        version, before = self._index.version, self._orders.pop((query, values), None)
-        if before is None or before[0] != version:
-            before = version, array("q", (row["id"] for row in self._index.select(query, values)))
-        self._orders[query, values] = before
-        while len(self._orders) > _ORDERS:
-            del self._orders[next(iter(self._orders))]
-        return before[1]
+    def _read_sorted(self, version: tuple[int, ...], query: str, values: tuple[Any, ...]) -> Sequence[int]:
+        """The ids that a query selects from this version of the index."""
+        return array("q", (row["id"] for row in self._index.select(query, values)))
 
 
 _EPISODE_KEYS = (

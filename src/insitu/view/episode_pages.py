@@ -8,11 +8,13 @@ from typing import Any
 import orjson
 
 from insitu.collect.conversations import Turn, conversations
-from insitu.errors import ConfigError
 from insitu.runs.episodes import RecordedEpisode, RecordedGroups, load_decoder, token_texts
 from insitu.runs.index import RunIndex
 from insitu.schemas.episodes import ModelCall
 
+_OF_CALL = (
+    *("index", "llm", "model", "functions", "policy_version", "finish_reason", "choice", "usage", "error", "sampling"),
+)
 Decode = Callable[[Sequence[int]], str]
 Dialogue = list[dict[str, Any]]
 """Messages, each with its `call`."""
@@ -30,7 +32,6 @@ class EpisodePages:
         group = self._groups.read(self._groups.find(epoch, row_id))
         attempt = group.problems.attempt
         dialogues: list[Dialogue] = [attempt(partial(_dialogue, each), []) for each in group.episodes]
-        same_row = self._groups.same_row(row_id)
         neighbours = [self._groups.neighbour(group.row, step) for step in (-1, 1)]
         previous, following = [row and {"epoch": row["epoch"], "row_id": row["row_id"]} for row in neighbours]
         return {
@@ -49,7 +50,7 @@ class EpisodePages:
             ],
             "epochs": [
                 {"epoch": row["epoch"], "rewards": orjson.loads(row["rewards"]), "mean": row["mean"]}
-                for row in same_row
+                for row in self._groups.same_row(row_id)
             ],
             "previous": previous,
             "next": following,
@@ -69,7 +70,8 @@ class EpisodePages:
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
         trained: dict[str, Any] = attempt(partial(_training, episode), {})
-        sampled = [call for call in episode.calls if _is_policy(call, episode, policies) and _has_tokens(call)]
+        with_tokens = [call for call in episode.calls if call.token_ids and call.prompt_token_ids is not None]
+        sampled = [call for call in with_tokens if _is_policy(call, episode, policies)]
         answer = {
             "episode": name,
             "record": episode.record,
@@ -124,9 +126,7 @@ class EpisodePages:
         if self._decoder is None or self._decoder[0] != folder:
             try:
                 self._decoder = folder, load_decoder(folder)
-            except ConfigError:  # tokenizers is not installed
-                self._decoder = folder, None
-            except Exception:  # a file that tokenizers cannot read raises any exception
+            except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
                 self._decoder = folder, None
         return self._decoder[1]
 
@@ -189,41 +189,23 @@ def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) ->
     return call.policy_version is not None or call.llm in policies or call.index in episode.advantages
 
 
-def _has_tokens(call: ModelCall) -> bool:
-    return bool(call.token_ids) and call.prompt_token_ids is not None
-
-
 def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) -> Iterator[dict[str, Any]]:
     start = min((call.started for call in episode.calls), default=0.0)
     for position, call in enumerate(episode.calls):
-        yield _call(episode, position, start, decode if _is_policy(call, episode, policies) else None)
-
-
-def _call(episode: RecordedEpisode, position: int, start: float, decode: Decode | None) -> dict[str, Any]:
-    call = episode.calls[position]
-    ids, logprobs = call.token_ids or [], call.logprobs
-    texts = [None] * len(ids) if decode is None else token_texts(decode, ids)
-    if logprobs is None or len(logprobs) != len(ids):
-        logprobs = [None] * len(ids)  # type: ignore[list-item]
-    tokens = zip(texts, ids, logprobs, strict=True)
-    return {
-        "index": call.index,
-        "llm": call.llm,
-        "model": call.model,
-        "functions": call.functions,
-        "started": call.started - start,
-        "ended": call.ended - start,
-        "policy_version": call.policy_version,
-        "finish_reason": call.finish_reason,
-        "choice": call.choice,
-        "usage": call.usage,
-        "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
-        "sampled_tokens": None if call.token_ids is None else len(ids),
-        "error": call.error,
-        "trained": call.index in episode.advantages,
-        "advantage": episode.advantages.get(call.index),
-        "step_reward": episode.step_reward(position),
-        "sampling": call.sampling,
-        "tools": [(tool.get("function") or {}).get("name") for tool in call.tools or ()],
-        "tokens": [{"text": text, "id": token, "logprob": logprob} for text, token, logprob in tokens],
-    }
+        ids, logprobs, texts = call.token_ids or [], call.logprobs or [], list[str]()
+        if decode is not None and _is_policy(call, episode, policies):
+            texts = token_texts(decode, ids)
+        unknown = [None] * len(ids)
+        tokens = zip(texts or unknown, ids, logprobs if len(logprobs) == len(ids) else unknown, strict=True)
+        yield {
+            **{name: getattr(call, name) for name in _OF_CALL},
+            "started": call.started - start,
+            "ended": call.ended - start,
+            "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
+            "sampled_tokens": None if call.token_ids is None else len(ids),
+            "trained": call.index in episode.advantages,
+            "advantage": episode.advantages.get(call.index),
+            "step_reward": episode.step_reward(position),
+            "tools": [(tool.get("function") or {}).get("name") for tool in call.tools or ()],
+            "tokens": [{"text": text, "id": token, "logprob": logprob} for text, token, logprob in tokens],
+        }

@@ -16,7 +16,7 @@ from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
 from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS
 from insitu.runs.reader import RunReader
-from insitu.runs.summary import DEFAULT_FOLDERS, find_runs, read_details, read_summary
+from insitu.runs.summary import DEFAULT_FOLDERS, RunSummary, find_runs, read_details, read_summary
 
 _SEARCH_SECONDS = 2.0
 """How long a list of runs is used before the folders are searched again."""
@@ -28,6 +28,7 @@ RECORDED = (
 )
 """Keys of `run.json` on the page of a run, beside the settings of its file."""
 
+Records = list[dict[str, Any]]
 Signature = dict[str, tuple[int, int, int] | str | None]
 """What changes when files of a run do: inode, size and time of each, and the process that has locked it."""
 
@@ -107,17 +108,19 @@ class OpenedFolder:
 
 def _run_line(name: str, path: Path) -> dict[str, Any]:
     summary, files = read_summary(path), RunReader(path)
-    problems = summary.problems
-    epochs = files.readable(METRICS, problems)
-    validations: list[dict[str, Any]] = problems.attempt(files.validations, [])
-    events = files.readable(EVENTS, problems)
-    totals: dict[str, Any] = problems.attempt(lambda: _totals(epochs, validations, events), {})
+    epochs, events = (files.readable(each, summary.problems) for each in (METRICS, EVENTS))
+    return _described(name, path, summary, epochs, summary.problems.attempt(files.validations, []), events)
+
+
+def _described(
+    name: str, path: Path, summary: RunSummary, epochs: Records, validations: Records, events: Records
+) -> dict[str, Any]:
+    """A run in the list of runs, and on its page."""
+    totals: dict[str, Any] = summary.problems.attempt(lambda: _totals(epochs, validations, events), {})
     return {"run": name, "name": path.name, **asdict(summary), **totals}
 
 
-def _totals(
-    epochs: list[dict[str, Any]], validations: list[dict[str, Any]], events: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _totals(epochs: Records, validations: Records, events: Records) -> dict[str, Any]:
     """Each value is None if it is unknown; `seconds` are those of complete epochs and of the first validation."""
     scores = [[each["epoch"], each["avg_reward"]] for each in validations if "error" not in each]
     tokens = [epoch["tokens"] for epoch in epochs if epoch.get("tokens") is not None]
@@ -141,12 +144,11 @@ def one_run(name: str, path: Path) -> dict[str, Any]:
         raise RequestRefused(str(error), status=404, param="run", code="unknown_run") from None
     files, summary, problems = RunReader(path), details.summary, details.summary.problems
     settings: dict[str, Any] = problems.attempt(files.settings, {})
-    totals: dict[str, Any] = problems.attempt(lambda: _totals(details.epochs, details.validations, details.events), {})
     dropped: dict[str, int] = problems.attempt(lambda: _count_dropped(details.epochs), {})
     return {
         "run": name,
         **asdict(details),
-        "summary": {"run": name, "name": path.name, **asdict(summary), **totals},
+        "summary": _described(name, path, summary, details.epochs, details.validations, details.events),
         **{key: settings.get(key) for key in RECORDED},
         "dropped": dropped,
         "collections": files.readable(COLLECTIONS, problems),
