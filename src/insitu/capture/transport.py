@@ -130,11 +130,11 @@ class _RecordingTransport:
         loop = asyncio.get_running_loop()
         self._loop = self._loop or loop
         if self._loop is not loop:
-            session = _new_session()
+            session = new_session(through_proxies=True)
             cleanup.push_async_callback(session.close)
             return session
         if self._session is None:
-            self._session = _new_session()
+            self._session = new_session(through_proxies=True)
         return self._session
 
     async def aclose(self) -> None:
@@ -210,12 +210,16 @@ class _SyncStream:
         self._exchange.end(self._headers)
 
 
-def _new_session() -> aiohttp.ClientSession:
+def new_session(*, through_proxies: bool) -> aiohttp.ClientSession:
+    """A session for model servers, with any number of connections; it adds nothing to requests.
+
+    `through_proxies`: those of the environment; aiohttp would look for them per request, which costs time.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-        trust_env=bool(urllib.request.getproxies()),  # aiohttp would look proxies up per request, which costs time
+        trust_env=through_proxies and bool(urllib.request.getproxies()),
     )
 
 
@@ -233,12 +237,13 @@ def _arguments(request: Any, content: bytes) -> dict[str, Any]:
         "headers": headers,
         "data": content or None,
         "allow_redirects": False,
-        "timeout": _timeout(limits.get("connect"), limits.get("read")),
+        "timeout": client_timeout(limits.get("connect"), limits.get("read")),
     }
 
 
 @lru_cache
-def _timeout(connect: float | None, read: float | None) -> aiohttp.ClientTimeout:
+def client_timeout(connect: float | None, read: float | None) -> aiohttp.ClientTimeout:
+    """Limits the silence of a server in seconds, not the length of its answer."""
     return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
 
 

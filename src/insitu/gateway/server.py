@@ -27,6 +27,7 @@ from yarl import URL
 
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.recorder import CHAT
+from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
@@ -143,7 +144,7 @@ class Gateway:
         self._endpoints: dict[bytes, EpisodeEndpoint] = {}  # by the hash of the key, as `_ended`
         self._ended: OrderedDict[bytes, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
         self._open = AsyncExitStack()
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
         self.address = ""
         self.late_calls = 0
         """Requests refused because their episode had ended; also counted in its ledger."""
@@ -160,19 +161,12 @@ class Gateway:
             where = f"{bind.host}:{bind.port}"
             raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
         self.address = (bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-            auto_decompress=True,
-            timeout=_timeout(None),
-        )
+        self._session = new_session(through_proxies=False)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._open.aclose()
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     @contextmanager
     def endpoint(self, scope: EpisodeScope) -> Iterator[EpisodeEndpoint]:
@@ -258,9 +252,8 @@ class Gateway:
         base_url, credentials = authorized(str(llm.client.base_url), llm.client.api_key)
         url = f"{base_url}/{translation.route}"
         headers: Any = {"Content-Type": "application/json", "Authorization": credentials}
-        timeout = _timeout(llm.config.timeout)
+        timeout = client_timeout(_CONNECT_TIMEOUT, llm.config.timeout or _READ_TIMEOUT)
         content = proxy.payload(exchange.content)
-        assert self._session is not None
         try:
             async with self._session.post(url, data=content, headers=headers, timeout=timeout) as answer:
                 if exchange.streamed and answer.status < 400:
@@ -285,17 +278,16 @@ class Gateway:
             raise RequestRefused(f"{route.text} is not available to agents", status=403, code="not_for_agents")
         if self._upstream is None:
             base_url, api_key = str(self._default.client.base_url), self._default.client.api_key
-            timeout = _timeout(self._default.config.timeout)
+            read_timeout = self._default.config.timeout or _READ_TIMEOUT
         else:
             base_url, key = self._upstream.base_url, self._upstream.api_key
-            api_key = key.get_secret_value() if key else "none"
-            timeout = _timeout(None)
+            api_key, read_timeout = key.get_secret_value() if key else "none", _READ_TIMEOUT
         query = request.rel_url.raw_query_string
         base_url, credentials = authorized(base_url, api_key)
         url = URL(f"{base_url}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
         headers.update({"Authorization": credentials, "x-api-key": api_key})
-        assert self._session is not None
+        timeout = client_timeout(_CONNECT_TIMEOUT, read_timeout)
         async with self._session.request(
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout
         ) as answer:
@@ -305,11 +297,6 @@ class Gateway:
 def _hashed(key: str) -> bytes:
     """What a key is looked up by: how long a look-up of the key itself takes may tell how much of a guess is right."""
     return hashlib.sha256(key.encode(errors="replace")).digest()
-
-
-def _timeout(read_timeout: float | None) -> aiohttp.ClientTimeout:
-    """Limits the silence of a model's server, not the length of its answer."""
-    return aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT, sock_read=read_timeout or _READ_TIMEOUT)
 
 
 def _json(data: dict[str, Any], status: int) -> web.Response:

@@ -30,14 +30,12 @@ def translating_transport(http: Any) -> Any:
 
 
 class _Call(NamedTuple):
-    """A request to send, and how to translate its response; without `translation` the response passes unchanged."""
+    """A request to send, or its refusal, and how to translate the response; without `translation` it is unchanged."""
 
     request: Any
     translation: Translation | None = None
     streamed: bool = False
-
-    def passes(self, response: Any) -> bool:
-        return self.translation is None or self.translation.verbatim or response.status_code >= 400
+    refusal: Any = None
 
 
 class _TranslatingTransport:
@@ -51,24 +49,19 @@ class _TranslatingTransport:
 
     async def handle_async_request(self, request: Any) -> Any:
         call = self._translate(request, await request.aread())
-        if not isinstance(call, _Call):
-            return call
-        response = await self._inner.handle_async_request(call.request)
-        if call.passes(response):
+        response = call.refusal or await self._inner.handle_async_request(call.request)
+        if call.translation is None or response.status_code >= 400:
             return response
-        return self._translated(call, response, b"" if call.streamed else await response.aread())
+        return self._translated(call.translation, response, None if call.streamed else await response.aread())
 
     def handle_request(self, request: Any) -> Any:
         call = self._translate(request, request.read())
-        if not isinstance(call, _Call):
-            return call
-        response = self._inner.handle_request(call.request)
-        if call.passes(response):
+        response = call.refusal or self._inner.handle_request(call.request)
+        if call.translation is None or response.status_code >= 400:
             return response
-        return self._translated(call, response, b"" if call.streamed else response.read())
+        return self._translated(call.translation, response, None if call.streamed else response.read())
 
-    def _translate(self, request: Any, content: bytes) -> Any:
-        """The _Call of a request, or an error response if the request cannot be translated."""
+    def _translate(self, request: Any, content: bytes) -> _Call:
         dialect = next((d for route, d in dialects().items() if request.url.path.endswith(f"/{route}")), None)
         if request.method != "POST" or dialect is None:
             return _Call(request)
@@ -77,7 +70,8 @@ class _TranslatingTransport:
         try:
             translation = dialect(orjson.loads(content), memory)
         except RequestRefused as error:
-            return self._json(dialect.error(str(error), error.status, error.param, error.code), error.status)
+            body = dialect.error(str(error), error.status, error.param, error.code)
+            return _Call(request, refusal=self._json(body, error.status))
         body = translation.completion_request(self._llm.params, self._llm.model)
         base_url, credentials = authorized(str(self._llm.client.base_url), self._llm.client.api_key)
         translated = self.http.Request(
@@ -87,13 +81,13 @@ class _TranslatingTransport:
             content=orjson.dumps(body),
             extensions=request.extensions,
         )
-        return _Call(translated, translation, bool(body.get("stream")))
+        return _Call(translated, None if translation.verbatim else translation, bool(body.get("stream")))
 
-    def _translated(self, call: _Call, response: Any, content: bytes) -> Any:
-        assert call.translation is not None
-        if call.streamed:
-            return self.http.Response(200, headers=_STREAM, stream=self.stream(response.stream, call.translation))
-        return self._json(call.translation.response(orjson.loads(content)))
+    def _translated(self, translation: Translation, response: Any, content: bytes | None) -> Any:
+        """The response to the agent; that of a stream has no `content`."""
+        if content is None:
+            return self.http.Response(200, headers=_STREAM, stream=self.stream(response.stream, translation))
+        return self._json(translation.response(orjson.loads(content)))
 
     def _json(self, body: dict[str, Any], status: int = 200) -> Any:
         return self.http.Response(status, headers={"content-type": "application/json"}, content=orjson.dumps(body))

@@ -98,24 +98,18 @@ Counts = tuple[Counter[str], Counter[str]]
 
 
 class LineCutter:
-    """Cuts chunks into lines; `size` bytes of an incomplete one are left in `rest`."""
+    """Cuts chunks into lines; an incomplete one is left in `rest`."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self.size = 0
+        self.rest = bytearray()
 
     def cut(self, chunk: bytes) -> list[bytes]:
         *lines, rest = chunk.split(b"\n")
         if lines:
-            lines[0] = b"".join([*self._parts, lines[0]])
-            self._parts, self.size = [], 0
-        self._parts.append(rest)
-        self.size += len(rest)
+            lines[0] = bytes(self.rest) + lines[0]
+            self.rest.clear()
+        self.rest += rest
         return lines
-
-    @property
-    def rest(self) -> bytes:
-        return b"".join(self._parts)
 
 
 def request_fields(item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> dict[str, Any]:

@@ -316,13 +316,13 @@ def _refusal(error: RequestRefused, number: int | None = None) -> bytes:
 async def _lines(request: web.Request) -> AsyncGenerator[bytes, None]:
     """The lines of a body as they arrive. Raises RequestRefused if one is too long, or its rest does not arrive."""
     lines = LineCutter()
-    async for chunk in body_chunks(request, lambda: BODY_SECONDS if lines.size else None):
+    async for chunk in body_chunks(request, lambda: BODY_SECONDS if lines.rest else None):
         for text in lines.cut(chunk):
             yield text
-        if lines.size > LINE_LIMIT:
+        if len(lines.rest) > LINE_LIMIT:
             raise RequestRefused(f"the body is larger than {LINE_LIMIT} bytes", status=413, code="too_large")
-    if lines.size:
-        yield lines.rest
+    if lines.rest:
+        yield bytes(lines.rest)
 
 
 def _json(content: Any) -> web.Response:

@@ -22,7 +22,6 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import orjson
 from aiohttp import web
@@ -194,24 +193,22 @@ async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
     return await asyncio.to_thread(parse, body)
 
 
-_returning_soon: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-"""Event loops that are about to return memory."""
+_timer: threading.Timer | None = None
+"""Is about to return memory."""
 
 
 def _return_memory_soon(task: asyncio.Task[Any]) -> None:
-    loop = task.get_loop()
-
-    def start() -> None:
-        _returning_soon.discard(loop)
-        threading.Thread(target=_return_memory, name="return memory", daemon=True).start()
-
-    if loop not in _returning_soon:
-        _returning_soon.add(loop)
-        loop.call_later(_TRIM_SECONDS, start)
+    global _timer
+    if _timer is None:
+        _timer = threading.Timer(_TRIM_SECONDS, _return_memory)
+        _timer.daemon = True
+        _timer.start()
 
 
 def _return_memory() -> None:
     """Frees what failed requests have left in reference cycles, and returns the free pages of glibc's heap."""
+    global _timer
+    _timer = None
     gc.collect()
     if (trim := _libc_function("malloc_trim")) is not None:
         trim(0)

@@ -138,9 +138,9 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     try:
         ray.init(address=address, runtime_env=runtime_env or None, configure_logging=False)
     except ConnectionError as error:
-        raise _wrong_address(address, f"but no Ray cluster can be reached there ({_first_line(error)})") from error
+        raise _wrong_address(address, f"but no Ray cluster can be reached there ({brief(error)})") from error
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {_first_line(error)}") from error
+        raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {brief(error)}") from error
     finally:
         chatter.setLevel(level)
 
@@ -157,8 +157,9 @@ def _wrong_address(address: str, problem: str) -> ConfigError:
     return ConfigError(f"{KEY}.address is {address!r}, {problem}: {advice}")
 
 
-def _first_line(error: Exception) -> str:
-    return redact(format_error(error).strip().partition("\n")[0])
+def brief(error: Exception) -> str:
+    """Ray's messages are long; their first sentences say what has happened."""
+    return redact(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 async def _check_address(address: str) -> None:
@@ -187,26 +188,26 @@ async def _check_address(address: str) -> None:
 
 
 def _runtime_env(settings: RayExecutorConfig, config: Config) -> tuple[dict[str, Any], dict[str, str]]:
-    """What Ray is given, and the secrets among the environment variables, which it is not.
+    """What Ray gets, and the secrets among the environment variables, which it does not get.
 
     Ray writes its runtime environments to the logs of the session, and shows them on its dashboard.
     """
-    given = settings.runtime_env.model_dump(exclude_none=True)
-    variables = given.pop("env_vars")
-    secrets = {name: value for name, value in variables.items() if _is_secret(name, value)}
+    runtime_env = settings.runtime_env.model_dump(exclude_none=True)
+    variables = runtime_env.pop("env_vars")
+    secrets = {name: v for name, v in variables.items() if is_secret_variable(name, v) or redact(v) != v}
     if public := {name: value for name, value in variables.items() if name not in secrets}:
-        given["env_vars"] = public
-    for key, value in given.items():
+        runtime_env["env_vars"] = public
+    for key, value in runtime_env.items():
         text = str(value)
         if redact(text) != text or hide_url_secrets(text) != text:
             raise ConfigError(
                 f"{KEY}.runtime_env.{key} holds a secret, and Ray writes it to files: put the secret into a variable "
                 "of the nodes' environment, or of env_vars"
             )
-    folder = given.get("working_dir")
+    folder = runtime_env.get("working_dir")
     if folder is not None and "://" not in folder:
-        given["working_dir"] = str(config.find_path(Path(folder), f"{KEY}.runtime_env.working_dir").resolve())
-    return given, secrets
+        runtime_env["working_dir"] = str(config.find_path(Path(folder), f"{KEY}.runtime_env.working_dir").resolve())
+    return runtime_env, secrets
 
 
 def _environment(settings: RayExecutorConfig, config: Config) -> dict[str, str]:
@@ -215,7 +216,3 @@ def _environment(settings: RayExecutorConfig, config: Config) -> dict[str, str]:
         raise ConfigError(f"{KEY}.pass_env names {', '.join(missing)}: no such environment variable")
     names = {*config.variables, *settings.pass_env, *_CLIENT_VARIABLES}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return is_secret_variable(name, value) or redact(value) != value

@@ -11,7 +11,7 @@ from insitu.builder import Builder
 from insitu.collect.episodes import Attempt
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError
-from insitu.integrations.ray.cluster import Cluster, RayExecutorConfig, connected
+from insitu.integrations.ray.cluster import Cluster, RayExecutorConfig, brief, connected
 from insitu.integrations.ray.worker import Opening
 from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy
@@ -84,9 +84,9 @@ class RayWorker(RemoteService):
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except exceptions.RayTaskError as error:
-            raise InsituError(f"{self.name} failed to {method}: {_brief(error)}: this is a fault of insitu") from error
+            raise InsituError(f"{self.name} failed to {method}: {brief(error)}: this is a fault of insitu") from error
         except exceptions.RayError as error:
-            raise ServiceLost(_brief(error)) from error
+            raise ServiceLost(brief(error)) from error
 
 
 class RayExecutor(RemoteExecutor):
@@ -143,12 +143,6 @@ class RayExecutor(RemoteExecutor):
                 f"room for {room} of {workers} workers"
             )
         return opening.id
-
-
-def _brief(error: Exception) -> str:
-    """Ray's messages are long; their first sentences say what has happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
 @register_executor(config_type=RayExecutorConfig)
