@@ -27,11 +27,7 @@ Settings = dict[str, Any]
 
 _STUDENT = "student"
 _NAMES = {"trainer": "grpo", "trajectory_builder": "episodes", "trainer_adapter": "backend"}
-_TYPES = {
-    "trainer": "insitu_trainer",
-    "trajectory_builder": "insitu_traj_builder",
-    "trainer_adapter": "insitu_trainer_adapter",
-}
+_TYPES = {"grpo": "insitu_trainer", "episodes": "insitu_traj_builder", "backend": "insitu_trainer_adapter"}
 KEYS = {
     "seed": "general.seed",
     "model": "{trainer_adapter}.model",
@@ -70,7 +66,7 @@ class Project:
         script = _file_of(sys.modules.get(str(caller.get("__name__"))))
         folder = place_of(script)[0] if script is not None else Path.cwd()
         if config is None:
-            sections = {f"{kind}s": {name: {"_type": _TYPES[kind]}} for kind, name in _NAMES.items()}
+            sections = {f"{kind}s": {name: {"_type": _TYPES[name]}} for kind, name in _NAMES.items()}
             evaluation: Settings = {"general": {}, "evaluators": {}}
             settings = {"general": {}, "llms": {_STUDENT: {"_type": "policy"}}, "eval": evaluation, **sections}
             return cls(folder, Path(), settings | {"finetuning": dict(_NAMES)})

@@ -178,9 +178,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 self.log_progress(epoch, metrics)
             if self._plot is not None:
                 await self._plot.update(self.reward_history, self._validations)
-            self.report.epoch(
-                epoch, num_epochs, metrics, checks.PAIRS if isinstance(self, PairTrainer) else checks.EPISODES
-            )
+            what = checks.PAIRS if isinstance(self, PairTrainer) else checks.EPISODES
+            self.report.epoch(epoch, num_epochs, metrics, what)
             return status
         except BaseException:  # reported, then re-raised
             self.report.end_run()

@@ -107,11 +107,10 @@ class Report:
         if "error" in record:
             self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
             return
-        dropped = f", dropped: {counts(record['dropped'])}" if record["dropped"] else ""
-        self.note(
-            f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} "
-            f"(95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}{dropped})"
-        )
+        details = f"95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}"
+        if record["dropped"]:
+            details += f", dropped: {counts(record['dropped'])}"
+        self.note(f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} ({details})")
 
     def epoch(self, number: int, last: int, m: Mapping[str, Any], trained: str) -> None:
         """Prints the line of an epoch; `trained` is what was collected for training: episodes, say."""

@@ -35,9 +35,8 @@ class WarmUpConfig(BaseModel):
 
     def overrides(self) -> dict[str, Any]:
         """The settings of the job that differ from the trainer adapter's."""
-        own = {"learning_rate": self.learning_rate, "mini_batch_size": self.mini_batch_size}
-        given = {key: value for key, value in own.items() if value is not None}
-        return {"method": "sft", "num_iterations": self.epochs, "schedule": "linear", "warmup": 0.0, **given}
+        own = self.model_dump(include={"learning_rate", "mini_batch_size"}, exclude_none=True)
+        return {"method": "sft", "num_iterations": self.epochs, "schedule": "linear", "warmup": 0.0, **own}
 
 
 def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
@@ -94,9 +93,8 @@ class _Demonstration(BaseModel):
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
         if not any(message.role == "assistant" and message.weight != 0 for message in messages):
             roles = ", ".join(dict.fromkeys(message.role for message in messages))
-            raise PydanticCustomError(
-                "roles", "no message of the role assistant to train; roles: {roles}", {"roles": roles}
-            )
+            problem = "no message of the role assistant to train; roles: {roles}"
+            raise PydanticCustomError("roles", problem, {"roles": roles})
         return messages
 
     def trained(self) -> list[int] | None:

@@ -67,6 +67,8 @@ class BackendProcess:
         self.restarted_at = -math.inf
         """When it was last ready after a restart, by `time.monotonic()`."""
         self._kept_running = False
+        self.ready = asyncio.Event()
+        """Set while it runs, and clear while it is started again."""
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
 
     async def start(self, startup_timeout: float) -> str:
@@ -107,6 +109,7 @@ class BackendProcess:
             raise
         logger.info("backend process %d at %s", transport.get_pid(), url)
         self._port, self._startup_timeout = int(url.rpartition(":")[2]), startup_timeout
+        self.ready.set()
         return url
 
     @property
@@ -123,6 +126,7 @@ class BackendProcess:
         try:
             while self._started is not None:
                 await self._started[1].exited.wait()
+                self.ready.clear()
                 report = str(self.exit_report())
                 if self._restarts >= self._max_restarts:
                     raise BackendUnavailable(report)

@@ -203,9 +203,12 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         async def check() -> None:
             while True:
                 await asyncio.sleep(min(_WATCH_SECONDS, self.config.read_timeout))
-                await self._served_version()  # waits for a process that has to be started again
+                if process is not None:
+                    await process.ready.wait()
+                await self._served_version()
 
-        watching = [self._process.keep_running()] if self._process is not None else []
+        process = self._process
+        watching = [process.keep_running()] if process is not None else []
         tasks = [asyncio.create_task(each) for each in (*watching, check())]
         try:
             await asyncio.gather(*tasks)
