@@ -28,7 +28,7 @@ from insitu.backend.inference.sampler import (
     uniforms,
 )
 from insitu.backend.inference.scheduler import EngineOptions, SamplingMetadata, sample
-from insitu.backend.model import load_model
+from insitu.backend.model import LoadedModel, load_model
 from insitu.errors import BackendError, RequestRefused
 
 Sampled = list[tuple[int, float]]
@@ -45,10 +45,10 @@ def folders(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, dtype: str = "auto", load_version=None, **options):
-    """A started engine over the model in `folder`."""
-    loaded = load_model(str(folder), "cpu", dtype)
-    compute = ComputeThread()
+async def running(model: Path | LoadedModel, dtype: str = "auto", load_version=None, compute=None, **options):
+    """A started engine over a model, or the one in a folder."""
+    loaded = load_model(str(model), "cpu", dtype) if isinstance(model, Path) else model
+    compute = compute or ComputeThread()
     compute.start()
     engine = Engine(
         loaded,
@@ -161,10 +161,11 @@ async def test_greedy_is_what_generate_gives(folders):
 
 async def test_a_groups_prompt_is_computed_once(folders):
     prompt_rows: list[int] = []
-    async with running(folders["llama"]) as engine:
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded) as engine:
         # Batch sizes are tried on the first prompt of a length.
         await engine.complete(asks(list(range(1, 31)), [params(0, 3)]))
-        engine._loaded.module.register_forward_pre_hook(
+        loaded.module.register_forward_pre_hook(
             lambda module, args, kwargs: prompt_rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
         prompt = list(range(30))
@@ -202,13 +203,14 @@ async def test_cancelled_requests_free_their_slots(folders):
         piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), HANGS))[0]
         assert len(piece.tokens) == 3
         assert (
-            sum(len(scheduler.sequences) for schedulers in engine._schedulers.values() for scheduler in schedulers) == 0
+            sum(len(scheduler.sequences) for schedulers in engine.schedulers.values() for scheduler in schedulers) == 0
         )
 
 
 async def test_requests_under_way_finish_with_the_weights_they_began_with(folders):
-    async with running(folders["llama"]) as engine:
-        module = engine._loaded.module.requires_grad_(True)
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded) as engine:
+        module = loaded.module.requires_grad_(True)
         changed = copy.deepcopy(module)
         module.requires_grad_(False)
         with torch.no_grad():
@@ -232,13 +234,14 @@ async def test_lanes_of_old_weights_are_dropped(folders):
             raise RequestRefused(f"there is no version {weights.version}", status=404)
         return load_model(str(folders["llama"])).module
 
-    async with running(folders["llama"], load_version=load_version, kept_versions=2) as engine:
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded, load_version=load_version, kept_versions=2) as engine:
         for version in (1, 2, 3, 4):
-            await engine.publish(WeightVersion(version), engine._loaded.module)
+            await engine.publish(WeightVersion(version), loaded.module)
         for version in (0, 1, 2, 3):
             assert (await engine.complete(asks([1], [params(0, 2)]), WeightVersion(version)))[0].version == version
         await engine.complete(asks([1], [params(0, 2)]))
-        assert {weights.version for weights in engine._schedulers} == {2, 3, 4}
+        assert {weights.version for weights in engine.schedulers} == {2, 3, 4}
         with pytest.raises(RequestRefused, match="no version 9"):
             await engine.complete(asks([1], [params(0, 2)]), WeightVersion(9))
 
@@ -246,31 +249,32 @@ async def test_lanes_of_old_weights_are_dropped(folders):
 async def test_lineages_share_the_start_and_nothing_else(folders):
     def load_version(weights: WeightVersion):
         assert weights == WeightVersion(0)
-        return engine._loaded.module
+        return loaded.module
 
-    async with running(folders["llama"], load_version=load_version, kept_versions=1) as engine:
-        changed = copy.deepcopy(engine._loaded.module)
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded, load_version=load_version, kept_versions=1) as engine:
+        changed = copy.deepcopy(loaded.module)
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(1.3)
         asked = asks([5, 6, 7], [params(1, 20)])
         start = pairs((await engine.complete(asked))[0])
         assert pairs((await engine.complete(asked, WeightVersion(None, "a")))[0]) == start
-        assert len(engine._schedulers) == 1
+        assert len(engine.schedulers) == 1
         await engine.publish(WeightVersion(1, "a"), changed)
-        await engine.publish(WeightVersion(1, "b"), engine._loaded.module)
+        await engine.publish(WeightVersion(1, "b"), loaded.module)
         newest = (await engine.complete(asked, WeightVersion(None, "a")))[0]
         assert (newest.version, engine.version) == (1, 0)
         assert pairs(newest) == pairs((await engine.complete(asked, WeightVersion(1, "a")))[0]) != start
         for weights in (WeightVersion(0, "a"), WeightVersion(None, "b"), WeightVersion()):
             assert pairs((await engine.complete(asked, weights))[0]) == start
         await engine.publish(WeightVersion(1), changed)
-        assert set(engine._schedulers) == {WeightVersion(1), WeightVersion(1, "a"), WeightVersion(1, "b")}
+        assert set(engine.schedulers) == {WeightVersion(1), WeightVersion(1, "a"), WeightVersion(1, "b")}
         assert (
             pairs((await engine.complete(asked, WeightVersion(None, "c")))[0]) == start
         )  # from the loaded model again
         await engine.retire(WeightVersion(None, "a"))
-        assert set(engine._schedulers) == {WeightVersion(0), WeightVersion(1), WeightVersion(1, "b")}
+        assert set(engine.schedulers) == {WeightVersion(0), WeightVersion(1), WeightVersion(1, "b")}
 
 
 async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folders):
@@ -284,8 +288,9 @@ async def test_old_weights_that_cannot_be_read_fail_only_who_asks_for_them(folde
 
 
 async def test_a_failing_step_fails_its_requests_and_nothing_else(folders):
-    async with running(folders["llama"]) as engine:
-        failing = engine._loaded.module.register_forward_pre_hook(_fail)
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded) as engine:
+        failing = loaded.module.register_forward_pre_hook(_fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             await engine.complete(asks([1, 2], [params(0, 2)]))
         failing.remove()
@@ -299,10 +304,12 @@ async def test_what_was_finished_before_a_step_failed_is_told(folders):
         if given["input_ids"].shape[1] == 1:
             raise RuntimeError("out of memory")
 
-    async with running(folders["llama"]) as engine:
-        engine._loaded.module.register_forward_pre_hook(fail_decoding, with_kwargs=True)
+    loaded = load_model(str(folders["llama"]), "cpu")
+    compute = ComputeThread()
+    async with running(loaded, compute=compute) as engine:
+        loaded.module.register_forward_pre_hook(fail_decoding, with_kwargs=True)
         together = threading.Event()
-        holding = asyncio.create_task(engine._compute.call(together.wait, 10))
+        holding = asyncio.create_task(compute.call(together.wait, 10))
         both = asyncio.gather(
             *(asyncio.wait_for(engine.complete(asks([1, 2], [params(0, n)])), HANGS) for n in (1, 5)),
             return_exceptions=True,
@@ -317,7 +324,9 @@ async def test_what_was_finished_before_a_step_failed_is_told(folders):
 
 async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(folders):
     """The prompt takes several steps, and the client is gone in the middle of the first."""
-    async with running(folders["llama"], max_batch=4) as engine:
+    loaded = load_model(str(folders["llama"]), "cpu")
+    compute = ComputeThread()
+    async with running(loaded, max_batch=4, compute=compute) as engine:
         loop = asyncio.get_running_loop()
         leaving: list[asyncio.Task] = []
         left = threading.Event()
@@ -327,17 +336,17 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
             left.wait(10)
 
         for count in range(6):
-            hook = engine._loaded.module.register_forward_pre_hook(leave)
+            hook = loaded.module.register_forward_pre_hook(leave)
             prompt = [count, *range(256), *range(200)]
             leaving[:] = [asyncio.create_task(engine.complete(asks(prompt, [params(0, 2)])))]
             with pytest.raises(asyncio.CancelledError):
                 await leaving[0]
             hook.remove()
             left.set()
-            await engine._compute.call(lambda: None)
+            await compute.call(lambda: None)
             left.clear()
         await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), HANGS)
-        assert len(engine._schedulers[WeightVersion(0)][0]._free_slots) == 4
+        assert len(engine.schedulers[WeightVersion(0)][0]._free_slots) == 4
 
 
 def _fail(module, args):

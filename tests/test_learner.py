@@ -101,8 +101,8 @@ def test_logprobs_are_those_of_a_plain_forward_pass(models, kind, projection):
     batch = collate(rows, loaded.device)
     assert len(batch.input_ids_ST) == 8
     compute_logprobs = LogprobComputer(loaded)
-    assert compute_logprobs._can_project_selected
-    compute_logprobs._can_project_selected = projection
+    assert compute_logprobs.can_project_selected
+    compute_logprobs.can_project_selected = projection
     result = compute_logprobs(loaded.module, batch)
     expected = torch.cat([torch.from_numpy(row.rollout_logprobs) for row in rows])
     assert torch.allclose(batch.to_rows(result.logprobs_N)[batch.mask_BK], expected, atol=1e-5)
@@ -128,7 +128,7 @@ def test_a_model_that_does_more_than_project_is_projected_in_full(tmp_path):
     )
     module = Gemma2ForCausalLM(config).eval().requires_grad_(False)
     compute_logprobs = LogprobComputer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
-    assert not compute_logprobs._can_project_selected
+    assert not compute_logprobs.can_project_selected
     row = Row(np.arange(9, dtype=np.int32), np.array([2, 7]), np.zeros(2), np.zeros(2))
     logprobs = compute_logprobs(module, collate([row], torch.device("cpu"))).logprobs_N
     assert torch.allclose(logprobs, reference_logprobs(module, list(range(9)))[[1, 6]], atol=1e-6)

@@ -70,7 +70,7 @@ class Engine(Sampler):
         self._in_flight: dict[SequenceState, None] = {}
         self._has_aborted = False
         """Whether the schedulers may hold waiting sequences that were aborted."""
-        self._schedulers: dict[WeightVersion, list[Scheduler]] = {}
+        self.schedulers: dict[WeightVersion, list[Scheduler]] = {}
         self._busy: dict[Scheduler, None] = {}
         """Those with sequences."""
         self._schedulers_per_version = 1
@@ -126,7 +126,7 @@ class Engine(Sampler):
 
     async def versions_in_use(self, policy: str) -> set[int]:
         def read() -> set[int]:
-            running = [w for w, group in self._schedulers.items() if not self._busy.keys().isdisjoint(group)]
+            running = [w for w, group in self.schedulers.items() if not self._busy.keys().isdisjoint(group)]
             waiting = [weights for _, weights in tuple(self._inbox)]
             return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
 
@@ -217,17 +217,17 @@ class Engine(Sampler):
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
         weights = self._versions.resolve(weights)
         self._versions.request(weights)
-        if weights not in self._schedulers:
+        if weights not in self.schedulers:
             self._drop_idle()
             self._open(self._load_version(weights), weights)
-        return self._schedulers[weights]
+        return self.schedulers[weights]
 
     def _open(self, module: nn.Module, weights: WeightVersion) -> None:
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
         assert weights.version is not None  # see `canonical`
         parts = module, weights.version, self._shapes, self.tokenizer, self.options
-        self._schedulers[weights] = [Scheduler(*parts) for _ in range(self._schedulers_per_version)]
+        self.schedulers[weights] = [Scheduler(*parts) for _ in range(self._schedulers_per_version)]
 
     def _advance(self, scheduler: Scheduler) -> Sequence[Result]:
         """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""
@@ -242,9 +242,9 @@ class Engine(Sampler):
         return results
 
     def _drop_idle(self) -> None:
-        for weights, group in list(self._schedulers.items()):
+        for weights, group in list(self.schedulers.items()):
             if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
-                del self._schedulers[weights]
+                del self.schedulers[weights]
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Passes all outputs of a step to the event loop in one call."""

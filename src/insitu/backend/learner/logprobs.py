@@ -43,12 +43,12 @@ class LogprobComputer:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
         self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
-        self._can_project_selected = self._probe_projection(loaded.module)
+        self.can_project_selected = self._probe_projection(loaded.module)
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> TokenLogprobs:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             inputs = {"input_ids": batch.input_ids_ST, **_context(module, batch)}
-            if not self._can_project_selected:
+            if not self.can_project_selected:
                 logits_STV = module(**inputs).logits
                 return _token_logprobs(logits_STV.flatten(0, 1)[batch.logit_positions_N], batch.targets_N)
             body, head = _parts(module)
