@@ -219,7 +219,7 @@ async def test_a_server_that_refuses_a_version_while_its_health_is_checked_respo
 ) -> None:
     """Otherwise the version would be the latest, and its job would wait for a server that takes it."""
     async with sampling(loaded, tmp_path) as parts:
-        (replica,) = parts.sampler._fleet.replicas
+        (replica,) = parts.sampler.fleet.replicas
         parts.vllm.health_gate.clear()
         before = parts.vllm.num_health_checks
         checks = [asyncio.create_task(replica.responds()) for _ in range(2)]
@@ -259,7 +259,7 @@ async def test_a_version_that_is_deleted_while_it_is_loaded_fails_its_own_call_o
             return folder_of(weights)
 
         parts.folder_of = without_first
-        async with parts.sampler._fleet.replicas[0].lock:
+        async with parts.sampler.fleet.replicas[0].lock:
             asked = asyncio.create_task(complete(parts.sampler, WeightVersion(1)))
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -348,7 +348,7 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
 ) -> None:
     async with sampling(loaded, tmp_path) as parts:
         parts.vllm.lists_no_models = True
-        await parts.sampler._fleet.replicas[0].leave_out("a test")
+        await parts.sampler.fleet.replicas[0].leave_out("a test")
         await until(lambda: parts.vllm.asked.count("models") > 1)
         parts.vllm.lists_no_models = False
         await complete(parts.sampler)
@@ -356,7 +356,7 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
 
 async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded: LoadedModel, tmp_path: Path) -> None:
     async with sampling(loaded, tmp_path) as parts:
-        servers, (replica,) = parts.sampler._fleet, parts.sampler._fleet.replicas
+        servers, (replica,) = parts.sampler.fleet, parts.sampler.fleet.replicas
         replica.failures = 2000
         await replica.leave_out("a test")
         assert (await complete(parts.sampler)).version == 0

@@ -90,19 +90,19 @@ class VllmSampler(Sampler):
             servers = started_servers(options, loaded, max_length, adapter_rank, folder)
             replicas = [Replica(server.name, "http://localhost", server=server) for server in servers]
         self._probe = Probe(loaded, compute)
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             replicas, self._versions, self._probe, max_length, folder_of, folder / "vllm", waits or Waits()
         )
 
     async def start(self) -> None:
-        await self._fleet.start()
+        await self.fleet.start()
 
     async def close(self) -> None:
-        await self._fleet.close()
+        await self.fleet.close()
 
     @property
     def num_requests(self) -> tuple[int, int]:
-        running = sum(replica.load for replica in self._fleet.replicas)
+        running = sum(replica.load for replica in self.fleet.replicas)
         return running, self._in_flight.total() - running
 
     def check(self, lora: LoRASettings | None) -> None:
@@ -115,7 +115,7 @@ class VllmSampler(Sampler):
             dtype = str(loaded.dtype).removeprefix("torch.")
             hint = "train with lora, or set dtype: float32"
             raise RequestRefused(f"sampler: {problem}, which cannot be seen in {dtype}: {hint}")
-        for replica in self._fleet.replicas:
+        for replica in self.fleet.replicas:
             if lora is None and not replica.can_reload:
                 problem = f"all weights are trained, but {replica.name} cannot load new ones"
                 raise RequestRefused(f"sampler: {problem}: start it with VLLM_SERVER_DEV_MODE=1, or train with lora")
@@ -131,14 +131,14 @@ class VllmSampler(Sampler):
         fingerprint = await self._probe.fingerprint(
             lambda: module if module is not None else self._load_version(weights)
         )
-        await self._fleet.publish(weights, fingerprint)
+        await self.fleet.publish(weights, fingerprint)
 
     async def versions_in_use(self, policy: str) -> set[int]:
         used = (weights for weights, count in self._in_flight.items() if count)
         return {w.version for w in used if w.policy == policy and w.version is not None}
 
     async def retire(self, weights: WeightVersion) -> None:
-        await self._fleet.retire(weights)
+        await self.fleet.retire(weights)
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
         problem = "prompt_logprobs is not supported with --sampler vllm; ask vLLM for them"
@@ -148,7 +148,7 @@ class VllmSampler(Sampler):
     async def _sampling(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
     ) -> AsyncIterator[None]:
-        version = self._fleet.resolve(weights)
+        version = self.fleet.resolve(weights)
         check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
 
         async def forward(index: int, request: GenerationRequest) -> None:
@@ -176,7 +176,7 @@ class VllmSampler(Sampler):
         """Asks another server if one fails before the first delta, which is the only one if not `streamed`."""
         attempts = 0
         while True:
-            replica = await self._fleet.acquire(weights, request.prompt)
+            replica = await self.fleet.acquire(weights, request.prompt)
             first, attempts = True, attempts + 1
             outputs = self._outputs_of(replica, Completion(*request), weights, streamed=streamed)
             try:
@@ -195,7 +195,7 @@ class VllmSampler(Sampler):
             except (BackendUnavailable, RequestRefused) as error:
                 if isinstance(error, RequestRefused) and error.status != 404:  # an adapter may have been lost
                     raise
-                await self._fleet.failed(replica, error)
+                await self.fleet.failed(replica, error)
                 if attempts == MAX_ATTEMPTS or not first:
                     raise BackendUnavailable(str(error)) from error
 
@@ -206,7 +206,7 @@ class VllmSampler(Sampler):
         incremental = streamed or bool(completion.params.stop)  # which only we look for
         if incremental:
             completion.detokenize(self.tokenizer)
-        model, tag = self._fleet.model_name(replica, weights), replica.tag
+        model, tag = self.fleet.model_name(replica, weights), replica.tag
         body = request_body(model, completion, self.tokenizer.eos_token_ids, stream=incremental)
         text, sent, reason = "", 0, None
         async with aclosing(replica.generate_events(body)) as events:
