@@ -24,8 +24,7 @@ from factories import read_lines
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
 
-from insitu.collect.collector import executor_of, open_workflow
-from insitu.collect.episodes import Attempt, EpisodeOptions, run_episode
+from insitu.collect.episodes import Attempt, EpisodeOptions, executor_of, open_workflow, run_episode
 from insitu.collect.evaluation import EvaluationRun
 from insitu.collect.event_loop import loop_in_thread, run_in_loop
 from insitu.config import Config, load_config

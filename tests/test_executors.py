@@ -15,8 +15,7 @@ from fake_openai import FakeOpenAI
 from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
-from insitu.collect.collector import open_workflow
-from insitu.collect.episodes import AttemptResult, EpisodeOptions, run_episode
+from insitu.collect.episodes import AttemptResult, EpisodeOptions, open_workflow, run_episode
 from insitu.config import Config, load_config
 from insitu.config.resolved import resolved_config
 from insitu.errors import ConfigError, RequestRefused

@@ -11,17 +11,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Sequence,
-)
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -30,21 +21,12 @@ from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import GroupRecord, scored_group
-from insitu.collect.episodes import (
-    Attempt,
-    EpisodeOptions,
-    Executor,
-    LocalExecutor,
-    LocalExecutorConfig,
-    fail,
-    run_episode,
-)
+from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
-from insitu.errors import CaptureError, ConfigError, InsituError, WorkflowError
-from insitu.registry import EXECUTOR, FUNCTION, LLM
-from insitu.schemas.components import WORKFLOW
+from insitu.errors import CaptureError, InsituError, WorkflowError
+from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
@@ -208,40 +190,6 @@ async def _server_was_down(run: RunState, started: float) -> bool:
     """Whether an outage of the model's server, which has ended by now, may have made an episode fail."""
     with doing(lambda: "its model's server does not respond"):
         return run.wait_for_policy is not None and await run.wait_for_policy(started)
-
-
-@asynccontextmanager
-async def open_workflow(
-    builder: Builder,
-    service: FinetuneRunConfig | EvaluationRunConfig | None,
-    trained: Collection[str] = (),
-    run: RunState | None = None,
-) -> AsyncIterator[Attempt]:
-    """Runs attempts where `general.executor` says, or in the service at `endpoint`.
-
-    Raises BackendUnavailable if the service does not respond, ConfigError if it is not a workflow service or lacks one
-    of the llms in `trained`, RequestRefused if it may not send requests to the policy.
-    """
-    # a service runs the workflow of the run, not that of another file
-    other_file = run is not None and run.builder is not builder and WORKFLOW in builder.config.names(FUNCTION)
-    executor = await executor_of(builder, None if other_file else service)
-    async with executor.open(builder, trained, reached=run is not None and run.is_checked) as attempt:
-        yield attempt
-
-
-async def executor_of(builder: Builder, service: FinetuneRunConfig | EvaluationRunConfig | None) -> Executor:
-    """What runs the episodes: the service at `endpoint`, or what `general.executor` says."""
-    if service is None or service.endpoint is None:
-        return await builder.get_executor() or LocalExecutor()
-    configured = builder.config.general.executor
-    if not isinstance(configured, LocalExecutorConfig | None):
-        raise ConfigError(
-            f"endpoint is {service.endpoint!r}, whose service runs the episodes, but general.executor is "
-            f"{configured.type}: leave one of them out"
-        )
-    block = {"_type": "service", "url": service.endpoint, "timeout": service.endpoint_timeout}
-    executor: Executor = await builder.get_executor(block)
-    return executor
 
 
 async def run_limited(

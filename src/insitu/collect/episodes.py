@@ -22,6 +22,7 @@ from insitu.advantages.credit import credited_function
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
 from insitu.collect.event_loop import doing
+from insitu.collect.shared_run import RunState
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
@@ -34,10 +35,11 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
-from insitu.registry import register_executor
+from insitu.registry import FUNCTION, register_executor
 from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
+from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.wire.http_format import json_form
 from insitu.workflow.context import EpisodeScope
 
@@ -196,6 +198,40 @@ class LocalExecutor(Executor):
 @register_executor(config_type=LocalExecutorConfig)
 async def local_executor(config: LocalExecutorConfig, builder: Builder) -> AsyncIterator[LocalExecutor]:
     yield LocalExecutor()
+
+
+@asynccontextmanager
+async def open_workflow(
+    builder: Builder,
+    service: FinetuneRunConfig | EvaluationRunConfig | None,
+    trained: Collection[str] = (),
+    run: RunState | None = None,
+) -> AsyncIterator[Attempt]:
+    """Runs attempts where `general.executor` says, or in the service at `endpoint`.
+
+    Raises BackendUnavailable if the service does not respond, ConfigError if it is not a workflow service or lacks one
+    of the llms in `trained`, RequestRefused if it may not send requests to the policy.
+    """
+    # a service runs the workflow of the run, not that of another file
+    other_file = run is not None and run.builder is not builder and WORKFLOW in builder.config.names(FUNCTION)
+    executor = await executor_of(builder, None if other_file else service)
+    async with executor.open(builder, trained, reached=run is not None and run.is_checked) as attempt:
+        yield attempt
+
+
+async def executor_of(builder: Builder, service: FinetuneRunConfig | EvaluationRunConfig | None) -> Executor:
+    """What runs the episodes: the service at `endpoint`, or what `general.executor` says."""
+    if service is None or service.endpoint is None:
+        return await builder.get_executor() or LocalExecutor()
+    configured = builder.config.general.executor
+    if not isinstance(configured, LocalExecutorConfig | None):
+        raise ConfigError(
+            f"endpoint is {service.endpoint!r}, whose service runs the episodes, but general.executor is "
+            f"{configured.type}: leave one of them out"
+        )
+    block = {"_type": "service", "url": service.endpoint, "timeout": service.endpoint_timeout}
+    executor: Executor = await builder.get_executor(block)
+    return executor
 
 
 def in_process(workflow: Any) -> Attempt:

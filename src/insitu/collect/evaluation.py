@@ -25,12 +25,7 @@ from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode
-from insitu.schemas.evaluation import (
-    EvalInput,
-    EvalInputItem,
-    EvaluationRunOutput,
-    RunRequest,
-)
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )

@@ -19,12 +19,7 @@ from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig
 
 logger = logging.getLogger(__name__)
 
-_PENALIZED = (
-    DropReason.WORKFLOW_ERROR,
-    DropReason.TIMEOUT,
-    DropReason.EVALUATOR_ERROR,
-    DropReason.NAN_SCORE,
-)
+_PENALIZED = (DropReason.WORKFLOW_ERROR, DropReason.TIMEOUT, DropReason.EVALUATOR_ERROR, DropReason.NAN_SCORE)
 """Failures of the workflow and of its evaluator: these get `reward_function.on_failure` if it is a number."""
 
 

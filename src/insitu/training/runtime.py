@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.collector import executor_of
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.episodes import LocalExecutorConfig, result_path
+from insitu.collect.episodes import LocalExecutorConfig, executor_of, result_path
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
