@@ -135,22 +135,19 @@ def load_art() -> Any:
         raise ConfigError(f"{problem}: {install_command('art')} in the clone of insitu ({error})") from error
 
 
-def internal_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any]:
-    """ART's `InternalModelConfig`. Raises ConfigError for a key that the installed release does not have."""
+def model_configs(art: Any, backend: ARTBackendConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """ART's `InternalModelConfig` and, if there is one, `OpenAIServerConfig`.
+
+    Raises ConfigError for a key that the installed release does not have.
+    """
     blocks = backend.model_dump(exclude_none=True, include={*_ART_TYPES})
-    config = {name: values for name, values in blocks.items() if values}
-    _check_blocks(art, "backend", config)
-    return config
-
-
-def server_config(art: Any, backend: ARTBackendConfig) -> dict[str, Any] | None:
-    """ART's `OpenAIServerConfig`, validated like `internal_config`."""
-    config = backend.server_config
-    if not config:
-        return None
-    _check_keys("backend.server_config", config, _keys(art.dev.OpenAIServerConfig))
-    _check_blocks(art, "backend.server_config", {name: config[name] for name in _SERVER_BLOCKS if name in config})
-    return config
+    internal = {name: values for name, values in blocks.items() if values}
+    _check_blocks(art, "backend", internal)
+    server = backend.server_config or None
+    if server is not None:
+        _check_keys("backend.server_config", server, _keys(art.dev.OpenAIServerConfig))
+        _check_blocks(art, "backend.server_config", {name: server[name] for name in _SERVER_BLOCKS if name in server})
+    return internal, server
 
 
 def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, Any]]:

@@ -258,9 +258,3 @@ def known_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
     """The server's metrics, plus those with an equivalent of ours under our names."""
     reported = {ours: [metrics[name] for name in theirs if name in metrics] for ours, theirs in _METRIC_NAMES.items()}
     return {**metrics, **{name: values[0] for name, values in reported.items() if values}}
-
-
-def drop_reasons(step_metrics: list[dict[str, float]]) -> str:
-    """Why the server trained nothing: `insitu backend` reports counts by reason."""
-    counts = {k.partition("dropped_")[2]: v for line in step_metrics for k, v in line.items() if "dropped_" in k}
-    return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"

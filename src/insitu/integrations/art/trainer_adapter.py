@@ -11,21 +11,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost
-from insitu.integrations.art.config import (
-    ARTTrainerAdapterConfig,
-    internal_config,
-    load_art,
-    server_config,
-    train_config,
-)
+from insitu.integrations.art.config import ARTTrainerAdapterConfig, load_art, model_configs, train_config
 from insitu.integrations.art.conversion import art_object, check_order, mean_reward, sampled_tokens
-from insitu.integrations.art.remote_backend import (
-    drop_reasons,
-    known_metrics,
-    mean_metrics,
-    remote_backend,
-    serialize_group,
-)
+from insitu.integrations.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -126,8 +114,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         self.config = adapter_config
         self._art = load_art()
         backend = adapter_config.backend
-        self._model_internal_config = internal_config(self._art, backend)
-        self._server_config = server_config(self._art, backend)
+        self._model_internal_config, self._server_config = model_configs(self._art, backend)
         self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
         url = http_url(backend.ip, backend.port)
         self._remote = remote_backend(self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout)
@@ -298,7 +285,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         if step == job.step:
             raise JobFailed(f"the ART server finished the job, but the model is still at step {job.step}")
         if not any(known_metrics(metrics).get("steps", 1) for metrics in job.step_metrics):
-            reasons = drop_reasons(job.step_metrics)
+            reasons = _drop_reasons(job.step_metrics)
             raise JobFailed(f"the model is at step {step}, but without any gradient step: {reasons}")
         job.end(step)
 
@@ -391,3 +378,9 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         if key not in self._jobs:
             raise JobFailed(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[key]
+
+
+def _drop_reasons(step_metrics: list[dict[str, float]]) -> str:
+    """Why the server trained nothing: `insitu backend` reports counts by reason."""
+    counts = {k.partition("dropped_")[2]: v for line in step_metrics for k, v in line.items() if "dropped_" in k}
+    return ", ".join(f"{v:g} x {k}" for k, v in counts.items()) or "the server found nothing to train on"

@@ -8,14 +8,7 @@ model and traces.
 
 from typing import Any
 
-from agents import (
-    Agent,
-    FunctionSpanData,
-    OpenAIChatCompletionsModel,
-    Runner,
-    TracingProcessor,
-    add_trace_processor,
-)
+from agents import Agent, FunctionSpanData, OpenAIChatCompletionsModel, Runner, TracingProcessor, add_trace_processor
 
 from insitu.agents.frameworks import ToolSteps, async_client
 from insitu.workflow.llms import ModelClient

@@ -60,9 +60,7 @@ def _is_tool_message(output: JsonObject) -> bool:
     return is_output or (output.get("role") == "tool" and not _MESSAGE_FIELDS.isdisjoint(output))
 
 
-def _parse_blocks(
-    blocks: list[JsonObject],
-) -> tuple[list[JsonObject], list[JsonObject], list[str]]:
+def _parse_blocks(blocks: list[JsonObject]) -> tuple[list[JsonObject], list[JsonObject], list[str]]:
     """Content parts, tool calls, and reasoning."""
     parts: list[JsonObject] = []
     calls: list[JsonObject] = []
