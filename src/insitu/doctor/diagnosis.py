@@ -122,7 +122,7 @@ class Examination:
             if not limit.expired():
                 raise
             evidence.ended_early = True
-        evidence.seconds = time.perf_counter() - began
+        self.measures.playing = time.perf_counter() - began
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
         if groups:
@@ -201,7 +201,7 @@ class Examination:
     def measure(self, evidence: Evidence) -> None:
         """Adds what can be read while the backend runs."""
         measures, pid = self.measures, None
-        measures.playing, measures.collected = evidence.seconds, sum(map(len, evidence.groups))
+        measures.collected = sum(map(len, evidence.groups))
         measures.episodes = len(evidence.episodes) or measures.collected
         if evidence.episodes:
             measures.together = fmean(episode.seconds for episode in evidence.episodes)
@@ -273,7 +273,7 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     if plan.replays:
         rows, generations = plan.rows_per_epoch, plan.generations
     limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
-    used = {"episodes_played": measures.episodes, "seconds_played": evidence.seconds}
+    used = {"episodes_played": measures.episodes, "seconds_played": measures.playing}
     return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
 
 

@@ -61,9 +61,9 @@ class Rescored(NamedTuple):
 class Evidence:
     """`episodes` are those that ended, `collection` the complete groups, `selected` what a job would train of them.
 
-    `seconds` is the time for which the episodes were played; `ended_early`: it was over before they all had ended.
-    `traffic_problem` says what was sampled without being recorded, `sampled_problem` that other weights were sampled
-    than those served, `job_problem` why a training job on the episodes failed.
+    `ended_early`: the time was over before they all had ended. `traffic_problem` says what was sampled without being
+    recorded, `sampled_problem` that other weights were sampled than those served, `job_problem` why a training job on
+    the episodes failed.
     """
 
     collection: TrajectoryCollection
@@ -75,7 +75,6 @@ class Evidence:
     sampled_problem: str | None = None
     job_problem: str | None = None
     rescored: list[Rescored] = field(default_factory=list)
-    seconds: float = 0.0
     ended_early: bool = False
     compares_groups: bool = True
     """Whether the trainer compares the episodes of a row."""

@@ -6,7 +6,7 @@ async with suppress_logs("noisy_library", logging.ERROR):
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -41,8 +41,9 @@ async def suppress_logs(prefix: str, level: int | str = logging.ERROR) -> AsyncI
         level = names[level]
     suppression = (prefix, level)
     with _lock:
-        for logger in _matching_loggers(prefix):
-            _saved.setdefault(logger, _Saved(logger.level, logger.propagate, logger.getEffectiveLevel()))
+        for logger in (logging.getLogger(prefix), *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger) and _covers(prefix, logger):
+                _saved.setdefault(logger, _Saved(logger.level, logger.propagate, logger.getEffectiveLevel()))
         _active.append(suppression)
         _apply()
     try:
@@ -51,14 +52,6 @@ async def suppress_logs(prefix: str, level: int | str = logging.ERROR) -> AsyncI
         with _lock:
             _active.remove(suppression)
             _apply()
-
-
-def _matching_loggers(prefix: str) -> Iterator[logging.Logger]:
-    """The logger `prefix`, created if necessary, and its existing descendants."""
-    own = logging.getLogger(prefix)
-    for logger in (own, *logging.root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger) and _covers(prefix, logger):
-            yield logger
 
 
 def _covers(prefix: str, logger: logging.Logger) -> bool:
@@ -70,10 +63,8 @@ def _apply() -> None:
     for logger, saved in list(_saved.items()):
         active = [(prefix, level) for prefix, level in _active if _covers(prefix, logger)]
         inherits = saved.level == logging.NOTSET and all(logger.name != prefix for prefix, _ in active)
-        if not active or inherits:
-            logger.setLevel(saved.level)
-        else:
-            logger.setLevel(max(saved.effective_level, *(level for _, level in active)))
+        highest = max([saved.effective_level, *(level for _, level in active)])
+        logger.setLevel(saved.level if not active or inherits else highest)
         if not active:
             logger.propagate = saved.propagate
             del _saved[logger]
