@@ -62,7 +62,6 @@ class Promotion(NamedTuple):
     """What a promotion compared, and what it did."""
 
     candidate: str
-    baseline: str
     comparison: PairedComparison
     confidence: float
     candidates: int
@@ -167,7 +166,7 @@ def _compare(
         )
     comparison = compare_paired([scores[row] for row in rows], [means[row] for row in rows], confidence, candidates)
     unpaired = len({*means, *scores}) - len(rows)
-    promotion = Promotion(title, baseline, comparison, confidence, candidates, unpaired)
+    promotion = Promotion(title, comparison, confidence, candidates, unpaired)
     if comparison.difference <= 0 or comparison.p_value > 1 - confidence:
         raise InsituError(f"{title} does not beat {baseline}: {promotion.text()}")
     return promotion

@@ -46,7 +46,7 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
         raise
     if _is_model(folder) or not holds_run(folder):
         return Checkpoint(folder)
-    return _of_run(folder, "best" if (folder / BEST).exists() else "latest", key)
+    return _of_run(folder, None, key)
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
@@ -57,15 +57,13 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     if not holds_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     if name is not None and _STEP.fullmatch(name):
-        folder: Path | None = run / CHECKPOINTS / name
-        assert folder is not None
-        _check_kept(folder, key)
-    elif name is None or name in NAMES:
-        folder, note = _of_run(run, name or ("best" if (run / BEST).exists() else "latest"), key)
-        if folder is None:
-            raise ConfigError(f"{key}: the checkpoint is {note}: there are no trained weights to write")
-    else:
+        _check_kept(run / CHECKPOINTS / name, key)
+        return run / CHECKPOINTS / name
+    if name is not None and name not in NAMES:
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
+    folder, note = _of_run(run, name, key)
+    if folder is None:
+        raise ConfigError(f"{key}: the checkpoint is {note}: there are no trained weights to write")
     return folder
 
 
@@ -88,9 +86,10 @@ def _is_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
-def _of_run(run: Path, name: str, key: str) -> Checkpoint:
+def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
+    """The checkpoint of this name; None: the best, or the latest if the run was never validated."""
     saved = run / CHECKPOINTS
-    if name == "latest":
+    if name == "latest" or (name is None and not (run / BEST).exists()):
         folders = _steps(saved)
         if not folders:
             raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")

@@ -189,9 +189,6 @@ class IndexedRun:
                     return
                 self._again = False
 
-    def close(self) -> None:
-        self.index.close()
-
 
 class Indexes:
     """The runs that were looked at last. An index that requests use is closed after them."""
@@ -210,7 +207,7 @@ class Indexes:
             oldest = [self._runs.pop(path) for path in [*self._runs][:-_MOST_RUNS]]
             unused = [each for each in oldest if not self._users[each]]
         for each in unused:
-            each.close()
+            each.index.close()
         indexed.refresh()
         return indexed
 
@@ -221,7 +218,7 @@ class Indexes:
             if not self._users[indexed]:
                 del self._users[indexed]
         if not in_use:
-            indexed.close()
+            indexed.index.close()
 
     def problems(self, run: Path) -> list[str]:
         """What is damaged in a run, as far as it was indexed."""
@@ -234,4 +231,4 @@ class Indexes:
             runs = {*self._runs.values(), *self._users}
             self._runs.clear()
         for run in runs:
-            run.close()
+            run.index.close()
