@@ -4,14 +4,14 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, fail
+from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
 from insitu.collect.event_loop import doing
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
@@ -45,6 +45,10 @@ class RemoteExecutor(Executor):
         self._max_losses = max_losses
         self._timeout = timeout
 
+    async def close(self) -> None:
+        """Ends the services, or the connections to them."""
+        await self.pool.close()
+
     def count(self, counts: Counts) -> None:
         """Adds completions that a service has requested outside every episode."""
         self.stray_completions.update(counts[0])
@@ -55,23 +59,16 @@ class RemoteExecutor(Executor):
         return self.pool.lost_services
 
     async def attempt(
-        self,
-        workflow: str,
-        policy: CurrentPolicy,
-        item: EvalInputItem,
-        key: EpisodeKey,
-        options: EpisodeOptions,
+        self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
     ) -> AttemptResult:
         """One attempt at an opened workflow, made again with the same key if its service is lost."""
         pool, lost, session = self.pool, None, None
         activity = pool.activity
-        started, limit = time.monotonic(), asyncio.timeout(self._timeout)
+        started, request = time.monotonic(), request_fields(item, key, options)
         error: Exception
-        reason, transient = DropReason.BACKEND_ERROR, False
-        request = request_fields(item, key, options)
         try:
             with doing(lambda: activity()):
-                async with limit:
+                async with asyncio.timeout(self._timeout):
                     for losses in range(self._max_losses + 1):
                         try:
                             async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
@@ -83,20 +80,18 @@ class RemoteExecutor(Executor):
                             activity, lost, session = pool.activity, loss, None
             times = self._max_losses + 1
             error = WorkflowError(f"its worker has ended {times} times while it ran (max_losses): {lost}")
-            reason = DropReason.WORKFLOW_ERROR
         except TimeoutError:
-            transient = True
             if session is None or session.is_silent:
                 what = f"the attempt {pool.activity()}" if session is None else f"{session.name} is silent"
                 error = BackendUnavailable(f"{what} ({self._timeout:g} s)")
             else:
                 error = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
-                reason = DropReason.TIMEOUT
-        except BackendUnavailable as unavailable:
-            error, transient = unavailable, True
-        except (RequestRefused, ValueError, KeyError, TypeError) as refusal:  # would fail again
-            error = refusal
+        except (BackendUnavailable, RequestRefused, ValueError, KeyError, TypeError) as failure:
+            error = failure
         episode = Episode(key, Outcome.FAILED, seconds=time.monotonic() - started)
+        reason, transient = classify(error)
+        if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, WorkflowError):  # the service has refused it
+            reason = DropReason.BACKEND_ERROR
         fail(episode, reason, error)
         return AttemptResult(episode, transient)
 
@@ -132,10 +127,11 @@ class AddressedService(RemoteService):
         self.sessions[workflow] = self._session
 
 
+@register_executor(config_type=ServiceExecutorConfig)
 class ServiceExecutor(RemoteExecutor):
     """Runs attempts in the workflow services at the addresses of the file."""
 
-    def __init__(self, config: ServiceExecutorConfig) -> None:
+    def __init__(self, config: ServiceExecutorConfig, builder: Builder) -> None:
         super().__init__(ServicePool("workflow service"), config.max_losses, config.timeout)
         self.config = config
         self._urls = [config.url] if isinstance(config.url, str) else config.url
@@ -176,10 +172,3 @@ class ServiceExecutor(RemoteExecutor):
         retry = Retry("the workflow service", self.config.timeout, key="endpoint_timeout")
         retry.reached = reached
         return await retry(f"GET {EPISODES}", check_all)
-
-
-@register_executor(config_type=ServiceExecutorConfig)
-async def service_executor(config: ServiceExecutorConfig, builder: Builder) -> AsyncIterator[ServiceExecutor]:
-    executor = ServiceExecutor(config)
-    async with aclosing(executor.pool):
-        yield executor

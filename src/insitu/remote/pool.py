@@ -1,10 +1,11 @@
 """The services that run the episodes of a run: started, given attempts, watched, and replaced when they are lost.
 
-async with aclosing(ServicePool("worker")) as pool:
-    pool.starters = [make_service] * 4
-    await pool.open(workflow, description, expected=4, limit=60)
-    async with pool.service(alone=False) as service:
-        await service.sessions[workflow].attempt(number, request)
+pool = ServicePool("worker")
+pool.starters = [make_service] * 4
+await pool.open(workflow, description, expected=4, limit=60)
+async with pool.service(alone=False) as service:
+    await service.sessions[workflow].attempt(number, request)
+await pool.close()
 """
 
 import asyncio
@@ -116,7 +117,7 @@ class ServicePool:
         self._failure: InsituError | None = None
         self._has_started = False
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Ends the services."""
         for keeper in self._keepers:
             keeper.cancel()

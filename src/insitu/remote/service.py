@@ -217,8 +217,9 @@ class AttemptStream:
         report_at = 0.0
         try:
             while self._attempts or self._outbox or not reading.done():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), max(report_at - time.monotonic(), 0.0))
+                with suppress(TimeoutError):  # not by `wait_for`, which may lose a cancellation before Python 3.12
+                    async with asyncio.timeout(max(report_at - time.monotonic(), 0.0)):
+                        await self._wake.wait()
                 self._wake.clear()
                 if time.monotonic() >= report_at:
                     report_at = time.monotonic() + HEARTBEAT_SECONDS

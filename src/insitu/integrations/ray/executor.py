@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,7 @@ class RayWorker(RemoteService):
             raise ServiceLost(brief(error)) from error
 
 
+@register_executor(config_type=RayExecutorConfig)
 class RayExecutor(RemoteExecutor):
     """Runs attempts on the workers of a Ray cluster, which it connects to when it is first used."""
 
@@ -100,15 +101,17 @@ class RayExecutor(RemoteExecutor):
         self._cluster: Cluster | None = None
         self._connecting = asyncio.Lock()
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Ends the workers and disconnects."""
         await self._stack.aclose()
 
     async def check(self, builder: Builder) -> None:
         """Has one worker load the file."""
         one = RayExecutor(self.config.model_copy(update={"workers": 1}), builder)
-        async with aclosing(one):
+        try:
             await one._open(None, loads_only=True)
+        finally:
+            await one.close()
 
     @asynccontextmanager
     async def open(
@@ -129,7 +132,7 @@ class RayExecutor(RemoteExecutor):
         async with self._connecting:
             if self._cluster is None:
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
-                self._stack.push_async_callback(self.pool.aclose)
+                self._stack.push_async_callback(self.pool.close)
                 make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.count)
                 self.pool.starters = [make] * workers
                 self._cluster = cluster
@@ -143,9 +146,3 @@ class RayExecutor(RemoteExecutor):
                 f"room for {room} of {workers} workers"
             )
         return opening.id
-
-
-@register_executor(config_type=RayExecutorConfig)
-async def ray_executor(config: RayExecutorConfig, builder: Builder) -> AsyncIterator[RayExecutor]:
-    async with aclosing(RayExecutor(config, builder)) as executor:
-        yield executor
