@@ -31,8 +31,7 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.fleet import cancelled
 from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
-from insitu.schemas.samplers import SamplerOptions
-from insitu.schemas.training_jobs import JobState, LoRASettings, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LoRASettings, SamplerOptions, TrainingSettings
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=3, ignore_eos=True))
 ADAPTERS, FULL = "adapter_config.json", "config.json"

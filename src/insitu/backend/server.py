@@ -36,8 +36,7 @@ from insitu.backend.protocols import Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError
-from insitu.schemas.samplers import SamplerOptions
-from insitu.schemas.training_jobs import LearnerOptions, LoRASettings
+from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, SamplerOptions
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening
 

@@ -8,9 +8,10 @@ import logging
 import os
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Generator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,16 @@ class RankGroup:
         self, options: LearnerOptions, loaded: LoadedModel, output_dir: Path, allow_code: Path | None = None
     ) -> None:
         """Raises BackendError if there are not enough GPUs."""
-        devices, gpus = torch.cuda.device_count(), options.gpus or range(options.processes)
-        if loaded.device.type == "cuda" and max(gpus) >= devices:
-            needed = ", ".join(map(str, gpus))
+        self._gpus = list(options.gpus or range(options.processes)) if loaded.device.type == "cuda" else []
+        if max(self._gpus, default=-1) >= (devices := torch.cuda.device_count()):
+            needed = ", ".join(map(str, self._gpus))
             raise BackendError(f"learner: the processes need the GPUs {needed}, but torch finds {devices} GPUs")
         self._options = options
         self._loaded = loaded
         self._folder = (output_dir / "learner").resolve()
         self._code = str(allow_code.resolve()) if allow_code is not None else None
         self._process: ChildProcess | None = None
-        self._connection: socket.socket | None = None
-        self._received = b""
+        self._connection: Connection | None = None
 
     def train(
         self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
@@ -106,7 +106,6 @@ class RankGroup:
         if self._process is not None:
             self._process.kill()
             self._process = None
-        self._received = b""
 
     def _start(self, lora: LoRASettings | None) -> Generator[None, None, None]:
         """Starts the ranks and waits until all have loaded the model."""
@@ -116,7 +115,7 @@ class RankGroup:
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
             "strategy": self._strategy(lora),
             "allow_code": self._code,
-            "gpus": self._gpus(),
+            "gpus": self._gpus,
         }
         path = self._folder / "order.json"
         path.write_text(json.dumps(order))
@@ -124,8 +123,7 @@ class RankGroup:
         if self._options.nodes > 1:
             self._ask_for_other_machines(arguments)
         threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
-        self._connection, stdin = socket.socketpair()
-        self._connection.settimeout(POLL_SECONDS)
+        self._connection, stdin = Pipe()
         with stdin:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
@@ -133,7 +131,8 @@ class RankGroup:
                 {**os.environ, "OMP_NUM_THREADS": threads},
                 stdin=stdin.fileno(),
             )
-        yield from self._wait_for_message()  # that all have loaded the model
+        while self._receive() is None:  # the first message: all have loaded the model
+            yield None
 
     def _torchrun_options(self, node: int) -> list[str]:
         options = ["--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
@@ -148,11 +147,6 @@ class RankGroup:
             command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
             logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
 
-    def _wait_for_message(self) -> Generator[None, None, dict[str, Any]]:
-        while (message := self._receive()) is None:
-            yield None
-        return message
-
     def _strategy(self, lora: LoRASettings | None) -> str:
         """Adapters are small, and sharding them leaves some untrained in other libraries: they are never sharded."""
         if self._options.strategy == "auto":
@@ -161,38 +155,24 @@ class RankGroup:
             raise JobFailed("learner.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp")
         return self._options.strategy
 
-    def _gpus(self) -> list[int]:
-        if self._loaded.device.type != "cuda":
-            return []
-        return self._options.gpus or list(range(self._options.processes))
-
     def _send(self, message: dict[str, Any]) -> None:
         assert self._connection is not None
         try:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.send_bytes(json.dumps(message).encode())
         except OSError:
             raise self._failure() from None
 
     def _receive(self) -> dict[str, Any] | None:
         """The next message of rank 0; None if there is none within `POLL_SECONDS`. Raises JobFailed if a rank ended."""
         assert self._connection is not None
-        if b"\n" not in self._received:
-            try:
-                data = self._connection.recv(1 << 16)
-            except TimeoutError:
-                self._check_alive()
-                return None
-            except OSError:
-                raise self._failure() from None
-            if not data:
-                raise self._failure()
-            self._received += data
-        line, end, rest = self._received.partition(b"\n")
-        if not end:
-            return None
-        self._received = rest
-        message: dict[str, Any] = json.loads(line)
-        return message
+        try:
+            if self._connection.poll(POLL_SECONDS):
+                message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                return message
+        except (OSError, EOFError):
+            raise self._failure() from None
+        self._check_alive()
+        return None
 
     def _check_alive(self) -> None:
         if self._process is not None and self._process.ended:

@@ -2,15 +2,15 @@
 
     python -m torch.distributed.run --nproc-per-node 4 -m insitu.backend.learner.rank_process ORDER_FILE
 
-Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a socket of the backend: rank 0 gets one JSON
-line per job, {"folder", "policy", "settings", "rows", "job"}, and sends {"progress"} lines and a last one with the
-trained version, or with the reason why the job failed.
+Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a pipe of the backend, in both directions,
+for messages in JSON: rank 0 gets one per job, {"folder", "policy", "settings", "rows", "job"}, and sends {"progress"}
+and a last one with the trained version, or with the reason why the job failed.
 """
 
 import json
 import os
-import socket
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,22 @@ class _Server:
     def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks = ranks
         if ranks.index == 0:
-            self._file = socket.socket(fileno=sys.stdin.fileno()).makefile("rwb")
+            self._connection = Connection(sys.stdin.fileno())
 
     def send(self, message: dict[str, Any]) -> None:
         if self._ranks.index == 0:
-            self._file.write(json.dumps(message).encode() + b"\n")
-            self._file.flush()
+            self._connection.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any] | None:
         """The next job; None if the backend has closed the connection."""
-        line = self._ranks.on_first(lambda: self._file.readline())
-        return json.loads(line) if line else None
+
+        def read() -> Any:
+            try:
+                return json.loads(self._connection.recv_bytes())
+            except EOFError:
+                return None
+
+        return self._ranks.on_first(read)
 
 
 def main(order_file: Path) -> None:

@@ -41,8 +41,7 @@ from insitu.integrations.vllm.replica import (
     weight_tags,
 )
 from insitu.integrations.vllm.servers import started_servers
-from insitu.schemas.samplers import SamplerOptions
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.training_jobs import LoRASettings, SamplerOptions
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import remember_secret
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.schemas.finetuning import TrainerAdapterConfig
-from insitu.schemas.samplers import SamplerOptions
-from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, TrainingOptions
+from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, SamplerOptions, TrainingOptions
 from insitu.wire.http_format import split_userinfo
 
 
