@@ -146,14 +146,11 @@ def example_ids(collection: TrajectoryCollection) -> list[str]:
     for index, group in enumerate(collection.trajectories):
         example = _example_id(group) if group else f"(empty group {index})"
         if example is None:
-            raise TrajectoryError(
-                f"group {index} has no example id: the metadata of its trajectories must contain "
-                f"one of {', '.join(_ID_KEYS)}"
-            )
+            required = f"the metadata of its trajectories must contain one of {', '.join(_ID_KEYS)}"
+            raise TrajectoryError(f"group {index} has no example id: {required}")
         if example in seen:
-            raise TrajectoryError(
-                f"groups {seen[example]} and {index} both belong to example {example!r}: one group each"
-            )
+            problem = f"groups {seen[example]} and {index} both belong to example {example!r}"
+            raise TrajectoryError(f"{problem}: one group each")
         seen[example] = index
     return list(seen)
 

@@ -121,9 +121,8 @@ class LearnerOptions(BaseModel):
         if self.gpus is not None and len({*self.gpus}) != self.processes:
             raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
         if (self.nodes > 1) != (self.rendezvous is not None):
-            raise ValueError(
-                f"nodes is {self.nodes} and rendezvous {self.rendezvous}; set both, or none on one machine"
-            )
+            problem = f"nodes is {self.nodes} and rendezvous {self.rendezvous}"
+            raise ValueError(f"{problem}; set both, or none on one machine")
         host, _, port = (self.rendezvous or "host:1").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"rendezvous is {self.rendezvous!r}; it must be HOST:PORT, such as node0:29400")
@@ -358,9 +357,7 @@ class TrainingSettings(TrainingOptions):
     def _check_schedule_range(self) -> "TrainingSettings":
         first, last = self.schedule_range
         if not 0 <= first <= last <= 1:
-            raise ValueError(
-                f"schedule_range is {list(self.schedule_range)}; allowed: two ascending numbers between 0 and 1"
-            )
+            raise ValueError(f"schedule_range is {[first, last]}; allowed: two ascending numbers between 0 and 1")
         return self
 
 

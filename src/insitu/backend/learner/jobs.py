@@ -192,9 +192,8 @@ class TrainingQueue:
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
             existing = ", ".join(list(self._jobs)[-20:]) or "none"
-            raise RequestRefused(
-                f"no such job: {job_id!r}; known jobs: {existing}", status=404, param="id", code="job_not_found"
-            )
+            problem = f"no such job: {job_id!r}; known jobs: {existing}"
+            raise RequestRefused(problem, status=404, param="id", code="job_not_found")
         return self._jobs[job_id]
 
     async def cancel(self, job_id: str) -> TrainingJob:

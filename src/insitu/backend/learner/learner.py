@@ -123,33 +123,26 @@ class Learner:
             if among_them and record.started_from == origin.started_from and record.step <= origin.step:
                 continue
             if (record.started_from, started_at) != (origin.started_from, origin.step):
-                raise RequestRefused(
+                problem = (
                     f"{folder} continues step {started_at} of the training of {record.started_from}, but the loaded "
-                    f"model is step {origin.step} of {origin.started_from}: load that model, or use another output_dir "
-                    "or name",
-                    status=409,
-                    code="other_model",
+                    f"model is step {origin.step} of {origin.started_from}"
                 )
+                advice = "load that model, or use another output_dir or name"
+                raise RequestRefused(f"{problem}: {advice}", status=409, code="other_model")
             self.version = record.version
             self._checkpoints[record.version] = folder
             self._lora, self._lora_fixed = record.lora, True
             if record.job is not None:
                 self.earlier_jobs.append(TrainedVersion(None, record.version, folder, record.job))
         if self.version:
-            logger.warning(
-                "%s holds a training of this model: continuing from its step %d",
-                self._folder,
-                origin.step + self.version,
-            )
+            step = origin.step + self.version
+            logger.warning("%s holds a training of this model: continuing from its step %d", self._folder, step)
 
     def delete_checkpoint(self, version: int) -> None:
         """Raises RequestRefused for the latest version, which training continues from, and OSError."""
         if version == self.version:
-            raise RequestRefused(
-                f"{version} is the latest step, which training continues from; it cannot be deleted",
-                status=409,
-                code="latest_step",
-            )
+            problem = f"{version} is the latest step, which training continues from; it cannot be deleted"
+            raise RequestRefused(problem, status=409, code="latest_step")
         folder = self._checkpoints[version]
         try:
             delete_folder(folder)
@@ -168,12 +161,8 @@ class Learner:
             self._code.check(settings)
         if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
-            raise RequestRefused(
-                f"settings.lora differs from the adapters this backend trains; allowed: {allowed}",
-                status=409,
-                param="settings.lora",
-                code="lora_fixed",
-            )
+            problem = f"settings.lora differs from the adapters this backend trains; allowed: {allowed}"
+            raise RequestRefused(problem, status=409, param="settings.lora", code="lora_fixed")
 
     def adapters(self, settings: TrainingSettings | None) -> LoRASettings | None:
         """The adapters that a job with these settings trains; None: all weights."""
@@ -240,9 +229,8 @@ class Learner:
         if version not in self._checkpoints:
             available = ", ".join(map(str, self.versions))
             reason = "was deleted" if 0 < version < self.version else "does not exist"
-            raise RequestRefused(
-                f"version {version} {reason}; available: {available}", status=404, param="model", code="model_not_found"
-            )
+            problem = f"version {version} {reason}; available: {available}"
+            raise RequestRefused(problem, status=404, param="model", code="model_not_found")
         return self._checkpoints[version]
 
     def _train(

@@ -59,7 +59,6 @@ class Learners:
     def _find(self, weights: WeightVersion) -> tuple[Learner, int]:
         learner = self._learners.get(weights.policy)
         if learner is None:
-            raise RequestRefused(
-                f"the model {weights.policy} was deleted", status=404, param="model", code="model_not_found"
-            )
+            problem = f"the model {weights.policy} was deleted"
+            raise RequestRefused(problem, status=404, param="model", code="model_not_found")
         return learner, learner.version if weights.version is None else weights.version
