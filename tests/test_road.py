@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# What holds today; the control plane is to pass at most 38 files and to make at most 600 calls.
-MAX_FILES = {"control plane": 54, "backend": 30}
-MAX_CALLS = {"control plane": 700}
+# What holds today.
+MAX_FILES = {"control plane": 34, "backend": 30}
+MAX_CALLS = {"control plane": 510}
 """Per episode of tic-tac-toe."""
 
 
