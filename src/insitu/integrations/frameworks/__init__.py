@@ -39,6 +39,8 @@ class ModelSteps:
         """Pushes LLM_END with the framework's response objects, or the error. Ignores calls without a start."""
         scope, prompt = self._open.pop(str(run_id), (None, None))
         if scope is not None:
-            metadata: Any = {"error": error} if error else TraceMetadata.model_construct(chat_responses=responses)
+            metadata: Any = {"error": error}
+            if error is None:
+                metadata = TraceMetadata.model_construct(chat_responses=responses)
             data = StreamEventData(input=prompt, output=output, payload=others.pop("payload", None))
             push(self._framework, IntermediateStepType.LLM_END, run_id, name, data, scope, metadata=metadata, **others)
