@@ -65,10 +65,6 @@ class ApiRoute:
         """Without the patterns of its parameters."""
         return re.sub(r":[^}]*}", "}", self.path)
 
-    @property
-    def models(self) -> set[type[BaseModel]]:
-        return {*self.request, *filter(None, (self.response, self.events))}
-
     def operation(self) -> dict[str, Any]:
         """The OpenAPI operation object."""
         path_params = [part[1:-1] for part in self.documented_path.split("/") if part.startswith("{")]
@@ -96,8 +92,8 @@ class ApiRoute:
 
 
 def openapi_document(routes: Sequence[ApiRoute], version: str) -> dict[str, Any]:
-    models = {ErrorBody}.union(*(route.models for route in routes))
-    ordered = sorted(models, key=lambda model: model.__name__)
+    named = (model for route in routes for model in (*route.request, route.response, route.events, ErrorBody))
+    ordered = sorted({*filter(None, named)}, key=lambda model: model.__name__)
     template = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=template)
     paths: dict[str, dict[str, Any]] = {}

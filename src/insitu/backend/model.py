@@ -121,9 +121,8 @@ def _config(base: str) -> PreTrainedConfig:
     with wrap_errors(f"no model could be read from {base}"):
         config = AutoConfig.from_pretrained(base, **NO_CODE)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise BackendError(
-            f"{base} is a {config.model_type} model; only decoder-only causal language models are served"
-        )
+        problem = f"{base} is a {config.model_type} model; only decoder-only causal language models are served"
+        raise BackendError(problem)
     return config
 
 

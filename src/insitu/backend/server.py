@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import insitu
 from insitu.backend import BackendOptions
@@ -41,6 +42,7 @@ from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening
 
 logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=BaseModel)
 
 PARENT_POLL_SECONDS = 0.5
 """Interval of the checks whether the parent process is alive."""
@@ -100,10 +102,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     async def openapi(request: web.Request) -> web.Response:
         return json_response(openapi_document(routes, insitu.__version__))
 
-    routes = [
-        ApiRoute("GET", "/openapi.json", openapi, "This document"),
-        *protocol_routes(services),
-    ]
+    routes = [ApiRoute("GET", "/openapi.json", openapi, "This document"), *protocol_routes(services)]
     public = {route.path for route in routes if route.public}
     app = web.Application(middlewares=[guard(options.access(), public.__contains__)])
     for route in routes:
@@ -119,12 +118,9 @@ def _sampler(
     chosen = _sampler_options(options)
     if chosen.kind != "embedded":
         sampler_class = entry_points(group="insitu.backend.samplers")[chosen.kind].load()
-        lora = learners.default.lora
-        rank = lora.rank if lora is not None else None
-        return sampler_class(
-            *(chosen, loaded, compute, learners.folder, learners.load_version, max_length, rank, output_dir),
-            threads=options.threads,
-        )
+        rank = learners.default.lora.rank if learners.default.lora is not None else None
+        parts = chosen, loaded, compute, learners.folder, learners.load_version
+        return sampler_class(*parts, max_length, rank, output_dir, threads=options.threads)
     on_gpu = loaded.device.type != "cpu"
     limits = EngineOptions(
         max_length=max_length,
@@ -138,39 +134,32 @@ def _sampler(
 
 def _sampler_options(options: BackendOptions) -> SamplerOptions:
     values = {
+        "_type": options.sampler,
         "gpus": [*options.sampler_gpus] or None,
         "tensor_parallel": options.sampler_tensor_parallel if options.sampler_tensor_parallel > 1 else None,
         "args": orjson.loads(options.sampler_args) if options.sampler_args else None,
         "addresses": [*options.sampler_addresses] or None,
         "api_key": options.sampler_api_key if options.sampler_addresses else None,
     }
-    given = {key: value for key, value in values.items() if value is not None}
-    try:
-        return SamplerOptions.model_validate({"_type": options.sampler, **given})
-    except ValidationError as error:
-        raise _option_error("sampler", error) from None
-
-
-def _option_error(option: str, error: ValidationError) -> BackendError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return BackendError(f"{option}: {first['msg'].removeprefix('Value error, ')}")
+    return _checked(SamplerOptions, "sampler", values)
 
 
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
     """None if this process trains. Raises BackendError if the options do not fit."""
     if options.learner_processes == options.learner_nodes == 1:
         return None
+    keys = ("processes", "nodes", "rendezvous", "strategy")
+    values = {key: getattr(options, f"learner_{key}") for key in keys} | {"gpus": [*options.learner_gpus] or None}
+    return RankGroup(_checked(LearnerOptions, "learner", values), loaded, output_dir, options.allow_code)
+
+
+def _checked(kind: type[M], name: str, values: dict[str, Any]) -> M:
+    """The options of `values` that are set. Raises BackendError if they do not fit."""
     try:
-        settings = LearnerOptions(
-            processes=options.learner_processes,
-            gpus=[*options.learner_gpus] or None,
-            nodes=options.learner_nodes,
-            rendezvous=options.learner_rendezvous,
-            strategy=options.learner_strategy,  # type: ignore[arg-type]  # validated here
-        )
+        return kind.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
-        raise _option_error("learner", error) from None
-    return RankGroup(settings, loaded, output_dir, options.allow_code)
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise BackendError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:

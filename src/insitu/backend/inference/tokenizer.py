@@ -66,15 +66,12 @@ class ChatTokenizer:
             if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
                 return list(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            self._cache((text, add_special_tokens), ids)
+            with self._lock:  # large requests are parsed in threads
+                self._num_cached += len(ids) - len(self._prompts.get((text, add_special_tokens), ()))
+                self._prompts[text, add_special_tokens] = ids
+                while self._num_cached > _CACHED_TOKENS:
+                    self._num_cached -= len(self._prompts.popitem(last=False)[1])
         return list(ids)
-
-    def _cache(self, prompt: tuple[str, bool], ids: list[int]) -> None:
-        with self._lock:  # large requests are parsed in threads
-            self._num_cached += len(ids) - len(self._prompts.get(prompt, ()))
-            self._prompts[prompt] = ids
-            while self._num_cached > _CACHED_TOKENS:
-                self._num_cached -= len(self._prompts.popitem(last=False)[1])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""

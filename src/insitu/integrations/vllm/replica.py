@@ -63,7 +63,7 @@ class Replica:
         """Attempts to use it since then, the next one at `retry_at`."""
         self.retry_at = 0.0
         self.ready, self.problem = False, "it has not been checked yet"
-        self.model = self.vllm_version = ""
+        self.model = ""
         self.can_load_adapters = self.can_reload = False
         self.base: WeightVersion | None = None
         self.tag: str | None = None
@@ -137,7 +137,7 @@ class Replica:
         """Finds out what it offers. Raises BackendError if that is not enough."""
         try:
             status, body = await self._request("GET", "/version")
-            self.vllm_version = str(orjson.loads(body)["version"])
+            orjson.loads(body)["version"]
         except MALFORMED:
             problem = f"GET /version is answered with {status} and {body[:60]!r}"
             raise BackendError(f"{self.name} is not a vLLM server: {problem}") from None

@@ -76,8 +76,7 @@ class VllmSampler(Sampler):
         """Raises BackendError if vLLM is to be started and is not installed."""
         super().__init__(loaded, compute, load_version, max_length)
         self._in_flight: Counter[WeightVersion] = Counter()
-        self._is_started = not options.addresses
-        self._started_rank = adapter_rank
+        self._started_rank = None if options.addresses else adapter_rank or 0
         if threads is not None:
             torch.set_num_threads(threads)
         if options.addresses:
@@ -108,22 +107,20 @@ class VllmSampler(Sampler):
         loaded = self._loaded
         is_tied = getattr(loaded.module.config, "tie_word_embeddings", False)
         if lora is None and is_tied and loaded.dtype != torch.float32:
-            problem = (
-                "all weights are trained, and this model's embeddings are tied: vLLM may keep the old output layer"
-            )
+            problem = "all weights are trained, and this model's embeddings are tied"
+            kept = "vLLM may keep the old output layer, which cannot be seen in"
             dtype = str(loaded.dtype).removeprefix("torch.")
-            hint = "train with lora, or set dtype: float32"
-            raise RequestRefused(f"sampler: {problem}, which cannot be seen in {dtype}: {hint}")
+            raise RequestRefused(f"sampler: {problem}: {kept} {dtype}: train with lora, or set dtype: float32")
         for replica in self.fleet.replicas:
             if lora is None and not replica.can_reload:
                 problem = f"all weights are trained, but {replica.name} cannot load new ones"
                 raise RequestRefused(f"sampler: {problem}: start it with VLLM_SERVER_DEV_MODE=1, or train with lora")
-            if lora is not None and not self._is_started and not replica.can_load_adapters:
+            if lora is not None and self._started_rank is None and not replica.can_load_adapters:
                 problem = f"lora is set, but {replica.name} cannot load adapters"
                 flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 raise RequestRefused(f"sampler: {problem}: start it with {flags}", param="settings.lora")
-        if lora is not None and self._is_started and lora.rank > (self._started_rank or 0):
-            problem = f"lora.rank is {lora.rank}, but vLLM was started for adapters of rank {self._started_rank or 0}"
+        if lora is not None and self._started_rank is not None and lora.rank > self._started_rank:
+            problem = f"lora.rank is {lora.rank}, but vLLM was started for adapters of rank {self._started_rank}"
             raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:

@@ -63,21 +63,19 @@ async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
 ) -> tuple[JobHeader, list[Row]]:
     """Returns the header and the rows with trained tokens. Raises RequestRefused naming line and field."""
-    header: JobHeader | None = None
-    reader: RowReader | None = None
+    lines = _lines(_decoded(chunks, encoding, limits), limits)
+    first = await anext(lines, None)
+    if first is None:
+        raise refused("the job is empty; its first line holds settings and num_rows", "settings")
+    header = _parse_line(JobHeader, first, "line 1 (settings)")
+    reader = RowReader(header.settings.method, limits, tokenizer)
     rows: list[Row] = []
     number = 0
-    async for line in _lines(_decoded(chunks, encoding, limits), limits):
-        if header is None or reader is None:
-            header = _parse_line(JobHeader, line, "line 1 (settings)")
-            reader = RowReader(header.settings.method, limits, tokenizer)
-            continue
+    async for line in lines:
         number += 1
         if number > header.num_rows:
             raise refused(f"num_rows is {header.num_rows}, but the upload has more rows", "num_rows")
         rows += await reader.read(_parse_line(RowLine, line, f"row {number}"), number)
-    if header is None or reader is None:
-        raise refused("the job is empty; its first line holds settings and num_rows", "settings")
     if number < header.num_rows:
         raise refused(f"the upload ends after {number} of {header.num_rows} rows (num_rows)", "num_rows", "truncated")
     reader.check()

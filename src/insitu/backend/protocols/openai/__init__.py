@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoints: completions of chats and of texts, and the list of models.
 
 In: a request. Out: what the sampler has completed, streamed or not. `chat` and `text` are the two kinds of request,
-with their prompts and the format of the response; `base` is what both share.
+with their prompts and the format of the response; `text` also has what both share.
 """
 
 import logging
@@ -15,9 +15,8 @@ from aiohttp import web
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, WeightVersion
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest, parse_request
 from insitu.backend.protocols.openai.chat import ChatRequest
-from insitu.backend.protocols.openai.text import TextRequest
+from insitu.backend.protocols.openai.text import ResponseFormatter, SamplingRequest, TextRequest
 from insitu.errors import BackendError, RequestRefused
 from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
@@ -75,7 +74,7 @@ class CompletionEndpoint:
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
     def _parse(self, body: bytes) -> Job:
-        request = parse_request(self._kind, body)
+        request = self._kind.parse(body)
         model = self._models.find(request.model)
         if model.returns_token_ids:
             request.enable_token_ids()

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
-from insitu.backend.protocols.openai.base import RequestModel, ResponseFormatter, SamplingRequest
+from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
 
 TOOL_CALL_START = "<tool_call>"

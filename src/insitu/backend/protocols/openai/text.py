@@ -1,20 +1,243 @@
-"""Text completions (`POST /v1/completions`): prompts without a chat template, and the response."""
+"""What chat and text completions share (the request, its translation for the sampler, the response), and the latter.
 
+Text completions (`POST /v1/completions`) have prompts without a chat template.
+"""
+
+import secrets
+import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
 
 from insitu.backend.http import StopAtFirstError
-from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta
+from insitu.backend.inference.sampler import (
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    GenerationRequest,
+    OutputDelta,
+    SamplingParams,
+    choice_seed,
+)
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.openai.base import ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
+from insitu.wire.http_format import format_token_id
+from insitu.wire.http_server import parse_json
+
+MAX_STOP_STRINGS = 64
+"""Per request: every stop string is searched after every token, in the thread that samples for all requests."""
+IGNORED_KEYS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+"""Keys without influence on the completion; accepted and ignored."""
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Unsupported keys, with the values that have no effect and are therefore accepted."""
+
 
 MAX_CHOICES = 1024
 """Choices of a request over all its prompts."""
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()]
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+
+
+class SamplingRequest(RequestModel):
+    """The keys of both kinds of completion request."""
+
+    prompt_key: ClassVar[str]
+    """The key that holds the prompt."""
+    formatter: ClassVar[type["ResponseFormatter"]]
+
+    model: str
+    """`NAME` for the latest weights, `NAME@K` for version K."""
+    temperature: float | None = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(default=1.0, gt=0, le=1)
+    n: int | None = Field(default=1, ge=1, le=128)
+    """Choices per prompt."""
+    seed: int | None = None
+    """The same seed, prompt and weights give the same completion; each choice derives its own seed from it."""
+    stop: str | Annotated[list[str], StopAtFirstError()] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=0, ge=0)
+    ignore_eos: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
+    """Writes tokens in logprobs as `token_id:N`; default: only for models whose clients send completions back."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises RequestRefused, or ValidationError, for what is invalid or not supported."""
+        data = parse_json(body)
+        if not isinstance(data, dict):
+            raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
+        request = cls.model_validate(data)
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """Raises RequestRefused for unsupported keys and invalid combinations."""
+        for key, value in (self.model_extra or {}).items():
+            if key not in IGNORED_KEYS and value is not None and value not in NO_OP_VALUES.get(key, ()):
+                allowed = f"; allowed: {NO_OP_VALUES[key][0]!r}, which has no effect" if key in NO_OP_VALUES else ""
+                raise RequestRefused(f"{key} is not supported by this server{allowed}", param=key, code="unsupported")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestRefused(f"stop has {len(self.stop)} entries; allowed: {MAX_STOP_STRINGS}", param="stop")
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return False
+
+    def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
+        """Token ids of each prompt."""
+        raise NotImplementedError
+
+    def enable_token_ids(self) -> None:
+        """Adds what training needs to each choice, for models whose completions are sent back by the client."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of completion tokens; None: up to the model's maximum length."""
+        return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int:
+        raise NotImplementedError
+
+    def generation_requests(self, prompts: Sequence[list[int]], max_length: int) -> list[GenerationRequest]:
+        """One request per choice; `max_length` bounds prompt and completion together."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        common: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "stop": tuple(text for text in stop if text),
+            "ignore_eos": bool(self.ignore_eos),
+            "min_tokens": self.min_tokens or 0,
+            "top_logprobs": self.num_top_logprobs,
+        }
+        requests: list[GenerationRequest] = []
+        for prompt in prompts:
+            room = max_length - len(prompt)
+            max_tokens = min(self.token_limit or room, room)
+            for _ in range(self.n or 1):
+                params = SamplingParams(choice_seed(seed, len(requests)), max_tokens, **common)
+                requests.append(GenerationRequest(prompt, params))
+        return requests
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ResponseFormatter:
+    """Formats the response to one request, as plain dicts: they are built for every token of every stream."""
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    """`object` of the events of a stream."""
+
+    def __init__(self, request: Any, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
+        """`prompts` holds the prompt of each choice."""
+        self._request = request
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._base = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._started: set[int] = set()
+        self._completion_tokens = 0
+
+    def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        """A complete choice."""
+        raise NotImplementedError
+
+    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
+        """A choice of a stream's event."""
+        raise NotImplementedError
+
+    def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Adds the prompt's token ids; called once per choice."""
+        raise NotImplementedError
+
+    def response(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
+        """The body of a response without streaming, from one complete output per choice."""
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        body: dict[str, Any] = {
+            **self._base,
+            "object": self.object,
+            "policy_version": outputs[0].version,
+            "choices": choices,
+            "usage": self._usage(sum(len(output.tokens) for output in outputs)),
+        }
+        if self._request.return_token_ids:
+            for choice in choices:
+                self._add_prompt_ids(body, choice)
+        return body
+
+    def chunk(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        """The body of one event of a stream."""
+        first = index not in self._started
+        self._started.add(index)
+        self._completion_tokens += len(output.tokens)
+        choice = self._delta_choice(index, output, first)
+        body = {**self._base, "object": self.chunk_object, "policy_version": output.version, "choices": [choice]}
+        if first and self._request.return_token_ids:
+            self._add_prompt_ids(body, choice)
+        return body
+
+    def usage_chunk(self, version: int) -> dict[str, Any]:
+        """The last event of a stream with `include_usage`."""
+        usage = self._usage(self._completion_tokens)
+        return {**self._base, "object": self.chunk_object, "policy_version": version, "choices": [], "usage": usage}
+
+    def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
+        return {"token_ids": [token.id for token in output.tokens]} if self._request.return_token_ids else {}
+
+    def _token_text(self, token_id: int) -> str:
+        """A token as it is written in logprobs."""
+        if self._request.return_tokens_as_token_ids:
+            return format_token_id(token_id)
+        return self._tokenizer.decode_token(token_id)[0]
+
+    def _usage(self, completion_tokens: int) -> dict[str, int]:
+        prompt_tokens = sum(map(len, self._prompts[:: self._request.n or 1]))
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 class TextFormatter(ResponseFormatter):
