@@ -10,6 +10,7 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
+from waiting import until
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.wire.connection import Connection, Retry, is_transient, retry_after
@@ -38,8 +39,7 @@ async def test_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCapt
     assert caplog.messages == []  # over with the next attempt
     requests = [Failing(float("inf")) for _ in range(8)]
     waiting = [asyncio.create_task(retry(f"GET /{n}", request)) for n, request in enumerate(requests)]
-    while min(request.attempts for request in requests) < 3:  # noqa: ASYNC110 (they are tried again and again)
-        await asyncio.sleep(0.001)
+    await until(lambda: min(request.attempts for request in requests) >= 3)
     for request in requests:
         request.times = 0
     await asyncio.gather(*waiting)
@@ -159,7 +159,6 @@ async def test_an_address_where_nobody_listens_is_retried_only_if_somebody_did()
             address = listening
             assert await made.retry("GET /", request) == "hi"
         waiting = asyncio.create_task(made.retry("GET /", request))
-        while made.refused < 5:  # noqa: ASYNC110 (the address is tried again and again)
-            await asyncio.sleep(0.001)
+        await until(lambda: made.refused >= 5)
         async with await asyncio.start_server(answer, *address.removeprefix("http://").split(":")):
             assert await waiting == "hi"

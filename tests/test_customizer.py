@@ -14,6 +14,7 @@ from factories import customizer_project, read_lines
 from fake_nemo import CONFIG, FakeNeMo
 from pairs_plugin import pairs_of
 from rich.console import Console
+from waiting import until
 
 from insitu.errors import (
     BackendError,
@@ -565,8 +566,7 @@ async def test_a_deployment_of_another_model_is_not_replaced(tmp_path: Path, nem
 async def interrupted(file: Path, nemo: FakeNeMo, pattern: str) -> None:
     """Starts a run and cancels it when the services have received such a request."""
     task = asyncio.create_task(Run(file.parent).finish(file))
-    while not nemo.requested(pattern):  # noqa: ASYNC110 (the services run in a thread)
-        await asyncio.sleep(0.005)
+    await until(lambda: nemo.requested(pattern))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

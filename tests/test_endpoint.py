@@ -23,6 +23,7 @@ from aiohttp import web
 from factories import read_lines
 from fake_openai import FakeOpenAI
 from tiny_models import save_tiny_model
+from waiting import until
 
 from insitu.collect.episodes import Attempt, EpisodeOptions, executor_of, open_workflow, run_episode
 from insitu.collect.evaluation import EvaluationRun
@@ -210,7 +211,7 @@ async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(fol
             item = EvalInputItem(id="x", input_obj={"do": "hang"})
             rules = replace(RULES, retries=1)
             tasks = [asyncio.create_task(run_episode(attempt, item, key("x", g), rules)) for g in range(3)]
-            await until(address, lambda health: health["episodes"] == 3)
+            await until_health(address, lambda health: health["episodes"] == 3)
             running.send_signal(signal.SIGKILL)
             episodes = await asyncio.gather(*tasks)
         assert [(e.outcome, e.reason, e.reward, e.key.attempt) for e in episodes] == [
@@ -257,7 +258,7 @@ async def running(address: str) -> int:
         return (await answer.json())["episodes"]
 
 
-async def until(address: str, holds: Any) -> None:
+async def until_health(address: str, holds: Any) -> None:
     async with aiohttp.ClientSession() as session, asyncio.timeout(processes.HANGS):
         while True:
             async with session.get(f"{address}/health") as answer:
@@ -319,8 +320,7 @@ async def test_a_service_that_is_busy_or_restarts_is_waited_for(
         async with asyncio.TaskGroup() as group:
             opened = executor.open(builder, reached=True)
             waiting = group.create_task(opened.__aenter__())
-            while not caplog.messages:  # noqa: ASYNC110 (until the outage is logged)
-                await asyncio.sleep(0.001)
+            await until(lambda: caplog.messages)
             async with serving(config, port=port):
                 await waiting
                 await opened.__aexit__(None, None, None)
@@ -407,9 +407,9 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(config: Config) -> No
     async with serving(config) as (_, address):
         for path, body in ((EPISODES, {"key": ["r", 1, "2", 0, 0]}), ("/generate", {})):
             asking = asyncio.create_task(post(address + path, {"input": {"do": "hang"}, **body}))
-            await until(address, lambda health: health["episodes"] == 1)
+            await until_health(address, lambda health: health["episodes"] == 1)
             asking.cancel()
-            await until(address, lambda health: health["episodes"] == 0)
+            await until_health(address, lambda health: health["episodes"] == 0)
 
 
 async def test_a_service_says_what_its_attempts_are_doing(config: Config) -> None:
@@ -459,11 +459,9 @@ async def test_an_attempt_is_cancelled_and_a_blocked_service_says_by_whom(config
             sessions = session_with(address)
             session = await run_in_loop(loop, sessions.__aenter__())
             attempts = [asyncio.run_coroutine_threadsafe(ask(session, "hang"), loop) for _ in range(2)]
-            while service.hosted.episodes < 2:  # noqa: ASYNC110 (it runs in this loop)
-                await asyncio.sleep(0.01)
+            await until(lambda: service.hosted.episodes >= 2)
             attempts[0].cancel()
-            while service.hosted.episodes > 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: service.hosted.episodes <= 1)
             while "hang" in session.activity(2) or "blocked" not in session.activity(2):
                 time.sleep(0.05)  # noqa: ASYNC251 (it is the mistake to be made)
             assert f"is blocked by {__file__}" in session.activity(2)
@@ -537,8 +535,7 @@ async def test_a_workflow_whose_backend_is_lost_is_built_again(
         status, _ = await post(f"{address}/generate", {"input": {"do": "plain"}})
         assert (status, len(served)) == (200, 1)
         served[0].reschedule(0)
-        while not caplog.messages:  # noqa: ASYNC110 (until the loss is logged)
-            await asyncio.sleep(0.001)
+        await until(lambda: caplog.messages)
         assert caplog.messages[0].startswith("a workflow has stopped, the next request builds it again: TimeoutError")
         status, _ = await post(f"{address}/generate", {"input": {"do": "plain"}})
         assert (status, len(served)) == (200, 2)

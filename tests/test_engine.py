@@ -15,6 +15,7 @@ import torch
 from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
+from waiting import until
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
@@ -574,8 +575,7 @@ async def test_a_full_queue_refuses_requests_and_forgets_cancelled_ones(folders)
             task.cancel()
         await asyncio.wait(waiting[1:])
         async with asyncio.timeout(HANGS):
-            while sum(engine.num_requests) > 1:  # noqa: ASYNC110 - the compute thread sets no event
-                await asyncio.sleep(0.001)
+            await until(lambda: sum(engine.num_requests) <= 1)
         assert not waiting[0].done()
         waiting[0].cancel()
         assert len(await engine.complete(asks(prompt, [params(9, 1)]))) == 1

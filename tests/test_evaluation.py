@@ -9,6 +9,7 @@ from typing import Any
 
 import plain_parts
 import pytest
+from waiting import hang
 
 from insitu.collect import episodes
 from insitu.collect.collector import run_limited
@@ -498,7 +499,7 @@ async def test_closing_early_leaves_no_task() -> None:
         if n == 0:
             return n
         try:
-            await asyncio.sleep(60)
+            await hang()
         except asyncio.CancelledError:
             cancelled.append(n)
             raise
@@ -527,7 +528,7 @@ async def test_cancelling_the_consumer_cancels_everything() -> None:
     async def consume() -> None:
         async with aclosing(run_limited(range(10), asyncio.sleep, 5)) as results:
             async for _ in results:
-                await asyncio.sleep(60)
+                await hang()
 
     task = asyncio.create_task(consume())
     await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from waiting import until
 
 from insitu.errors import BackendUnavailable, JobFailed, JobLost
 from insitu.plugin_api import JobAdapter, TrainerAdapterConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
@@ -78,8 +79,7 @@ async def test_a_lost_job_is_submitted_again_but_not_forever() -> None:
 async def test_an_interruption_is_told_to_the_adapter_and_its_status_reported() -> None:
     reported: list[TrainingJobStatus] = []
     task = asyncio.create_task(follow(Scripted("running"), REF, 0.001, reported.append))
-    while not reported:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: reported)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from fake_openai import FakeOpenAI, encode, logprob
 from processes import HANGS
+from waiting import until
 
 from insitu.gateway.dialects import dialects
 from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
@@ -345,8 +346,7 @@ async def test_the_memory_of_large_requests_is_returned() -> None:
     large = b'{"prompt": "' + b"a" * 4 * 2**20 + b'"}'
     await asyncio.gather(*(post(url, io.BytesIO(large)) for _ in range(8)))
     async with asyncio.timeout(60):
-        while server.memory_info().rss > before + 20 * 2**20:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.05)
+        await until(lambda: server.memory_info().rss <= before + 20 * 2**20)
     process.stdin.close()
     await process.wait()
 

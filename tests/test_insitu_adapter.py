@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from factories import MODEL
 from tiny_backend import tiny_backend
+from waiting import hang
 
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
@@ -110,7 +111,7 @@ class Backend:
         route = f"{request.method} {request.path}"
         self.asked.append(route)
         if route in self.hanging:
-            await asyncio.sleep(3600)
+            await hang()
         fault = self.faults[route].pop(0) if self.faults[route] else ""
         is_stream = request.path.endswith("/events")
         answer = web.json_response(self.state()) if fault and is_stream else await self.usual_answer(request)

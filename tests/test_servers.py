@@ -21,6 +21,7 @@ from processes import HANGS, forked_python
 from test_art_protocol import MODEL
 from test_endpoint import key, openai_at
 from tiny_models import save_tiny_model
+from waiting import until
 
 from insitu.backend import BackendOptions, server
 from insitu.backend.model import load_model
@@ -328,8 +329,7 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
         asked = [asyncio.create_task(client.post("/v1/chat/completions", json=HELLO)) for _ in range(2)]
         running = (await client.post("/v1/train/jobs", content=job, headers=headers)).json()["id"]
         async with asyncio.timeout(HANGS):
-            while sum(backend.sampler.num_requests) < 2:  # noqa: ASYNC110 - no event tells that they have arrived
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(backend.sampler.num_requests) >= 2)
             await asyncio.to_thread(sampling.wait)
             asked.append(asyncio.create_task(client.post("/_get_step", json=MODEL | {"base_model": "m"})))
             all_wait.set()

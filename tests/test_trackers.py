@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run, start
+from waiting import until
 
 from insitu.integrations.trackers.processes import reported
 from insitu.integrations.trackers.stream import TrackedFiles, training_metrics, validation_metrics
@@ -183,8 +184,7 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(HANGS), reported([name], tmp_path, end_seconds=0.3):
             sign = tmp_path / "trackers" / ("hangs" if name == "hanging" else "HangingAtTheEnd.jsonl")
-            while not sign.exists():  # noqa: ASYNC110 - another process makes it
-                await asyncio.sleep(0.01)
+            await until(lambda: sign.exists())
     (record,) = caplog.records
     assert f"finetuning.report_to: {name} did not end within 0.3 s after the run" in record.getMessage()
 
@@ -197,8 +197,7 @@ async def test_a_run_that_cannot_be_followed_is_a_warning(
     (made_up(tmp_path, 2) / "progress.json").unlink()
     with caplog.at_level(logging.WARNING):
         async with reported(["recording"], tmp_path):
-            while not (tmp_path / "trackers/Recording.jsonl").exists():  # noqa: ASYNC110 - another process makes it
-                await asyncio.sleep(0.01)
+            await until(lambda: (tmp_path / "trackers/Recording.jsonl").exists())
     (record,) = caplog.records
     assert "recording has failed: InsituError: nothing was logged: the trainer of this run writes no progress.json" in (
         record.getMessage()

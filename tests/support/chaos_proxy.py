@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 from aiohttp import web
+from waiting import hang
 
 FAULTS = {
     "429": 2,
@@ -152,7 +153,7 @@ class ChaosProxy:
             case "delay":
                 await asyncio.sleep(chance.uniform(0, 0.5))
             case "hang":
-                await asyncio.sleep(3600)
+                await hang()
             case "blackout":
                 self._blackout_until = time.monotonic() + 0.5
                 return _cut(request)

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 from pydantic import BaseModel, Field, SecretStr
+from waiting import hang
 
 from insitu.errors import BackendUnavailable
 from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
@@ -87,7 +88,7 @@ class Parts:
                     scope.cancel()
             case "wait":
                 waiting.append(asyncio.current_task())
-                await asyncio.sleep(60)
+                await hang()
             case "cancel":
                 waiting.pop().cancel()
             case "swallow":
@@ -97,14 +98,14 @@ class Parts:
                     with contextlib.suppress(asyncio.CancelledError):
                         await release.wait()
             case "hang":
-                await asyncio.sleep(60)
+                await hang()
             case "stubborn":
                 try:
-                    await asyncio.sleep(60)
+                    await hang()
                 except asyncio.CancelledError:
                     return "too late"
             case "cancelled":
-                task = asyncio.create_task(asyncio.sleep(60))
+                task = asyncio.create_task(hang())
                 task.cancel()
                 await task
             case "unavailable" if self.attempts[text] <= int(rest):
@@ -158,9 +159,9 @@ async def judge(config: JudgeConfig, builder: Builder) -> AsyncIterator[Evaluato
             case "exit" | "interrupt" | "generator":
                 raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "generator": GeneratorExit}[config.says]
             case "hang":
-                await asyncio.sleep(60)
+                await hang()
             case "cancelled":
-                task = asyncio.create_task(asyncio.sleep(60))
+                task = asyncio.create_task(hang())
                 task.cancel()
                 await task
             case "nothing":

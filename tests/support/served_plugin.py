@@ -3,13 +3,13 @@
 {"do": "echo" | "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
 """
 
-import asyncio
 import time
 from typing import Any
 
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
+from waiting import hang
 
 from insitu.plugin_api import Builder, EvaluatorInfo, LLMFrameworkEnum, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
@@ -97,7 +97,7 @@ async def served(config: ServedConfig, builder: Builder):
                 await ask(say)
                 raise RuntimeError(say)
             case "hang":
-                await asyncio.sleep(600)
+                await hang()
             case "block":
                 time.sleep(2)  # noqa: ASYNC251 (it is the mistake to be made)
             case "deep":

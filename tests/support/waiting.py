@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does, so that no event tells."""
+"""Waiting for what another process, thread or task does, so that no event tells."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,4 +10,9 @@ from processes import HANGS
 async def until(holds: Callable[[], Any]) -> None:
     async with asyncio.timeout(HANGS):
         while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
+
+
+async def hang() -> None:
+    """Does not end unless it is cancelled."""
+    await asyncio.Event().wait()
