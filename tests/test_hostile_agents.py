@@ -145,8 +145,6 @@ def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> N
 STUCK = """
 import asyncio, contextlib, threading, time
 import insitu.collect.episodes, insitu.collect.event_loop
-from waiting import hang
-
 from insitu.collect.evaluators import BaseEvaluator
 from insitu.plugin_api import EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig
@@ -174,10 +172,10 @@ async def stuck(config, builder):
             await asyncio.to_thread(time.sleep, 600)
         if how == "thread":
             threading.Thread(target=time.sleep, args=(600,)).start()
-            await hang()
+            await asyncio.sleep(600)
         while how == "swallow":
             with contextlib.suppress(BaseException):
-                await hang()
+                await asyncio.sleep(600)
         if how != "good":  # in a separate task, as graphs run their nodes
             await asyncio.create_task(leave(how))
         return how

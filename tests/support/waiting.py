@@ -14,5 +14,5 @@ async def until(holds: Callable[[], Any]) -> None:
 
 
 async def hang() -> None:
-    """Does not end unless it is cancelled."""
-    await asyncio.Event().wait()
+    """Does not end unless it is cancelled. The loop keeps its timer, and thereby a task that nothing else refers to."""
+    await asyncio.sleep(10 * HANGS)
