@@ -13,7 +13,8 @@ from insitu.wire.redaction import results_console
 if TYPE_CHECKING:
     from insitu.runs.replay import Rescoring
 
-_SORT_KEYS = ("reward", "seconds", "tokens", "calls")
+_SORT_KEYS = {"reward": "reward", "seconds": "seconds", "tokens": "sampled_tokens", "calls": "calls"}
+"""What episodes can be sorted by, and its column in the index."""
 _MAX_CHARACTERS = 2000
 """Longer messages are cut without --full."""
 _EXPORT_FORMATS = ("preferences", "kto", "sft", "openai", "parquet")
@@ -51,8 +52,6 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
 def show(
     run_dir: Path,
-    outcome: str | None,
-    min_reward: float | None,
     sort: str | None,
     reverse: bool,
     limit: int | None,
@@ -60,17 +59,15 @@ def show(
     tokens: bool,
     tokenizer: Path | None,
     full: bool,
-    **identity: Any,
+    **filters: Any,
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.cli.episode_view import View, print_episode, print_list
     from insitu.errors import ConfigError
-    from insitu.runs.episodes import SORT_KEYS, Selection, load_decoder, select
+    from insitu.runs.episodes import Selection, load_decoder
 
     selection = Selection(run_dir)
-    found = select(selection.find(**identity), outcome, min_reward)
-    if sort is not None:
-        found.sort(key=SORT_KEYS[sort], reverse=True)
+    found = selection.find(_SORT_KEYS[sort] if sort is not None else None, **filters)
     if reverse:
         found.reverse()
     if len(found[:limit]) > 1:

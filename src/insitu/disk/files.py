@@ -84,18 +84,8 @@ def writable_folder(folder: Path, key: str) -> Path:
 
 def write_file(path: Path, content: bytes) -> Path:
     """Replaces a file, synced: at any time it has its old or its new content. Raises InsituError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(redact_bytes(content))
-            file.flush()
-            sync_descriptor(file.fileno())
-        draft.replace(path)
-        sync_path(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
+    with writing(path), new_file(path, overwrite=True) as draft:
+        draft.write_bytes(redact_bytes(content))
     return path
 
 
@@ -128,8 +118,8 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Raises InsituError if the target cannot be written, or exists and `overwrite` is false.
     """
-    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
-    draft.unlink(missing_ok=True)  # of a process that was killed
+    draft = target.with_name(f".{target.name}.{threading.get_native_id()}.draft")
+    draft.unlink(missing_ok=True)  # of a thread whose process was killed
     try:
         yield draft
         if target.exists() and not overwrite:

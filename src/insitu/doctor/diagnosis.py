@@ -99,10 +99,12 @@ class Examination:
             traffic.add(episode)
             evidence.episodes.append(episode)
 
-        async def gather(plan: CollectionPlan) -> None:
+        async def gather(plan: CollectionPlan) -> TrajectoryCollection:
+            plan = replace(plan, vocab_size=served.vocab_size if served is not None else None)
             async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
                 async for group in completed:
                     groups.append(group)  # at once: those of a collection that takes too long are judged, too
+            return collection_of(groups, run_id, 1)
 
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
@@ -112,21 +114,15 @@ class Examination:
                     self.measures.alone = await _rehearse(builder, run_id)
                 await traffic.start()
                 began = time.perf_counter()
-                if isinstance(builder, EpisodesBuilder) and builder.is_planned:
-                    plan = builder.plan(run_id, 1, served.vocab_size if served is not None else None)
-                    await run_of(self._builder).watchdog.watch(lambda: gather(plan))
-                else:
-                    await builder.start_run(run_id, {"epoch": 1})
-                    collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
+                await builder.start_run(run_id, {"epoch": 1, "gather": gather})
+                collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
         except TimeoutError:
             if not limit.expired():
                 raise
-            evidence.ended_early = True
+            evidence.ended_early, collection = True, collection_of(groups, run_id, 1)
         self.measures.playing = time.perf_counter() - began
         if not evidence.ended_early:  # what was cancelled was requested, too
             evidence.leftovers, evidence.traffic_problem = await traffic.finish()
-        if groups:
-            collection = collection_of(groups, run_id, 1)
         if groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
             for group in groups:
                 self._trainer.store.append_group(group, 1)

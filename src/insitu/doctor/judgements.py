@@ -143,10 +143,11 @@ def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     answers, limit = evidence.answers, evidence.served.max_length if evidence.served is not None else None
     if not answers:
         return
-    longest = max(map(_tokens, answers))
-    full = [call for call in answers if call.finish_reason == "length" and limit is not None and _tokens(call) >= limit]
+    longest = max(len(call.all_token_ids) for call in answers)
+    ended = [call for call in answers if call.finish_reason == "length"]
+    full = [call for call in ended if limit is not None and len(call.all_token_ids) >= limit]
     cut = cut_off(answers)
-    if full and 2 * len(full) >= sum(call.finish_reason == "length" for call in answers):
+    if full and 2 * len(full) >= len(ended):
         severity = Severity.HARMS if cut is not None else Severity.NOTE
         what = f"{share_of(len(full), len(answers), 'answers')} were cut off at the model's context of {limit} tokens"
         change = "shorten the prompts, or train a model with a longer context"
@@ -157,10 +158,6 @@ def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         what = f"a prompt and its answer have up to {longest} tokens, the model's context {limit}"
         change = "shorten the prompts, or train a model with a longer context, before they are longer"
         yield Finding("context_nearly_full", Severity.NOTE, what, f"{plan.adapter}.model", change)
-
-
-def _tokens(call: ModelCall) -> int:
-    return len(call.prompt_token_ids or ()) + len(call.token_ids or ())
 
 
 def about_scores(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
@@ -295,11 +292,12 @@ def _broken(call: ModelCall, before: Sequence[ModelCall]) -> BrokenPrefix | None
     continued = [each for each in before if _continues(call, each)]
     longest = max((len(each.messages) for each in continued), default=0)
     candidates = [each for each in continued if len(each.messages) == longest]  # several of one prompt, maybe
-    if not candidates or any(_starts_with(call, each) for each in candidates):
+    sent = call.prompt_token_ids or []
+    if not candidates or any(sent[: len(ids)] == ids for ids in (each.all_token_ids for each in candidates)):
         return None
     answer = call.messages[longest]
     earlier = next((each for each in candidates if same_message(answer, each.message)), candidates[-1])
-    expected, sent = _tokens_after(earlier), call.prompt_token_ids or []
+    expected = earlier.all_token_ids
     pairs = zip(expected, sent, strict=False)
     position = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(sent)))
     rewritten = not same_message(answer, earlier.message)
@@ -312,15 +310,6 @@ def _continues(call: ModelCall, earlier: ModelCall) -> bool:
     length = len(earlier.messages)
     answer = call.messages[length : length + 1]
     return call.messages[:length] == earlier.messages and bool(answer) and answer[0].get("role") == "assistant"
-
-
-def _starts_with(call: ModelCall, earlier: ModelCall) -> bool:
-    before = _tokens_after(earlier)
-    return (call.prompt_token_ids or [])[: len(before)] == before
-
-
-def _tokens_after(call: ModelCall) -> list[int]:
-    return [*(call.prompt_token_ids or ()), *(call.token_ids or ())]
 
 
 def rows_per_episode(groups: Sequence[Sequence[Trajectory]]) -> float | None:

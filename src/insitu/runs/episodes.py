@@ -5,7 +5,6 @@ training rows and status, and the texts of its tokens.
 """
 
 import difflib
-import math
 import re
 import sqlite3
 from collections import Counter
@@ -28,8 +27,15 @@ _DECODED_TOGETHER, _CONTEXT = 24, 4
 _NAMED = 500
 """Names among which similar ones are looked for."""
 _SUGGESTIONS = 5
-_OPTIONS = {"episode": "--episode", "epoch": "--epoch", "row_id": "--row", "generation": "--generation"}
-"""Columns of the index -> options that filter by them, the most specific first."""
+_FILTERS = {
+    "episode": ("--episode", "episode = ?"),
+    "epoch": ("--epoch", "epoch = ?"),
+    "row_id": ("--row", "row_id = ?"),
+    "generation": ("--generation", "generation = ?"),
+    "outcome": ("--outcome", "? IN (outcome, coalesce(dropped, reason), status)"),
+    "min_reward": ("--min_reward", "reward >= ?"),
+}
+"""The options that select episodes, and their conditions in SQL, the most specific first."""
 
 
 @dataclass(frozen=True)
@@ -240,17 +246,24 @@ class Selection:
         self._groups = [*self.files.groups()]
         self._index = RunIndex(run)
 
-    def find(self, **filters: str | int | None) -> list[sqlite3.Row]:
-        """Episodes of the index with these values. Raises ConfigError with similar values if there are none."""
-        given = {key: value for key, value in filters.items() if value is not None}
+    def find(self, order: str | None = None, **filters: str | float | None) -> list[sqlite3.Row]:
+        """The episodes that meet these filters, those with the most of the column `order` first.
+
+        Raises ConfigError with values that exist if there are none.
+        """
+        given = {key: filters[key] for key in _FILTERS if filters.get(key) is not None}
         self._index.refresh()
         self._check(given)
-        complete = "WHERE group_id <= ?"  # groups after them are not complete
-        conditions = [complete, *(f"e.{key} = ?" for key in given)]
-        query = f"{QUERY} {' AND '.join(conditions)} ORDER BY e.id"
-        if found := self._index.select(query, (len(self._groups), *given.values())):
-            return found
-        raise self._none_found(self._index.select(f"{QUERY} {complete}", (len(self._groups),)), given)
+        rows = self._select(given, order)
+        if not rows:
+            raise self._none_found(given)
+        return rows
+
+    def _select(self, filters: Mapping[str, Any], order: str | None = None) -> list[sqlite3.Row]:
+        conditions = ["group_id <= ?", *(_FILTERS[key][1] for key in filters)]  # groups after them are not complete
+        sort = "id" if order is None else f"{order} DESC, id"
+        query = f"SELECT * FROM ({QUERY}) WHERE {' AND '.join(conditions)} ORDER BY {sort}"
+        return self._index.select(query, (len(self._groups), *filters.values()))
 
     def read(self, row: sqlite3.Row) -> RecordedEpisode:
         """The complete episode. Raises InsituError if a part of it cannot be read."""
@@ -260,7 +273,7 @@ class Selection:
             raise InsituError(group.problems[0])
         return next(episode for episode in group.episodes if episode.record["episode"] == row["episode"])
 
-    def _check(self, given: Mapping[str, str | int]) -> None:
+    def _check(self, given: Mapping[str, Any]) -> None:
         """Raises InsituError if an episode with these values may be in a damaged group."""
         damaged = "SELECT epoch, row_id, episodes_offset FROM groups g WHERE id <= ? AND NOT EXISTS "
         unread = f"{damaged} (SELECT 1 FROM episodes e WHERE e.group_id = g.id)"
@@ -269,52 +282,30 @@ class Selection:
                 group = next(each for each in self._groups if each.episodes.offset == row["episodes_offset"])
                 read_block(self.files.folder / EPISODES, group.episodes)
 
-    def _none_found(self, rows: list[sqlite3.Row], given: Mapping[str, str | int]) -> ConfigError:
-        folder = self.files.folder
+    def _none_found(self, given: Mapping[str, Any]) -> ConfigError:
+        applied: dict[str, Any] = {}
+        rows = self._select(applied)
         if not rows:
-            return ConfigError(f"{folder} has no episode yet")
-        applied: list[str] = []
-        for key, option in _OPTIONS.items():
-            if (value := given.get(key)) is None:
-                continue
-            existing = list(dict.fromkeys(str(row[key]) for row in rows))
-            rows = [row for row in rows if row[key] == value]
-            if not rows:
-                subject = f"no episode with {' and '.join(applied)}" if applied else "no episode"
-                return ConfigError(f"{folder}: {subject} has {option} {value!r}; {suggest(str(value), existing)}")
-            applied.append(f"{option} {value!r}")
-        raise AssertionError(f"{folder} has an episode with {given}")
+            return ConfigError(f"{self.files.folder} has no episode yet")
+        for key, value in given.items():
+            met = " and ".join(f"{_FILTERS[each][0]} {applied[each]!r}" for each in applied)
+            applied[key], before = value, rows
+            if not (rows := self._select(applied)):
+                subject = f"{self.files.folder}: no episode{' with ' * bool(met)}{met} has {_FILTERS[key][0]} {value!r}"
+                return ConfigError(f"{subject}; {_existing(key, value, before)}")
+        raise AssertionError(f"{self.files.folder} has an episode with {given}")
 
 
-SORT_KEYS: dict[str, Callable[[sqlite3.Row], float]] = {
-    "reward": lambda row: -math.inf if row["reward"] is None else row["reward"],
-    "seconds": lambda row: row["seconds"],
-    "tokens": lambda row: row["sampled_tokens"],
-    "calls": lambda row: row["calls"],
-}
-"""By what episodes can be sorted, the largest first."""
-
-
-def outcomes(row: sqlite3.Row) -> set[str]:
-    """What `--outcome` selects an episode by: `ok` or `failed`, its training status, and its reason code."""
-    reason = row["dropped"] or row["reason"]
-    return {row["outcome"], row["status"], *([reason] if reason else [])}
-
-
-def select(rows: Sequence[sqlite3.Row], outcome: str | None, min_reward: float | None) -> list[sqlite3.Row]:
-    """The episodes with this outcome and at least this reward; raises ConfigError if there are none."""
-    selected = [row for row in rows if outcome is None or outcome in outcomes(row)]
-    if not selected:
-        counts = Counter(label for row in rows for label in sorted(outcomes(row)))
-        existing = ", ".join(f"{label} ({n})" for label, n in counts.most_common())
-        raise ConfigError(f"no episode has --outcome {outcome!r}; available: {existing}")
-    if min_reward is None:
-        return selected
-    rewards = [row["reward"] for row in selected if row["reward"] is not None]
-    if not any(reward >= min_reward for reward in rewards):
-        highest = f"the highest is {max(rewards):g}" if rewards else "none has a reward"
-        raise ConfigError(f"no episode has --min_reward {min_reward:g}; {highest}")
-    return [row for row in selected if row["reward"] is not None and row["reward"] >= min_reward]
+def _existing(key: str, value: Any, rows: Sequence[sqlite3.Row]) -> str:
+    """What episodes have instead of a value that none of them has."""
+    if key == "min_reward":
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        return f"the highest is {max(rewards):g}" if rewards else "none has a reward"
+    if key != "outcome":
+        return suggest(str(value), list(dict.fromkeys(str(row[key]) for row in rows)))
+    labels = ({row["outcome"], row["status"], row["dropped"] or row["reason"]} - {None} for row in rows)
+    counts = Counter(label for of_row in labels for label in sorted(of_row))
+    return "available: " + ", ".join(f"{label} ({n})" for label, n in counts.most_common())
 
 
 def suggest(value: str, existing: list[str]) -> str:

@@ -119,7 +119,7 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
             else:
                 continue
             if call.prompt_token_ids is not None:
-                tokens = _tokens(before)
+                tokens = before.all_token_ids
                 if before.token_ids is None or call.prompt_token_ids[: len(tokens)] != tokens:
                     continue
                 record["prompt_token_ids"] = call.prompt_token_ids[len(tokens) :]
@@ -143,14 +143,10 @@ def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
                 [rest] = values["messages"]
                 values["messages"] = [{**rest, "content": before.messages[0]["content"] + rest["content"]}]
             if values["prompt_token_ids"] is not None:
-                values["prompt_token_ids"] = _tokens(before) + values["prompt_token_ids"]
+                values["prompt_token_ids"] = before.all_token_ids + values["prompt_token_ids"]
         values["functions"] = tuple(values["functions"])
         calls.append(ModelCall(**values))
     return calls
-
-
-def _tokens(call: ModelCall) -> list[int]:
-    return (call.prompt_token_ids or []) + (call.token_ids or [])
 
 
 class StoredGroup(NamedTuple):

@@ -93,6 +93,11 @@ class ModelCall:
     usage: dict[str, Any] | None = None
     error: str | None = None
 
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Those of the prompt and the completion, without the part that is unknown."""
+        return (self.prompt_token_ids or []) + (self.token_ids or [])
+
 
 class TrainingRow(BaseModel):
     """A training sequence of T tokens, or a dialogue to be rendered.

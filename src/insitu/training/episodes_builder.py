@@ -1,13 +1,12 @@
 """The built-in trajectory builder: the plan of each epoch's collection, from its block of the file.
 
-The built-in trainers and `insitu doctor` collect the plan themselves. `start_run` and `finalize` do it for the trainers
-of plugins, as the documents describe.
+The built-in trainers and `insitu doctor` give `start_run` the function that collects the plan and records it. For the
+trainers of plugins it collects the plan itself, as the documents describe.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -118,12 +117,6 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         """The key of its block in the file."""
         return f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}"
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether `plan` says all that is collected: no plugin has replaced the documented methods."""
-        own = type(self)
-        return own.start_run is EpisodesBuilder.start_run and own.finalize is EpisodesBuilder.finalize
-
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self.config.episodes_from is not None:  # opened again: the run may have been moved aside for this one
@@ -149,16 +142,14 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         rows = [orders[p // total][p % total] for p in positions]
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
-    def plan(self, run_id: str, epoch: int, vocab_size: int | None = None, finished: Sequence[Episode] = ()) -> Plan:
-        """What an epoch collects. `vocab_size` is that of the served model, `finished` what need not be run again."""
+    def plan(self, run_id: str, epoch: int) -> Plan:
+        """What an epoch collects."""
         rows = self.rows_of_epoch(epoch) if self.stored is None and epoch else []
         return replace(
             self._every_epoch,
             run_id=run_id,
             epoch=epoch,
             members=[(row, generation) for row in rows for generation in range(self.config.num_generations)],
-            vocab_size=vocab_size,
-            finished=finished,
             recorded=self.stored.replay(run_id, epoch) if self.stored is not None else None,
         )
 

@@ -260,13 +260,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
         with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
             await traffic.start()
-            if isinstance(builder, EpisodesBuilder) and builder.is_planned:
-                plan = builder.plan(run_id, epoch)
-                collection = await run_of(self._builder).watchdog.watch(lambda: gather(plan))
-            else:
-                await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
-                collection = await builder.finalize(run_id, {"epoch": epoch})
-                collection = with_recovered_calls(collection, run_id, epoch)
+            await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
+            collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": epoch}), run_id, epoch)
         leftovers, warning = await traffic.finish()
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in errors.most_common(3)]:

@@ -150,14 +150,10 @@ async def _serve(folder: Path, endpoint: "asyncio.Future[PolicyEndpoint]", stop:
 Text = tuple[int, ...]
 
 
-def _text(call: ModelCall) -> Text:
-    return (*(call.prompt_token_ids or ()), *(call.token_ids or ()))
-
-
 def _longest(calls: Iterable[ModelCall]) -> list[Text]:
     """The prompts with completions, without those with which another one begins: turns of one conversation."""
     longest: list[Text] = []
-    for text in sorted({_text(call) for call in calls}, key=len, reverse=True):
+    for text in sorted({(*call.all_token_ids,) for call in calls}, key=len, reverse=True):
         if not any(other[: len(text)] == text for other in longest):
             longest.append(text)
     return longest
@@ -165,7 +161,7 @@ def _longest(calls: Iterable[ModelCall]) -> list[Text]:
 
 def _part(call: ModelCall, scores: dict[Text, list[float | None]]) -> list[float | None]:
     """What belongs to the sampled tokens of a call."""
-    text, start = _text(call), len(call.prompt_token_ids or ())
+    text, start = (*call.all_token_ids,), len(call.prompt_token_ids or ())
     known = next(found for other, found in scores.items() if other[: len(text)] == text)
     return known[start : len(text)]
 
