@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ ORDER = [
     "cli",
 ]
 INTEGRATIONS = PACKAGE / "integrations"
-SERVER_HALVES = ("art/server", "vllm")
+SERVER_HALVES = ("art/server", "torchrun", "vllm")
 """Integrations whose modules run in the backend's process."""
 BACKEND_MAY = {"errors", "schemas", "wire", "disk", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -230,7 +231,7 @@ def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
         f"assert insitu.__file__.startswith({str(tmp_path)!r}); insitu.cli.main()"
     )
 
-    def finetune(**more: str) -> "subprocess.CompletedProcess[str]":
+    def finetune(**more: Any) -> "subprocess.CompletedProcess[str]":
         settings = options | {key.replace("__", "."): value for key, value in more.items()}
         overrides = [word for key, value in settings.items() for word in ("-o", key, str(value))]
         return subprocess.run(
@@ -248,6 +249,9 @@ def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
     done = finetune(finetuning__report_to="tensorboard")
     assert done.returncode == 2
     assert done.stderr.startswith("error: finetuning.report_to: this installation of insitu cannot run trackers")
+    done = finetune(trainer_adapters__backend__learner__processes=2, finetuning__output_dir=tmp_path / "other")
+    assert done.returncode != 0
+    assert "learner: this installation of insitu cannot run torchrun (" in done.stderr
 
 
 @each_module

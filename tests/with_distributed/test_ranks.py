@@ -27,9 +27,9 @@ from insitu.backend.inference.sampler import GenerationRequest, SamplingParams
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, TrainedVersion
-from insitu.backend.learner.rank_group import RankGroup
 from insitu.backend.model import LoadedModel, load_model
 from insitu.errors import JobFailed
+from insitu.integrations.torchrun.group import RankGroup
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
 
 LORA = LoRASettings(rank=4, alpha=8)
@@ -223,7 +223,7 @@ def test_ranks_wait_for_a_job_longer_than_a_collective_may_take(tmp_path: Path) 
     script = tmp_path / "ranks.py"
     script.write_text(
         "import datetime, time, torch\n"
-        "from insitu.backend.learner.ranks import ProcessGroup\n"
+        "from insitu.integrations.torchrun.rank import ProcessGroup\n"
         "torch.distributed.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\n"
         "ranks = ProcessGroup(torch.device('cpu'), shards_weights=False)\n"
         "job = ranks.on_first(lambda: time.sleep(15) or 'a job')\n"

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,12 +30,13 @@ from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue, apply_retention
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.learners import Learners
-from insitu.backend.learner.rank_group import RankGroup
+from insitu.backend.learner.ranks import TrainsJobs
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
-from insitu.errors import BackendError
+from insitu.errors import BackendError, PluginError
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, SamplerOptions
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening
@@ -59,7 +59,7 @@ class Backend:
     sampler: Sampler
     jobs: TrainingQueue
     learner: Learner
-    group: RankGroup | None
+    group: TrainsJobs | None
 
     async def start(self) -> None:
         """Starts serving the model. Raises BackendError if it is not supported."""
@@ -117,10 +117,9 @@ def _sampler(
     max_length = min(options.max_length or loaded.max_length, loaded.max_length)
     chosen = _sampler_options(options)
     if chosen.kind != "embedded":
-        sampler_class = entry_points(group="insitu.backend.samplers")[chosen.kind].load()
         rank = learners.default.lora.rank if learners.default.lora is not None else None
         parts = chosen, loaded, compute, learners.folder, learners.load_version
-        return sampler_class(*parts, max_length, rank, output_dir, threads=options.threads)
+        return _installed("sampler", chosen.kind)(*parts, max_length, rank, output_dir, threads=options.threads)
     on_gpu = loaded.device.type != "cpu"
     limits = EngineOptions(
         max_length=max_length,
@@ -144,13 +143,23 @@ def _sampler_options(options: BackendOptions) -> SamplerOptions:
     return _checked(SamplerOptions, "sampler", values)
 
 
-def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> RankGroup | None:
+def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> TrainsJobs | None:
     """None if this process trains. Raises BackendError if the options do not fit."""
     if options.learner_processes == options.learner_nodes == 1:
         return None
     keys = ("processes", "nodes", "rendezvous", "strategy")
     values = {key: getattr(options, f"learner_{key}") for key in keys} | {"gpus": [*options.learner_gpus] or None}
-    return RankGroup(_checked(LearnerOptions, "learner", values), loaded, output_dir, options.allow_code)
+    chosen = _checked(LearnerOptions, "learner", values)
+    group: TrainsJobs = _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
+    return group
+
+
+def _installed(key: str, name: str) -> Callable[..., Any]:
+    """Raises BackendError if this installation lacks it."""
+    try:
+        return load_named(f"backend.{key}s", name)
+    except PluginError as error:
+        raise BackendError(f"{key}: this installation of insitu cannot run {name} ({error})") from None
 
 
 def _checked(kind: type[M], name: str, values: dict[str, Any]) -> M:

@@ -7,7 +7,6 @@ objectives      what each method does with log-probabilities: the loss of an opt
 losses          the losses as pure functions
 batches         rows to optimizer steps, micro-batches and tensors
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
-ranks           several processes that train together, and the file of rows that they are given; rank_group starts them,
-                rank_process is one of them
+ranks           the interface of several processes that train together (`integrations/torchrun`)
 policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files and the optimizer's
 """

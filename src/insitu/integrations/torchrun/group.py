@@ -20,10 +20,10 @@ import torch
 from insitu.backend.child_process import ChildProcess, describe_exit
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.backend.learner.ranks import write_rows
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
+from insitu.integrations.torchrun.rank import write_rows
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class RankGroup:
         }
         path = self._folder / "order.json"
         path.write_text(json.dumps(order))
-        arguments = ["-m", "insitu.backend.learner.rank_process", str(path)]
+        arguments = ["-m", "insitu.integrations.torchrun.rank", str(path)]
         if self._options.nodes > 1:
             self._ask_for_other_machines(arguments)
         threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
