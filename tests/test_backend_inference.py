@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -29,7 +30,7 @@ from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams
-from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import load_model
 from insitu.backend.protocols.openai import SampleLog
 from insitu.backend.protocols.openai.chat import (
@@ -592,23 +593,25 @@ def test_streamed_text_never_splits_a_character():
     tokenizer = byte_tokenizer()
     tokens = ChatTokenizer(tokenizer)
     text = "naïve 🙂 日本 end"
-    stream = IncrementalDetokenizer(tokens)
+    stream = CompletionText(tokens)
     parts = [stream.add(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     assert "".join(parts) == text
     assert "�" not in "".join(parts)
     assert stream.flush() == ""
-    half = IncrementalDetokenizer(tokens)
+    half = CompletionText(tokens)
     assert half.add(tokenizer.encode("🙂", add_special_tokens=False)[0]) == ""
     assert half.flush() == "�"
     assert tokens.decode_token(tokenizer.encode("é", add_special_tokens=False)[0]) == ("�", [0xC3])
 
 
 def test_stop_strings_are_found_across_parts():
-    finder = StopChecker(["END", "\n\n"])
-    assert [finder.add(part) for part in ["abc E", "N", "x\n", "y E", "ND more"]] == ["abc ", "", "ENx", "\ny ", ""]
-    assert finder.matched
-    unfinished = StopChecker(["END"])
-    assert (unfinished.add("the EN"), unfinished.flush()) == ("the ", "EN")
+    parts = ["abc E", "N", "x\n", "y E", "ND more", "the EN"]
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(parts[id] for id in ids))
+    text = CompletionText(tokenizer, ["END", "\n\n"])
+    assert [text.add(token) for token in range(5)] == ["abc ", "", "ENx", "\ny ", ""]
+    assert text.stopped
+    unfinished = CompletionText(tokenizer, ["END"])
+    assert (unfinished.add(5), unfinished.flush()) == ("the ", "EN")
 
 
 def test_tool_calls_are_read_from_text():

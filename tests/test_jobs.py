@@ -58,7 +58,8 @@ async def serving(loaded, folder):
         assert weights.version is not None
         published.append(weights.version)
 
-    jobs = TrainingQueue(learner, compute, publish, folder)
+    sampler = SimpleNamespace(publish=publish, check=lambda lora: None)
+    jobs = TrainingQueue(learner, compute, sampler, folder)
     app = web.Application(middlewares=[guard(AccessPolicy())])
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
     for route in job_routes(jobs, limits, ChatTokenizer(loaded.tokenizer)):

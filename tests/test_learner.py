@@ -17,8 +17,7 @@ from tiny_models import save_tiny_model
 from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
-from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.optimizer_loop import learning_rate
 from insitu.backend.learner.policy import build_policy
@@ -446,13 +445,13 @@ def test_the_learning_rate_over_a_run():
 def test_a_backend_started_again_continues_its_training(llama, tmp_path, lora):
     """As if it had never stopped; with the model it was told to load, or with the checkpoint it made last."""
     rows = make_rows(llama.module)
-    never_stopped = Learners(llama, tmp_path / "a").default
+    never_stopped = Learners(Learner(llama, tmp_path / "a")).default
     for _ in range(2):
         second, _ = train(never_stopped, rows, lora=lora)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     third, _ = train(never_stopped, rows, lora=lora)
 
-    again = Learners(llama, tmp_path / "b").default
+    again = Learners(Learner(llama, tmp_path / "b")).default
     assert (again.version, again.versions) == (2, [0, 1, 2])
     assert same(weights(again.load_version(2)), weights(second.module))
     result, _ = train(again, rows, lora=lora)
@@ -461,7 +460,7 @@ def test_a_backend_started_again_continues_its_training(llama, tmp_path, lora):
 
     last = load_model(str(result.checkpoint), "cpu")
     for version in (1, 2):  # started twice more, with the checkpoint as its model
-        onwards = Learners(last, tmp_path / "b").default
+        onwards = Learners(Learner(last, tmp_path / "b")).default
         assert onwards.version == version - 1
         result, _ = train(onwards, rows, lora=lora)
         assert (result.version, result.checkpoint.name) == (version, f"step_00000{3 + version}")
@@ -473,7 +472,7 @@ def test_two_trainings_are_never_mixed_in_a_folder(llama, models, tmp_path):
     rows = make_rows(llama.module)
     trained = {}
     for name in ("here", "elsewhere"):
-        learner = Learners(llama, tmp_path / name).default
+        learner = Learners(Learner(llama, tmp_path / name)).default
         trained[name] = [train(learner, rows)[0].checkpoint for _ in range(3)]
     content = {path: path.read_bytes() for path in tmp_path.glob("here/checkpoints/*/*")}
     others = [
@@ -483,11 +482,11 @@ def test_two_trainings_are_never_mixed_in_a_folder(llama, models, tmp_path):
     ]
     for loaded, says in others:
         with pytest.raises(RequestRefused, match=f"{says}.*: load that model, or use another output_dir or name"):
-            Learners(loaded, tmp_path / "here")
+            Learners(Learner(loaded, tmp_path / "here"))
     assert content == {path: path.read_bytes() for path in tmp_path.glob("here/checkpoints/*/*")}
     (trained["here"][1] / "training.json").unlink()
     with pytest.raises(BackendError, match=r"step_000002 is not a checkpoint of this backend: it has no training.json"):
-        Learners(llama, tmp_path / "here")
+        Learners(Learner(llama, tmp_path / "here"))
 
 
 def test_a_folder_in_the_place_of_a_checkpoint_is_kept(llama, tmp_path):
@@ -557,7 +556,7 @@ def test_a_checkpoint_that_changed_on_the_disk_is_not_loaded(llama, tmp_path, lo
         load_model(str(second), "cpu")
     with pytest.raises(BackendError, match=problem):
         learner.load_version(1)
-    again = Learners(llama, tmp_path).default
+    again = Learners(Learner(llama, tmp_path)).default
     with pytest.raises(BackendError, match=problem):
         again.load_version(again.version)
     learner._state = None
@@ -572,7 +571,7 @@ def test_training_does_not_continue_from_a_damaged_optimizer(llama, tmp_path, ca
     learner = Learner(llama, tmp_path / "a")
     checkpoint = train(learner, make_rows(llama.module))[0].checkpoint
     harm(checkpoint / "optimizer.safetensors")
-    again = Learners(llama, tmp_path / "a").default
+    again = Learners(Learner(llama, tmp_path / "a")).default
     again.load_version(1)
     with pytest.raises(RequestRefused, match=rf"optimizer.safetensors is {says}"):
         again.verify(TrainingSettings())
@@ -591,7 +590,7 @@ def test_checkpoints_of_earlier_releases_have_no_digests(llama, tmp_path):
     assert {*record.pop("sha256"), "training.json"} == {each.name for each in result.checkpoint.iterdir()}
     path.write_text(json.dumps(record))
     flip_a_bit(result.checkpoint / "tokenizer_config.json")
-    assert same(weights(Learners(llama, tmp_path).default.load_version(1)), weights(result.module))
+    assert same(weights(Learners(Learner(llama, tmp_path)).default.load_version(1)), weights(result.module))
 
 
 def some(tensors) -> str:
@@ -649,7 +648,7 @@ def test_jobs_that_would_fail_are_known_before_they_have_rows(llama, tmp_path):
     resumed.verify(TrainingSettings(kl={"beta": 0.1}))
     assert "allowed: none (all weights)" in refusal(resumed, lora=LORA)
     with pytest.raises(BackendError, match=r"lora_rank is 4, but all weights of .*step_000001 were trained so far"):
-        Learners(load_model(str(full.checkpoint), "cpu"), tmp_path / "d", LoRASettings(**LORA))
+        Learners(Learner(load_model(str(full.checkpoint), "cpu"), tmp_path / "d", default_lora=LoRASettings(**LORA)))
     optimizer = full.checkpoint / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
     assert "optimizer.safetensors is damaged" in refusal(resumed)

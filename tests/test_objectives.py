@@ -16,8 +16,7 @@ from test_learner import LORA, same, train, weights
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.learner.batches import Packer, Row, collate, group_rows
-from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.objectives import mismatched_rows
 from insitu.backend.model import LoadedModel, load_model
@@ -210,10 +209,10 @@ def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, method):
 @pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.3}])
 def test_a_backend_started_again_continues_to_the_bit(llama, tmp_path, method, lora):
     rows, changes = sides(method), {"lora": lora, "mini_batch_size": 9, **METHODS[method]}
-    never_stopped = Learners(llama, tmp_path / "a").default
+    never_stopped = Learners(Learner(llama, tmp_path / "a")).default
     train(never_stopped, rows, **changes)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    again = Learners(llama, tmp_path / "b").default
+    again = Learners(Learner(llama, tmp_path / "b")).default
     one, other = (train(learner, rows, **changes)[0] for learner in (never_stopped, again))
     assert same(weights(one.module), weights(other.module))
     assert one.metrics | {"seconds": 0} == other.metrics | {"seconds": 0}

@@ -20,7 +20,6 @@ from insitu.backend.inference.sampler import (
     LATEST,
     GenerationRequest,
     OutputDelta,
-    PolicyModels,
     SamplingParams,
     WeightVersion,
 )
@@ -28,6 +27,7 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.protocols import ServedModels
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.fleet import cancelled
 from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
@@ -274,7 +274,7 @@ async def training(parts: Any, loaded: LoadedModel) -> AsyncIterator[Any]:
     """A queue of jobs, each of one row and LoRA; `train(key)` gives the final state of one."""
     learner = Learner(loaded, parts.folder, served_here=False)
     parts.folder_of = lambda weights: learner.folder(weights.version) if weights.version else Path(loaded.source)
-    queue = TrainingQueue(learner, parts.compute, parts.sampler.publish, parts.folder)
+    queue = TrainingQueue(learner, parts.compute, parts.sampler, parts.folder)
     row = Row(np.array([1, 5, 9]), np.array([1, 2]), np.array([-1.0, -2.0]), np.array([1.0, 1.0]), "e")
 
     async def train(key: str) -> JobState:
@@ -302,7 +302,7 @@ async def test_a_job_whose_version_was_not_served_is_served_and_not_trained_agai
             failed.message,
         )
         assert ((await complete(parts.sampler)).version, parts.sampler.version, jobs.learner.version) == (0, 0, 1)
-        names = PolicyModels("policy", jobs.learner, parts.sampler)
+        names = ServedModels("policy", jobs.learner, parts.sampler)
         assert [model and model.version for model in map(names.find, ("policy", "policy@1"))] == [0, 1]
         again = await jobs.train("run/1")
         assert (again.status, again.id != failed.id, jobs.learner.version) == ("failed", True, 1)

@@ -180,7 +180,7 @@ def recorded_run(folder: Path, *scores: list[float], lora: bool = False, dataset
     from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
     loaded = load_model(str(save_tiny_model(folder.parent / f"{folder.name}-base")), "cpu")
-    learner = Learner(loaded, folder / "backend", lora=LoRASettings(rank=4, alpha=32) if lora else None)
+    learner = Learner(loaded, folder / "backend", default_lora=LoRASettings(rank=4, alpha=32) if lora else None)
     row = Row(np.array([1, 5, 7, 2], np.int32), np.array([2, 3]), np.full(2, -1.0, np.float32), np.ones(2, np.float32))
     history: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = [{"format": 2}]

@@ -248,7 +248,7 @@ async def test_ranks_train_all_weights_and_vllm_samples(
         parts.folder_of = lambda weights: learner.folder(weights.version) if weights.version else Path(model.source)
         parts.load_version = lambda weights: learner.load_version(weights.version)
         parts.vllm.reads_weights = True
-        queue = TrainingQueue(learner, parts.compute, parts.sampler.publish, tmp_path / "ranks")
+        queue = TrainingQueue(learner, parts.compute, parts.sampler, tmp_path / "ranks")
         for number in (1, 2):
             job = queue.submit(
                 f"run/{number}", TrainingSettings(learning_rate=0.01, micro_batch_tokens=64), rows_of(number)

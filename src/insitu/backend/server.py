@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -24,15 +23,14 @@ from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.sampler import ModelRegistry, PolicyModels, Sampler, WeightVersion
+from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.learner.code import CodeFolder
-from insitu.backend.learner.jobs import TrainingQueue, apply_retention
-from insitu.backend.learner.learner import Learner
-from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.ranks import TrainsJobs
 from insitu.backend.model import LoadedModel, load_model
-from insitu.backend.protocols import Services, protocol_routes
+from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, PluginError
@@ -91,12 +89,12 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     compute = ComputeThread()
     lora = LoRASettings(rank=options.lora_rank, alpha=2 * options.lora_rank) if options.lora_rank else None
     group = _rank_group(loaded, options, output_dir)
-    code = CodeFolder(options.allow_code)
-    learners = Learners(loaded, output_dir, lora, group, served_here=options.sampler == "embedded", code=code)
+    served_here, code = options.sampler == "embedded", CodeFolder(options.allow_code)
+    learner = Learner(loaded, output_dir, default_lora=lora, group=group, served_here=served_here, code=code)
+    learners = Learners(learner)
     sampler = _sampler(loaded, options, compute, learners, output_dir)
-    retention = functools.partial(apply_retention, sampler, compute)
-    jobs = TrainingQueue(learners.default, compute, sampler.publish, output_dir, retention, sampler.check)
-    models = ModelRegistry(PolicyModels(options.name, learners.default, sampler))
+    jobs = TrainingQueue(learner, compute, sampler, output_dir)
+    models = ServedModels(options.name, learner, sampler)
     services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
 
     async def openapi(request: web.Request) -> web.Response:
@@ -107,7 +105,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     app = web.Application(middlewares=[guard(options.access(), public.__contains__)])
     for route in routes:
         route.add_to(app)
-    return Backend(app, compute, sampler, jobs, learners.default, group)
+    return Backend(app, compute, sampler, jobs, learner, group)
 
 
 def _sampler(

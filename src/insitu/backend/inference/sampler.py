@@ -1,4 +1,4 @@
-"""The seam between the server and what samples: requests, model names, weight versions, the interface of a sampler.
+"""The seam between the server and what samples: requests, weight versions, the interface of a sampler.
 
 `inference.engine` samples in this process; `integrations/vllm` asks vLLM servers.
 """
@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.tokenizer import ChatTokenizer, IncrementalDetokenizer, StopChecker
+from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
 from insitu.schemas.training_jobs import LoRASettings
@@ -105,21 +105,16 @@ Deliver = Callable[[int, OutputDelta | BaseException], None]
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """The tokens of a completion so far, and where it ends.
-
-    `detokenizer` and `stop_checker` are set only if it streams or has stop strings.
-    """
+    """The tokens of a completion so far, and where it ends; `text` is set only if it streams or has stop strings."""
 
     prompt: list[int]
     params: SamplingParams
     tokens: list[SampledToken] = field(default_factory=list, kw_only=True)
-    detokenizer: IncrementalDetokenizer | None = field(default=None, kw_only=True)
-    stop_checker: StopChecker | None = field(default=None, kw_only=True)
+    text: CompletionText | None = field(default=None, kw_only=True)
 
     def detokenize(self, tokenizer: ChatTokenizer) -> None:
         """From now on, `append` returns text and finds stop strings."""
-        self.detokenizer = IncrementalDetokenizer(tokenizer)
-        self.stop_checker = StopChecker(self.params.stop)
+        self.text = CompletionText(tokenizer, self.params.stop)
 
     def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
@@ -127,18 +122,16 @@ class Completion:
         if token.id in tokenizer.eos_token_ids and not self.params.ignore_eos:
             return self._flush(), "stop"
         text = ""
-        if self.detokenizer is not None and self.stop_checker is not None:
-            text = self.stop_checker.add(self.detokenizer.add(token.id))
-            if self.stop_checker.matched:
+        if self.text is not None:
+            text = self.text.add(token.id)
+            if self.text.stopped:
                 return text, "stop"
         if len(self.tokens) >= self.params.max_tokens or len(self.prompt) + len(self.tokens) >= max_length:
             return text + self._flush(), "length"
         return text, None
 
     def _flush(self) -> str:
-        if self.detokenizer is None or self.stop_checker is None:
-            return ""
-        return self.stop_checker.add(self.detokenizer.flush()) + self.stop_checker.flush()
+        return self.text.flush() if self.text is not None else ""
 
 
 def check_in_flight(count: int, limit: int) -> None:
@@ -287,82 +280,6 @@ class Sampler(ABC):
 
         `deliver` gets the deltas of each choice, a single one if not `streamed`, or the error that ended it.
         """
-
-
-class ServedModel(NamedTuple):
-    """Weights behind a model name, and their current version.
-
-    `returns_token_ids`: the client sends completions back for training, so each choice carries logprobs, sampled token
-    ids (as `token_id:N`) and prompt token ids even if the request does not ask for them.
-    """
-
-    weights: WeightVersion
-    version: int
-    returns_token_ids: bool = False
-
-
-class ModelProvider(Protocol):
-    """A source of model names, such as a protocol's trained models."""
-
-    def find(self, name: str) -> ServedModel | None: ...
-
-    def names(self) -> list[str]: ...
-
-
-class HasVersions(Protocol):
-    """What has versions of weights: the learner of the policy."""
-
-    @property
-    def versions(self) -> Sequence[int]: ...
-
-
-class PolicyModels:
-    """`NAME` for the latest weights of the backend's own policy, `NAME@K` for version K.
-
-    The latest that the sampler serves: a version that was just trained may not be.
-    """
-
-    def __init__(self, name: str, learner: HasVersions, sampler: Sampler) -> None:
-        self._name = name
-        self._learner = learner
-        self._sampler = sampler
-
-    def find(self, name: str) -> ServedModel | None:
-        if name == self._name:
-            return ServedModel(LATEST, self._sampler.version)
-        policy, _, version = name.rpartition("@")
-        if policy == self._name and version.isdecimal() and int(version) in self._learner.versions:
-            return ServedModel(WeightVersion(int(version)), int(version))
-        return None
-
-    def names(self) -> list[str]:
-        return [self._name, *(f"{self._name}@{version}" for version in self._learner.versions)]
-
-
-class ModelRegistry:
-    """All served model names; protocols add theirs with `add`."""
-
-    def __init__(self, *providers: ModelProvider) -> None:
-        self._providers = list(providers)
-
-    def add(self, provider: ModelProvider) -> None:
-        if provider not in self._providers:
-            self._providers.append(provider)
-
-    def find(self, name: str) -> ServedModel:
-        """Raises RequestRefused (404) with the existing names."""
-        for provider in self._providers:
-            if model := provider.find(name):
-                return model
-        raise RequestRefused(
-            f"no such model: {name!r}; known models: {', '.join(self.names())}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-
-    def names(self) -> list[str]:
-        return [name for provider in self._providers for name in provider.names()]
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -87,11 +87,18 @@ class ChatTokenizer:
         return decoded
 
 
-class IncrementalDetokenizer:
-    """The text of a growing list of tokens, returned up to the last complete character."""
+class CompletionText:
+    """The text of a growing list of tokens: up to the last complete character, and up to the first stop string.
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    Text that may turn out to be the start of a stop string is held back.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was found."""
         self._ids: list[int] = []
         self._emitted = 0
         """Number of tokens whose text has been returned."""
@@ -99,13 +106,15 @@ class IncrementalDetokenizer:
         """Start of the tokens decoded along before `_emitted`: whitespace depends on the preceding token."""
 
     def add(self, token_id: int) -> str:
-        """The text completed by this token; empty in the middle of a character."""
+        """The text that is final with this token; empty in the middle of a character."""
         self._ids.append(token_id)
-        return self._next_text(final=False)
+        return self._before_stop(self._next_text(final=False))
 
     def flush(self) -> str:
         """The remaining text, replacement characters included."""
-        return self._next_text(final=True)
+        text = self._before_stop(self._next_text(final=True))
+        held, self._held = self._held, ""
+        return text + held
 
     def _next_text(self, final: bool) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._emitted])
@@ -115,29 +124,16 @@ class IncrementalDetokenizer:
         self._context, self._emitted = self._emitted, len(self._ids)
         return now[len(before) :]
 
-
-class StopChecker:
-    """Finds stop strings in incremental text; holds back text that may turn out to be the start of one."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [text for text in stop if text]
-        self._held = ""
-        self.matched = False
-
-    def add(self, text: str) -> str:
-        """The text that certainly precedes any stop string."""
+    def _before_stop(self, text: str) -> str:
+        """What certainly precedes any stop string."""
         text = self._held + text
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if ends:
-            self.matched, self._held = True, ""
+            self.stopped, self._held = True, ""
             return text[: min(ends)]
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        end = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[end:]
+        return text[:end]
 
 
 def overlap(text: str, marker: str) -> int:

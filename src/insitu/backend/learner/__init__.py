@@ -1,7 +1,7 @@
 """Training: from rows to new weights; start reading at jobs, then learner.
 
 jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
-learner         the weights of a policy from job to job; learners: one per policy
+learner         the weights of a policy from job to job, and the learners of all policies
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses          the losses as pure functions

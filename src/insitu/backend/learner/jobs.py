@@ -4,12 +4,10 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import Sampler, WeightVersion
@@ -18,16 +16,12 @@ from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.disk.files import write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
-from insitu.schemas.training_jobs import JobState, LoRASettings, Retention, TrainingSettings
+from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
-
-ApplyRetention = Callable[[Learner, Retention], Awaitable[object]]
-PublishWeights = Callable[[WeightVersion, nn.Module | None], Awaitable[None]]
-"""Awaited once a job's new weights are on disk and ready to serve; the module has them, if they are in memory."""
 
 
 @dataclass(eq=False)
@@ -91,8 +85,7 @@ def _completed(trained: TrainedVersion) -> dict[str, Any]:
 class TrainingQueue:
     """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
 
-    `learner` trains jobs submitted without one. `apply_retention` is awaited after jobs with a retention policy.
-    `check_lora` raises RequestRefused if weights trained with these adapters could not be served.
+    `learner` trains jobs submitted without one; `sampler` serves the weights.
     """
 
     max_unfinished = 64
@@ -102,10 +95,8 @@ class TrainingQueue:
 
     learner: Learner
     compute: ComputeThread
-    publish_weights: PublishWeights
+    sampler: Sampler
     output_dir: Path
-    apply_retention: ApplyRetention | None = None
-    check_lora: Callable[[LoRASettings | None], None] = lambda lora: None
 
     def __post_init__(self) -> None:
         self._jobs: dict[str, TrainingJob] = {}
@@ -139,7 +130,7 @@ class TrainingQueue:
     async def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings could be trained."""
         await self.compute.call(self.learner.verify, settings)
-        self.check_lora(self.learner.adapters(settings))
+        self.sampler.check(self.learner.adapters(settings))
 
     def submit(
         self,
@@ -160,7 +151,7 @@ class TrainingQueue:
         self.check_room()
         learner = learner or self.learner
         learner.check(settings)
-        self.check_lora(learner.adapters(settings))
+        self.sampler.check(learner.adapters(settings))
         self._forget_oldest()
         repeats = repeats or self._by_idempotency_key.get(idempotency_key or "")
         state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
@@ -243,7 +234,7 @@ class TrainingQueue:
                 assert trained is not None
                 await self._serve(job, trained)
                 outcome = _completed(trained)
-                if keep is not None and self.apply_retention is not None:
+                if keep is not None:
                     await self.apply_retention(job.learner, keep)
         except asyncio.CancelledError:
             unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
@@ -263,7 +254,7 @@ class TrainingQueue:
         latest = job.learner.version  # a later job may have continued from them
         module = trained.module if trained.version == latest else None
         try:
-            await self.publish_weights(WeightVersion(latest, job.learner.policy_name), module)
+            await self.sampler.publish(WeightVersion(latest, job.learner.policy_name), module)
         except Exception as error:  # re-raised
             job.unserved = trained._replace(module=None)
             reason = str(error) if isinstance(error, InsituError) else format_error(error)
@@ -284,37 +275,32 @@ class TrainingQueue:
         except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
             logger.warning("could not write the record of job %s: %s", state.id, error)
 
+    async def delete_versions(self, learner: Learner, versions: Iterable[int]) -> list[int]:
+        """Deletes checkpoints except the latest and the loaded model (version 0); returns the deleted versions.
 
-async def delete_versions(
-    sampler: Sampler, compute: ComputeThread, learner: Learner, versions: Iterable[int]
-) -> list[int]:
-    """Deletes checkpoints except the latest and the loaded model (version 0); returns the deleted versions.
+        Raises OSError if one cannot be deleted.
+        """
+        deleted: list[int] = []
 
-    Raises OSError if one cannot be deleted.
-    """
-    deleted: list[int] = []
+        def delete() -> None:
+            for version in sorted(set(versions) & set(learner.versions) - {0, learner.version}):
+                learner.delete_checkpoint(version)
+                deleted.append(version)
 
-    def delete() -> None:
-        for version in sorted(set(versions) & set(learner.versions) - {0, learner.version}):
-            learner.delete_checkpoint(version)
-            deleted.append(version)
+        try:
+            await self.compute.call(delete)  # where no other request deletes meanwhile
+        finally:
+            for version in deleted:
+                await self.sampler.retire(WeightVersion(version, learner.policy_name))
+        return deleted
 
-    try:
-        await compute.call(delete)  # where no other request deletes meanwhile
-    finally:
-        for version in deleted:
-            await sampler.retire(WeightVersion(version, learner.policy_name))
-    return deleted
+    async def apply_retention(self, learner: Learner, keep: Retention) -> None:
+        """Deletes what `keep` does not keep, except versions in use.
 
-
-async def apply_retention(sampler: Sampler, compute: ComputeThread, learner: Learner, keep: Retention) -> list[int]:
-    """Deletes what `keep` does not keep, except versions in use; returns the deleted versions.
-
-    A folder that cannot be deleted is reported and tried again after the next job.
-    """
-    expired = set(learner.expired(keep)) - await sampler.versions_in_use(learner.policy_name)
-    try:
-        return await delete_versions(sampler, compute, learner, expired)
-    except OSError as error:
-        logger.warning("an old checkpoint cannot be deleted: %s", error)
-        return []
+        A folder that cannot be deleted is reported and tried again after the next job.
+        """
+        expired = set(learner.expired(keep)) - await self.sampler.versions_in_use(learner.policy_name)
+        try:
+            await self.delete_versions(learner, expired)
+        except OSError as error:
+            logger.warning("an old checkpoint cannot be deleted: %s", error)

@@ -6,12 +6,14 @@ import math
 import tempfile
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from insitu.backend.compute import in_another_thread
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
 from insitu.backend.learner.code import NO_CODE, CodeFolder
@@ -50,46 +52,39 @@ class TrainedVersion(NamedTuple):
         return self.job.metrics
 
 
+@dataclass(eq=False)
 class Learner:
     """Owns the weights of one policy; `version` counts the finished jobs, 0 is the loaded model.
 
     The latest checkpoint (before the first: the loaded model) is the authoritative state. A failed or canceled job
-    drops the state in memory, and the next job restores it from there. The loaded module is never modified. `lora`
-    applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in those. This
-    process samples if `served_here`. `code` holds the functions that jobs may choose.
+    drops the state in memory, and the next job restores it from there. The loaded module is never modified.
+    `default_lora` applies to jobs without a `lora` block. With a `group`, other processes train; `ranks` are set in
+    those. This process samples if `served_here`. `code` holds the functions that jobs may choose.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        output_dir: Path,
-        policy_name: str = "",
-        lora: LoRASettings | None = None,
-        ranks: Ranks = ALONE,
-        group: TrainsJobs | None = None,
-        served_here: bool = True,
-        code: CodeFolder = NO_CODE,
-    ) -> None:
+    loaded: LoadedModel
+    output_dir: Path
+    policy_name: str = ""
+    default_lora: LoRASettings | None = None
+    ranks: Ranks = ALONE
+    group: TrainsJobs | None = None
+    served_here: bool = True
+    code: CodeFolder = NO_CODE
+
+    def __post_init__(self) -> None:
         self.version = 0
-        self._code = code
-        self._served_here = served_here
-        self._ranks = ranks
-        self._group = group
-        self.loaded = loaded
-        self.policy_name = policy_name
         self.kept_optimizer_states = Retention().optimizer
-        self._folder = output_dir / "checkpoints"
+        self._folder = self.output_dir / "checkpoints"
         self._checkpoints: dict[int, Path] = {}
         self.earlier_jobs: list[TrainedVersion] = []
         """The jobs of earlier processes, without their weights."""
         self._state: TrainState | None = None
-        self._compute_logprobs = LogprobComputer(loaded)
-        self._workers = Workers(loaded, ranks)
-        source = str(Path(loaded.source).resolve()) if Path(loaded.source).exists() else loaded.source
+        self._compute_logprobs = LogprobComputer(self.loaded)
+        self._workers = Workers(self.loaded, self.ranks)
+        source = str(path.resolve()) if (path := Path(self.loaded.source)).exists() else self.loaded.source
         self._origin = read_record(source) or TrainingRecord(step=0, version=0, started_from=source)
         self._origin_folder = Path(source)
-        self._default_lora = lora
-        self._lora = self._origin.lora or loaded_adapter(loaded.module)
+        self._lora = self._origin.lora or loaded_adapter(self.loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
 
     @property
@@ -116,7 +111,7 @@ class Learner:
         Raises RequestRefused if they are of another training: its numbers would continue with other weights. The loaded
         model may be one of them; then it must be the latest that does not continue it.
         """
-        self._ranks.on_first(lambda: delete_drafts(self._folder))
+        self.ranks.on_first(lambda: delete_drafts(self._folder))
         origin, among_them = self._origin, self._origin_folder.parent == self._folder.resolve()
         for folder, record in saved_checkpoints(self._folder):
             started_at = record.step - record.version
@@ -158,15 +153,15 @@ class Learner:
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained, or its code is not allowed."""
         if settings.code:
-            self._code.check(settings)
-        if self._lora_fixed and not same_adapters(settings.lora or self._default_lora, self._lora):
+            self.code.check(settings)
+        if self._lora_fixed and not same_adapters(settings.lora or self.default_lora, self._lora):
             allowed = self._lora.model_dump_json() if self._lora else "none (all weights)"
             problem = f"settings.lora differs from the adapters this backend trains; allowed: {allowed}"
             raise RequestRefused(problem, status=409, param="settings.lora", code="lora_fixed")
 
     def adapters(self, settings: TrainingSettings | None) -> LoRASettings | None:
         """The adapters that a job with these settings trains; None: all weights."""
-        return self._lora if self._lora_fixed else (settings and settings.lora) or self._default_lora
+        return self._lora if self._lora_fixed else (settings and settings.lora) or self.default_lora
 
     def verify(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
@@ -178,10 +173,10 @@ class Learner:
         try:
             if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
-            reference_module(self._code, settings, self._references)
-            load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self._code)
-            self._code.function("schedule", settings.schedule)
-            self._code.function("optimizer", settings.optimizer or "adamw")
+            reference_module(self.code, settings, self._references)
+            load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self.code)
+            self.code.function("schedule", settings.schedule)
+            self.code.function("optimizer", settings.optimizer or "adamw")
             if self._state is None:  # else the next job continues from memory
                 self._check_files(weights=False)
         except BackendError as error:
@@ -238,15 +233,15 @@ class Learner:
     ) -> Generator[Progress | None, None, TrainedVersion]:
         self.check(settings)
         settings = settings.model_copy(update={"lora": self.adapters(settings)})
-        if self._group is not None:
-            trained = yield from self._train_in_group(self._group, settings, rows, job)
+        if self.group is not None:
+            trained = yield from self._train_in_group(self.group, settings, rows, job)
         else:
             trained = yield from self._train_here(settings, rows, job)
         # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = trained.checkpoint
         self._lora, self._lora_fixed = settings.lora, True
-        if self._ranks is ALONE:  # otherwise the backend deletes them
+        if self.ranks is ALONE:  # otherwise the backend deletes them
             for version in self._checkpoints:
                 if version <= self.version - self.kept_optimizer_states:
                     (self._checkpoints[version] / OPTIMIZER_FILE).unlink(missing_ok=True)
@@ -260,7 +255,7 @@ class Learner:
         """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
         done = yield from group.train(self._folder.parent, self.policy_name, settings, rows, job)
         checkpoint = self._folder_of(self.version + 1)
-        module = self._read_weights(checkpoint, settings.lora) if self._served_here else None
+        module = self._read_weights(checkpoint, settings.lora) if self.served_here else None
         return TrainedVersion(module, self.version + 1, checkpoint, job.model_copy(update={"metrics": done["metrics"]}))
 
     def _train_here(
@@ -279,8 +274,8 @@ class Learner:
                 decay = settings.weight_decay if group["decays"] else 0.0
                 group.update(betas=settings.betas, weight_decay=decay)
         metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
-        served = state.policy.served(self._ranks)
-        self._ranks.on_first(lambda: check_finite(served, settings, rows))
+        served = state.policy.served(self.ranks)
+        self.ranks.on_first(lambda: check_finite(served, settings, rows))
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
@@ -291,7 +286,7 @@ class Learner:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics})
         save = functools.partial(self._save_checkpoint, state, served, job)
-        checkpoint = (yield from in_another_thread(save, delete_folder)) if self._ranks is ALONE else save()
+        checkpoint = (yield from in_another_thread(save, delete_folder)) if self.ranks is ALONE else save()
         return TrainedVersion(served, self.version + 1, checkpoint, job)
 
     def _restore(self, settings: TrainingSettings) -> TrainState:
@@ -306,13 +301,13 @@ class Learner:
             masters = {name: f"weights.{name}" for name in policy.trainable}
             policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved.names)
             forward = PolicyForward(policy.module, self._compute_logprobs)
-            self._ranks.shard(policy.module, forward)
-            make = self._code.function("optimizer", settings.optimizer or "adamw")
+            self.ranks.shard(policy.module, forward)
+            make = self.code.function("optimizer", settings.optimizer or "adamw")
             state = TrainState(
                 *(policy, forward, make(policy.trainable, settings), self._compute_logprobs, self._workers),
                 reference=lambda: self._references,
-                ranks=self._ranks,
-                code=self._code,
+                ranks=self.ranks,
+                code=self.code,
                 optimizer_part=settings.optimizer,
             )
             prefix, trainable = state.optimizer_prefix, policy.trainable
@@ -357,3 +352,44 @@ class Learner:
         with tempfile.TemporaryDirectory() as folder:
             self.loaded.tokenizer.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+class Learners:
+    """One learner per policy; all start from the loaded model. `default` is the backend's own policy, named ""."""
+
+    def __init__(self, default: Learner) -> None:
+        """Resumes the learner. Raises BackendError if it has trained all weights and adapters are to be trained."""
+        default.resume()
+        if default.default_lora is not None and default.lora is None:
+            rank, source = default.default_lora.rank, default.loaded.source
+            raise BackendError(f"lora_rank is {rank}, but all weights of {source} were trained so far")
+        self.default = default
+        self._learners = {"": default}
+
+    def open(self, policy_name: str, folder: Path) -> Learner:
+        """The policy's learner, resumed from the checkpoints in `folder`. Runs in the compute thread."""
+        if policy_name not in self._learners:
+            learner = replace(self.default, output_dir=folder, policy_name=policy_name)
+            learner.resume()
+            self._learners[policy_name] = learner
+        return self._learners[policy_name]
+
+    def close(self, policy_name: str) -> None:
+        del self._learners[policy_name]
+
+    def load_version(self, weights: WeightVersion) -> nn.Module:
+        """Raises RequestRefused if the policy or the version does not exist."""
+        learner, version = self._find(weights)
+        return learner.load_version(version)
+
+    def folder(self, weights: WeightVersion) -> Path:
+        """The files of weights; those of version 0 are the loaded model's. Raises like `load_version`."""
+        learner, version = self._find(weights)
+        return learner.folder(version) if version else Path(learner.loaded.source)
+
+    def _find(self, weights: WeightVersion) -> tuple[Learner, int]:
+        learner = self._learners.get(weights.policy)
+        if learner is None:
+            problem = f"the model {weights.policy} was deleted"
+            raise RequestRefused(problem, status=404, param="model", code="model_not_found")
+        return learner, learner.version if weights.version is None else weights.version

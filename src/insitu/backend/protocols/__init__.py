@@ -8,16 +8,75 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.sampler import ModelRegistry, Sampler
+from insitu.backend.inference.sampler import LATEST, Sampler, WeightVersion
 from insitu.backend.learner.jobs import TrainingQueue
-from insitu.backend.learner.learners import Learners
+from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.model import LoadedModel
+from insitu.errors import RequestRefused
 
 GROUP = "insitu.backend.protocols"
+
+
+class ServedModel(NamedTuple):
+    """Weights behind a model name, and their current version.
+
+    `returns_token_ids`: the client sends completions back for training, so each choice carries logprobs, sampled token
+    ids (as `token_id:N`) and prompt token ids even if the request does not ask for them.
+    """
+
+    weights: WeightVersion
+    version: int
+    returns_token_ids: bool = False
+
+
+class ModelProvider(Protocol):
+    """A source of further model names, such as a protocol's trained models."""
+
+    def find(self, name: str) -> ServedModel | None: ...
+
+    def names(self) -> list[str]: ...
+
+
+class ServedModels:
+    """All served model names: `NAME` for the latest weights of the backend's own policy, `NAME@K` for version K.
+
+    The latest that the sampler serves: a version that was just trained may not be. Protocols add theirs with `add`.
+    """
+
+    def __init__(self, name: str, learner: Learner, sampler: Sampler) -> None:
+        self._name = name
+        self._learner = learner
+        self._sampler = sampler
+        self._providers: list[ModelProvider] = []
+
+    def add(self, provider: ModelProvider) -> None:
+        if provider not in self._providers:
+            self._providers.append(provider)
+
+    def find(self, name: str) -> ServedModel:
+        """Raises RequestRefused (404) with the existing names."""
+        for find in (self._own, *(provider.find for provider in self._providers)):
+            if model := find(name):
+                return model
+        problem = f"no such model: {name!r}; known models: {', '.join(self.names())}"
+        raise RequestRefused(problem, status=404, param="model", code="model_not_found")
+
+    def _own(self, name: str) -> ServedModel | None:
+        if name == self._name:
+            return ServedModel(LATEST, self._sampler.version)
+        policy, _, version = name.rpartition("@")
+        if policy == self._name and version.isdecimal() and int(version) in self._learner.versions:
+            return ServedModel(WeightVersion(int(version)), int(version))
+        return None
+
+    def names(self) -> list[str]:
+        own = [self._name, *(f"{self._name}@{version}" for version in self._learner.versions)]
+        return own + [name for provider in self._providers for name in provider.names()]
 
 
 @dataclass(frozen=True)
@@ -30,7 +89,7 @@ class Services:
     sampler: Sampler
     learners: Learners
     jobs: TrainingQueue
-    models: ModelRegistry
+    models: ServedModels
     output_dir: Path
 
 

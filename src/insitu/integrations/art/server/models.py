@@ -14,10 +14,9 @@ from statistics import fmean, pstdev
 from typing import Any
 from urllib.parse import quote
 
-from insitu.backend.inference.sampler import ServedModel, WeightVersion
-from insitu.backend.learner.jobs import delete_versions
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.learner import Learner
-from insitu.backend.protocols import Services
+from insitu.backend.protocols import ServedModel, Services
 from insitu.disk.files import MAX_NAME_BYTES
 from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
@@ -211,7 +210,7 @@ class ArtModels:
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""
-        return await delete_versions(self._services.sampler, self._services.compute, registered.learner, steps)
+        return await self._services.jobs.delete_versions(registered.learner, steps)
 
     async def delete(self, registered: RegisteredModel) -> None:
         """Deletes the model with all its checkpoints and logs."""
