@@ -75,6 +75,7 @@ class PendingCall(NamedTuple):
     """By `time.monotonic()`."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CallLedger:
     """The model calls of one episode, or of a plain run; agents may call from several threads.
 
@@ -82,17 +83,13 @@ class CallLedger:
     keys of `llms`; they need logprobs, and token ids if `needs_token_ids`. `on_call` is called with each recorded call.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str = "the current run",
-        seed: int = 0,
-        training: bool | Collection[str] = False,
-        needs_token_ids: bool = True,
-        on_call: OnCall | None = None,
-    ) -> None:
-        self.name = name
-        self.needs_token_ids = needs_token_ids
+    name: str = "the current run"
+    seed: int = 0
+    training: bool | Collection[str] = False
+    needs_token_ids: bool = True
+    on_call: OnCall | None = None
+
+    def __post_init__(self) -> None:
         self.calls: list[ModelCall] = []
         """In order of completion; after `close` in order of their start."""
         self.failed_attempts: Counter[str] = Counter()
@@ -106,9 +103,6 @@ class CallLedger:
         self.capture_error: CaptureError | None = None
         """What a response lacked for training, kept here in case the workflow swallows the exception."""
         self.closed = False
-        self._seed = seed
-        self.training = training
-        self._on_call = on_call
         self._next_index = 0
         self._repetitions: Counter[bytes] = Counter()  # by prompt digest
         self._abandoned: defaultdict[bytes, list[int]] = defaultdict(list)  # heaps of repetitions, by prompt digest
@@ -132,7 +126,7 @@ class CallLedger:
             else:
                 repetition = self._repetitions[digest]
                 self._repetitions[digest] += 1
-            seed = hashlib.blake2b(f"{self._seed}|{repetition}|".encode() + digest, digest_size=4).digest()
+            seed = hashlib.blake2b(f"{self.seed}|{repetition}|".encode() + digest, digest_size=4).digest()
             sampling_seed = int.from_bytes(seed, "big") >> 1
             pending = PendingCall(indices, digest, repetition, sampling_seed, server, llm, time.monotonic())
             self._pending[pending] = None
@@ -182,9 +176,9 @@ class CallLedger:
             with suppress(RuntimeError):  # a thread without an event loop
                 if not site.is_explicit and (caller := asyncio.current_task()) is not None:
                     self._callers.add(caller)
-        if self._on_call is not None:
+        if self.on_call is not None:
             for call in calls:
-                self._on_call(call, site)
+                self.on_call(call, site)
         return True
 
     def note_late_call(self) -> None:

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -90,6 +91,7 @@ def _without_call_ids(message: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
     """Records chat and text completions of one model.
 
@@ -98,25 +100,17 @@ class Recorder:
     under its own model name. `forced_params` replace those of every request.
     """
 
-    def __init__(
-        self,
-        server: str,
-        llm: str | None = None,
-        make_error: Callable[[str], CaptureError] = CaptureError,
-        current_model: Callable[[], str] | None = None,
-        forced_params: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.server = server
-        self.llm = llm
-        self.make_error = make_error
-        self.current_model = current_model
-        self.forced_params = dict(forced_params or {})
-        self.outside_completions = 0
-        """Completions requested outside every episode, by evaluators too."""
-        self.stray_completions = 0
-        """Those of them that no evaluator requested: by threads that do not know their episode, for example."""
-        self._warned = False
-        self._lock = threading.Lock()
+    server: str
+    llm: str | None = None
+    make_error: Callable[[str], CaptureError] = CaptureError
+    current_model: Callable[[], str] | None = None
+    forced_params: Mapping[str, Any] = field(default_factory=dict)
+    outside_completions: int = 0
+    """Completions requested outside every episode, by evaluators too."""
+    stray_completions: int = 0
+    """Those of them that no evaluator requested: by threads that do not know their episode, for example."""
+    _warned: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report_late_call(self, ledger: CallLedger, what: str) -> None:
         """Counts and logs a request that outlived its episode: WARNING the first time, then INFO."""

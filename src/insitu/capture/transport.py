@@ -9,8 +9,9 @@ import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import aiohttp
 import orjson
@@ -28,12 +29,9 @@ _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encod
 @lru_cache
 def recording_transport(http: Any) -> Any:
     """The transport class for `httpx` or `httpx2` (the module); its instances serve a Client or an AsyncClient."""
-    streams = {
-        "async_stream": type("RecordedAsyncStream", (_AsyncStream, http.AsyncByteStream), {"http": http}),
-        "sync_stream": type("RecordedSyncStream", (_SyncStream, http.SyncByteStream), {}),
-    }
+    stream = type("RecordedStream", (_RecordedStream, http.AsyncByteStream, http.SyncByteStream), {"http": http})
     bases = (_RecordingTransport, http.AsyncBaseTransport, http.BaseTransport)
-    return type("RecordingTransport", bases, {"http": http, **streams})
+    return type("RecordingTransport", bases, {"http": http, "stream": stream})
 
 
 class _RecordingTransport:
@@ -45,8 +43,7 @@ class _RecordingTransport:
     """
 
     http: Any
-    async_stream: Any
-    sync_stream: Any
+    stream: Any
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -72,7 +69,7 @@ class _RecordingTransport:
             headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
             extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
             if streams:
-                stream = self.async_stream(answer, request, exchange, cleanup.pop_all())
+                stream = self.stream(answer, answer.headers, exchange, request, cleanup.pop_all())
                 return self.http.Response(answer.status, headers=headers, stream=stream, extensions=extensions)
             assert exchange is not None
             return self._completed(exchange, answer.status, answer.headers, headers, received, extensions)
@@ -92,7 +89,7 @@ class _RecordingTransport:
         try:
             answer = self._sync_transport.handle_request(request)
             if exchange.streamed and answer.status_code < 400:
-                answer.stream = self.sync_stream(answer.stream, answer.headers, exchange)
+                answer.stream = self.stream(answer.stream, answer.headers, exchange)
                 return answer
             received = answer.read()
         except BaseException as error:  # always re-raised
@@ -147,67 +144,65 @@ class _RecordingTransport:
             self._sync_transport.close()
 
 
-class _AsyncStream:
-    """The body of an aiohttp response as it comes in; `cleanup` is closed with it."""
+@dataclass(eq=False)
+class _RecordedStream:
+    """The body of a response as it comes in: of aiohttp with its `request`, or the stream of the library's transport.
 
-    http: Any
+    `cleanup` is closed with it.
+    """
 
-    def __init__(
-        self, answer: aiohttp.ClientResponse, request: Any, exchange: Exchange | None, cleanup: AsyncExitStack
-    ) -> None:
-        self._answer = answer
-        self._request = request
-        self._exchange = exchange
-        self._cleanup = cleanup
+    http: ClassVar[Any]
+    body: Any
+    headers: Mapping[str, str]
+    exchange: Exchange | None
+    request: Any = None
+    cleanup: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._answer.content.iter_any():
-                passed = chunk if self._exchange is None else self._exchange.feed(chunk)
-                if self._exchange is not None and self._exchange.done_received:
-                    self._end()
-                if passed:
+            async for chunk in self.body.content.iter_any():
+                if passed := self._pass(chunk):
                     yield passed
         except Exception as error:  # of aiohttp, which has many; re-raised
-            translated = _translated(self.http, self._request, error)
+            translated = _translated(self.http, self.request, error)
             if translated is None:
                 raise
             self._end(f"the stream was cut off: {translated!r}")
             raise translated from error
         self._end()
 
-    async def aclose(self) -> None:
-        if self._answer.content.at_eof():
-            self._answer.release()
-        else:
-            self._answer.close()  # with its unread rest the connection cannot be reused
-        self._end()
-        await self._cleanup.aclose()
-
-    def _end(self, error: str | None = None) -> None:
-        if self._exchange is not None:
-            self._exchange.end(self._answer.headers, error)
-
-
-class _SyncStream:
-    def __init__(self, stream: Any, headers: Mapping[str, str], exchange: Exchange) -> None:
-        self._stream, self._headers, self._exchange = stream, headers, exchange
-
     def __iter__(self) -> Iterator[bytes]:
         try:
-            for chunk in self._stream:
-                passed = self._exchange.feed(chunk)
-                if self._exchange.done_received:
-                    self._exchange.end(self._headers)
-                yield passed
+            yield from map(self._pass, self.body)
         except Exception as error:  # depends on the library; re-raised
-            self._exchange.end(self._headers, f"the stream was interrupted: {error!r}")
+            self._end(f"the stream was interrupted: {error!r}")
             raise
-        self._exchange.end(self._headers)
+        self._end()
+
+    def _pass(self, chunk: bytes) -> bytes:
+        """The bytes for the client. The exchange ends before the client sees the end."""
+        if self.exchange is None:
+            return chunk
+        passed = self.exchange.feed(chunk)
+        if self.exchange.done_received:
+            self._end()
+        return passed
+
+    async def aclose(self) -> None:
+        if self.body.content.at_eof():
+            self.body.release()
+        else:
+            self.body.close()  # with its unread rest the connection cannot be reused
+        self._end()
+        await self.cleanup.aclose()
 
     def close(self) -> None:
-        self._stream.close()
-        self._exchange.end(self._headers)
+        self.body.close()
+        self._end()
+
+    def _end(self, error: str | None = None) -> None:
+        if self.exchange is not None:
+            self.exchange.end(self.headers, error)
 
 
 def new_session(*, through_proxies: bool) -> aiohttp.ClientSession:

@@ -1,6 +1,7 @@
 """The command `doctor`."""
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -36,37 +37,36 @@ def command(
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), default=str))
     else:
-        _print(diagnosis)
+        console = results_console()
+        for line in _lines(diagnosis):
+            console.print(line, markup=False, soft_wrap=True)
     ctx.exit(0 if diagnosis.will_learn else 1)
 
 
-def _print(diagnosis: "Diagnosis") -> None:
+def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
     """The findings, the worst first, and the estimate."""
-    console = results_console()
-    for finding in diagnosis.findings:
-        for line in (
-            f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]",
-            f"  where: {finding.where}",
-            f"  change: {finding.change}",
-        ):
-            console.print(line, markup=False, soft_wrap=True)
-    for line in _estimate(diagnosis):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _estimate(diagnosis: "Diagnosis") -> list[str]:
     from insitu.doctor.estimate import readable_bytes, readable_seconds
 
+    for finding in diagnosis.findings:
+        yield f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]"
+        yield f"  where: {finding.where}"
+        yield f"  change: {finding.change}"
     of, budget = diagnosis.estimate, diagnosis.budget
     generations = f" x {budget['generations']}" if budget["generations"] is not None else ""
-    return [
+    yield (
         f"played {budget['episodes_played']} episodes ({budget['rows']} rows{generations}, at most "
-        f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}",
-        f"time: {_time(of)}",
-        *_if_known("memory: at least {}", of.memory_bytes, ", the backend {}", of.backend_memory_bytes),
-        *_if_known("disk: about {} of episodes", of.episodes_bytes, ", {} of checkpoints", of.checkpoint_bytes),
-        f"free disk: {readable_bytes(of.disk_free_bytes)}",
-    ]
+        f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}"
+    )
+    yield f"time: {_time(of)}"
+    if of.memory_bytes is not None:
+        backend = of.backend_memory_bytes
+        more = "" if backend is None else f", the backend {readable_bytes(backend)}"
+        yield f"memory: at least {readable_bytes(of.memory_bytes)}{more}"
+    if of.episodes_bytes is not None:
+        checkpoints = of.checkpoint_bytes
+        more = "" if checkpoints is None else f", {readable_bytes(checkpoints)} of checkpoints"
+        yield f"disk: about {readable_bytes(of.episodes_bytes)} of episodes{more}"
+    yield f"free disk: {readable_bytes(of.disk_free_bytes)}"
 
 
 def _time(of: "Estimate") -> str:
@@ -76,21 +76,9 @@ def _time(of: "Estimate") -> str:
         return "unknown, as no episode has ended"
     total = f"about {readable_seconds(of.total_seconds)}: " if of.total_seconds is not None else ""
     training = f"{readable_seconds(of.train_seconds_per_epoch)} training" if of.train_seconds_per_epoch else ""
-    parts = [
-        f"{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} collecting"
-    ]
-    parts[0] += f" and {training}" if training else " (no training job could be measured)"
+    text = f"{total}{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} "
+    text += f"collecting and {training}" if training else "collecting (no training job could be measured)"
     if of.validations:
         each = readable_seconds(of.validation_seconds) if of.validation_seconds is not None else "unknown length"
-        parts.append(f"{of.validations} validations of {each}")
-    return total + ", ".join(parts)
-
-
-def _if_known(text: str, value: int | None, more: str, value_of_more: int | None) -> list[str]:
-    """A line about sizes, if the first is known, with the second if that is known, too."""
-    from insitu.doctor.estimate import readable_bytes
-
-    if value is None:
-        return []
-    second = more.format(readable_bytes(value_of_more)) if value_of_more is not None else ""
-    return [text.format(readable_bytes(value)) + second]
+        text += f", {of.validations} validations of {each}"
+    return text

@@ -12,8 +12,6 @@ from insitu.cli import options
 from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from insitu.runs.summary import RunDetails, RunSummary
 
 _WIDE = 1000
@@ -56,36 +54,29 @@ def _print_json(value: Any) -> None:
 
 
 def _print_list(found: "list[RunSummary]") -> None:
-    table = _table("run", "id", "status", "epoch", "method", "model", "held out", "written (UTC)")
+    rows = []
     for run in found:
         written = (run.written or "-")[: len("2026-01-01T00:00")].replace("T", " ")
         model = "/".join(Path(run.model).parts[-2:]) if run.model and Path(run.model).is_absolute() else run.model
         scores = f"{_score(run.first_score)}, best {_score(run.best_score)}" if run.first_score is not None else None
-        _add_row(table, run.run_dir, run.run_id, run.status, _epochs(run), run.method, model, scores, written)
-    _print_table(table)
+        rows.append((run.run_dir, run.run_id, run.status, _epochs(run), run.method, model, scores, written))
+    _print_table(("run", "id", "status", "epoch", "method", "model", "held out", "written (UTC)"), rows)
     for run in found:
         for problem in run.problems:
             where = "" if problem.startswith(run.run_dir) else f"{run.run_dir}: "
             results_console().print(f"{where}{problem}", markup=False, soft_wrap=True)
 
 
-def _table(*columns: str) -> "Table":
+def _print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Lines are folded on a terminal only."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
-    return table
-
-
-def _add_row(table: "Table", *cells: Any) -> None:
-    from rich.text import Text
-
-    table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
-
-
-def _print_table(table: "Table") -> None:
-    """Lines are folded on a terminal only."""
+    for cells in rows:
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     console = results_console()
     if not console.is_terminal:
         console.width = _WIDE
@@ -135,10 +126,11 @@ def _print_details(details: "RunDetails") -> None:
         say(f"  {str(event.get('time')).partition('.')[0]}  {event.get('event')}  {', '.join(others)}".rstrip())
     if details.epochs:
         say("\nepochs:")
-        _print_table(_epoch_table(details.epochs))
+        columns = "epoch", "version", "reward", "loss", "dropped", "seconds", "job"
+        _print_table(columns, map(_epoch_cells, details.epochs))
     if details.validations:
         say("\nvalidations:")
-        _print_table(_validation_table(details.validations))
+        _print_table(("epoch", "version", "score", "95 % CI", "n"), map(_validation_cells, details.validations))
     if details.best is not None:
         where = details.best.get("checkpoint") or "the initial weights"
         say(f"best: {_score(details.best.get('avg_reward'))} at epoch {details.best.get('epoch')}, {where}")
@@ -151,26 +143,19 @@ def _text(value: Any) -> str:
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _epoch_table(epochs: Iterable[Mapping[str, Any]]) -> "Table":
-    table = _table("epoch", "version", "reward", "loss", "dropped", "seconds", "job")
-    for line in epochs:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in (line.get("dropped") or {}).items())
-        seconds = sum((line.get("seconds") or {}).values())
-        reward, loss = (None if line.get(key) is None else f"{line[key]:.4g}" for key in ("avg_reward", "loss"))
-        cells = (line.get("epoch"), line.get("policy_version"), reward, loss, dropped or "none", f"{seconds:.1f}")
-        _add_row(table, *cells, line.get("job"))
-    return table
+def _epoch_cells(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    dropped = ", ".join(f"{count} {reason}" for reason, count in (line.get("dropped") or {}).items())
+    seconds = sum((line.get("seconds") or {}).values())
+    reward, loss = (None if line.get(key) is None else f"{line[key]:.4g}" for key in ("avg_reward", "loss"))
+    version, job = line.get("policy_version"), line.get("job")
+    return line.get("epoch"), version, reward, loss, dropped or "none", f"{seconds:.1f}", job
 
 
-def _validation_table(validations: Iterable[Mapping[str, Any]]) -> "Table":
-    table = _table("epoch", "version", "score", "95 % CI", "n")
-    for record in validations:
-        low, high = record.get("ci95") or (None, None)
-        interval = f"{_score(low)} to {_score(high)}" if low is not None and high is not None else None
-        score = f"FAILED: {record['error']}" if "error" in record else _score(record.get("avg_reward"))
-        cells = (record.get("epoch"), record.get("policy_version"), score, interval, record.get("num_examples"))
-        _add_row(table, *cells)
-    return table
+def _validation_cells(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    low, high = record.get("ci95") or (None, None)
+    interval = f"{_score(low)} to {_score(high)}" if low is not None and high is not None else None
+    score = f"FAILED: {record['error']}" if "error" in record else _score(record.get("avg_reward"))
+    return record.get("epoch"), record.get("policy_version"), score, interval, record.get("num_examples")
 
 
 def _bytes(size: float) -> str:

@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
 def main_conversation(calls: Sequence[ModelCall]) -> list[EpisodeItem]:
     """The readable form of the conversation that extends the first call."""
-    return [_item(turn) for turn in next(_conversations(calls), [])]
+    return [_item(turn) for turn in next(conversations(calls), [])]
 
 
 def _item(turn: Turn) -> EpisodeItem:
@@ -81,7 +81,7 @@ def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
+def conversations(calls: Sequence[ModelCall]) -> Iterator[list[Turn]]:
     """All conversations of an episode; the first is that of the last call that extends the first call.
 
     A conversation is the prompt and the completion of one call. An assistant message in the prompt was sampled by the
@@ -89,10 +89,6 @@ def conversations(calls: Sequence[ModelCall]) -> list[list[Turn]]:
     call in exactly one conversation: one that was edited before it was sent again (stripped thinking, a trimmed
     history), or never sent again, ends its own conversation. Calls without a completion are in none.
     """
-    return [*_conversations(calls)]
-
-
-def _conversations(calls: Sequence[ModelCall]) -> Iterator[list[Turn]]:
     completed = [call for call in calls if call.message is not None]
     if not completed:
         return

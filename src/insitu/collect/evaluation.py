@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,19 @@ _generations = count()
 """Of evaluations for training outside a finetuning run."""
 
 
+@dataclass(eq=False)
 class EvaluationRun:
     """Runs an evaluation, on the components of `builder` or of the current finetuning run if there is one.
 
     `on_episode` is called with each finished episode.
     """
 
-    def __init__(
-        self,
-        config: EvaluationRunConfig,
-        builder: Builder | None = None,
-        on_episode: Callable[[Episode], None] | None = None,
-    ) -> None:
-        self.config = config
-        self.on_episode = on_episode
-        self._builder = builder
+    config: EvaluationRunConfig
+    builder: Builder | None = None
+    on_episode: Callable[[Episode], None] | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._training = config.training
         self._first_generation = 0
         result = result_path(config.result_json_path)
@@ -64,7 +63,7 @@ class EvaluationRun:
     async def run_and_evaluate(self) -> EvaluationRunOutput:
         """Runs and scores every row; a row that fails becomes an item with `error`."""
         self._take_generations()
-        async with config_and_builder(self.config, self._builder) as (loaded, builder):
+        async with config_and_builder(self.config, self.builder) as (loaded, builder):
             rows = load_dataset(loaded, self.config.dataset, self._precomputed, builder.moved)
             run = run_of(builder)
             return await run.watchdog.watch(lambda: self._run(loaded, rows, builder, run))
@@ -190,8 +189,7 @@ async def validate(
     gets the valid scores of each row.
     """
     with nullcontext() if builder is None else share(builder):
-        evaluation = EvaluationRun(validation_request(run_config, request))
-        evaluation.on_episode = on_episode
+        evaluation = EvaluationRun(validation_request(run_config, request), on_episode=on_episode)
         output = await evaluation.run_and_evaluate()
     record = validation_record(output, run_config, epoch)
     if on_scores is not None and run_config.reward_function is not None:

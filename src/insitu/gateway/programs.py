@@ -20,6 +20,7 @@ GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and then for the remaining output."""
 _KEPT_STDERR_BYTES = 2000
 """How much of the end of a program's standard error is kept."""
+_READ_BYTES = 2**16
 _running_groups: set[int] = set()
 """The process groups of running programs."""
 
@@ -41,29 +42,28 @@ def _is_secret(name: str, value: str) -> bool:
 class Program:
     """A running program, with pipes to the event loop.
 
-    `done` is set once it has exited or written more than `max_output` bytes to stdout, `closed` once it has exited and
-    its output has been read to the end.
+    `done` is set once it has exited or written more than `max_output` bytes to stdout.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], max_output: int) -> None:
         self.done = asyncio.Event()
-        self.closed = asyncio.Event()
         self.stdout = bytearray()
         self._process = process
         self._errors = b""
         self._max_output = max_output
         self._pipes: list[asyncio.BaseTransport] = []
-        self._unfinished = 3
-        """Its exit and the ends of its two outputs."""
+        self._reading: list[asyncio.Task[None]] = []
 
     async def communicate(self, stdin: bytes) -> None:
         """Passes it its input, and collects its output until it is `done`."""
         loop, process = asyncio.get_running_loop(), self._process
-        exited = functools.partial(loop.call_soon_threadsafe, self._exited)
+        exited = functools.partial(loop.call_soon_threadsafe, self.done.set)
         threading.Thread(target=_wait, args=(process, exited), name="insitu-program", daemon=True).start()
         for stream, receive in ((process.stdout, self._receive), (process.stderr, self._receive_errors)):
-            pipe, _ = await loop.connect_read_pipe(functools.partial(_Output, receive, self._finished), stream)
+            reader = asyncio.StreamReader()
+            pipe, _ = await loop.connect_read_pipe(functools.partial(asyncio.StreamReaderProtocol, reader), stream)
             self._pipes.append(pipe)
+            self._reading.append(asyncio.create_task(_read(reader, receive), name="read a program's output"))
         written, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
         self._pipes.append(written)
         if not written.is_closing():  # as it is if the program has ended already
@@ -71,7 +71,12 @@ class Program:
             written.close()
         await self.done.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Waits a while for the rest of its output."""
+        if self._reading:
+            await asyncio.wait(self._reading, timeout=GRACE_SECONDS)
+        for task in self._reading:
+            task.cancel()
         for pipe in self._pipes:
             pipe.close()
         for stream in (self._process.stdout, self._process.stderr, self._process.stdin)[len(self._pipes) :]:
@@ -84,15 +89,6 @@ class Program:
 
     def _receive_errors(self, data: bytes) -> None:
         self._errors = (self._errors + data)[-_KEPT_STDERR_BYTES:]
-
-    def _exited(self) -> None:
-        self.done.set()
-        self._finished()
-
-    def _finished(self) -> None:
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            self.closed.set()
 
     @property
     def exit_code(self) -> int:
@@ -109,15 +105,9 @@ class Program:
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
 
 
-class _Output(asyncio.Protocol):
-    def __init__(self, receive: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self._receive, self._ended = receive, ended
-
-    def data_received(self, data: bytes) -> None:
-        self._receive(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended()
+async def _read(reader: asyncio.StreamReader, receive: Callable[[bytes], None]) -> None:
+    while data := await reader.read(_READ_BYTES):
+        receive(data)
 
 
 def _wait(process: subprocess.Popen[bytes], exited: Callable[[], object]) -> None:
@@ -166,10 +156,7 @@ async def run_program(
     finally:
         on_exit()
         await _end_group(process.pid)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                await program.closed.wait()  # for the rest of the output
-        program.close()
+        await program.close()
     return program
 
 

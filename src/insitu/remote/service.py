@@ -269,10 +269,13 @@ class AttemptStream:
             self._counted[body.policy] = self._hosted.outside_completions(body.policy)
         with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
             result = await self._hosted.attempt(body)
-        return result_line(body.attempt, result, **self._new_counts())
+        return result_line(body.attempt, result, **await self._new_counts())
 
-    def _new_counts(self) -> dict[str, Counts]:
-        """Completions requested outside every episode since the last time, by the workflows that the client uses."""
+    async def _new_counts(self) -> dict[str, Counts]:
+        """Completions requested outside every episode since the last time, by the workflows that the client uses.
+
+        Runs in the loop of the workflows.
+        """
         stray, outside = Counter[str](), Counter[str]()
         for policy, before in self._counted.items():
             now = self._counted[policy] = self._hosted.outside_completions(policy)
@@ -283,13 +286,9 @@ class AttemptStream:
     async def _report(self) -> bytes:
         """What each attempt is doing, and where an agent blocks all of them."""
         blocked, counts = None, {}
-
-        async def count() -> dict[str, Counts]:
-            return self._new_counts()
-
         try:
             async with asyncio.timeout(_BLOCKED_SECONDS):
-                counts = await run_in_loop(self._service.loop, count())
+                counts = await run_in_loop(self._service.loop, self._new_counts())
         except TimeoutError:
             blocked = where_thread_is(self._service.thread)
         activities = {name: redact(text) for name, text in self._watchdog.activities().items()}

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -93,6 +94,7 @@ def response_error(response: aiohttp.ClientResponse, content: bytes, *, final_50
     return RequestRefused(message, status=status, param=error.get("param"), code=error.get("code"))
 
 
+@dataclass(eq=False)
 class Retry:
     """Repeats requests that raise BackendUnavailable, with exponential backoff, for up to `timeout` seconds.
 
@@ -100,21 +102,14 @@ class Retry:
     end. `exit_report` says how the server ended if it is a child process; nothing is retried then.
     """
 
-    def __init__(
-        self,
-        server: str,
-        timeout: float,
-        exit_report: Callable[[], str | None] = lambda: None,
-        key: str = "retry_timeout",
-    ) -> None:
-        self.server = server
-        self.reached = False
-        """Whether a request has succeeded. Before, a refused connection is final: the address is probably wrong."""
-        self._timeout = timeout
-        self._exit_report = exit_report
-        self._key = key
-        self._away_at = -math.inf  # when the server was last away, or returned, by time.monotonic()
-        self._waiting = 0  # requests that have logged the outage
+    server: str
+    timeout: float
+    exit_report: Callable[[], str | None] = lambda: None
+    key: str = "retry_timeout"
+    reached: bool = False
+    """Whether a request has succeeded. Before, a refused connection is final: the address is probably wrong."""
+    _away_at: float = -math.inf  # when the server was last away, or returned, by time.monotonic()
+    _waiting: int = 0  # requests that have logged the outage
 
     async def __call__(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of `request`; `what` names it in messages."""
@@ -132,10 +127,10 @@ class Retry:
                         waiting = True
                         self._waiting += 1
                         if self._waiting == 1:
-                            logger.warning("%s: %s; retrying for up to %g s", what, error, self._timeout)
+                            logger.warning("%s: %s; retrying for up to %g s", what, error, self.timeout)
                     backoff = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** min(failures - 1, _MOST_DOUBLINGS))
                     wait = max(backoff * _jitter.uniform(0.5, 1.0), error.retry_after)
-                    await pause.get()(min(wait, started + self._timeout - now))
+                    await pause.get()(min(wait, started + self.timeout - now))
         finally:
             self._waiting -= waiting
         self.reached = True
@@ -160,12 +155,12 @@ class Retry:
         return self._away_at > since
 
     def _raise_if_final(self, what: str, error: BackendUnavailable, elapsed: float) -> None:
-        if report := self._exit_report():
+        if report := self.exit_report():
             raise BackendUnavailable(report) from error
         if not self.reached and _is_refused(error):
             raise error
-        if elapsed >= self._timeout:
-            gave_up = f"; gave up after {elapsed:.0f} s ({self._key})" if self._timeout else ""
+        if elapsed >= self.timeout:
+            gave_up = f"; gave up after {elapsed:.0f} s ({self.key})" if self.timeout else ""
             raise BackendUnavailable(f"{what}: {error}{gave_up}") from error
 
 
@@ -175,6 +170,7 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
     """An HTTP session with one server, named `server` in messages.
 
@@ -182,25 +178,20 @@ class Connection:
     what its sockets come from, if not aiohttp's default: TCP, at most 100 of them.
     """
 
-    def __init__(
-        self,
-        server: str,
-        headers: Mapping[str, str],
-        read_timeout: float,
-        retry_timeout: float,
-        exit_report: Callable[[], str | None] = lambda: None,
-        connector: Callable[[], aiohttp.BaseConnector | None] = lambda: None,
-    ) -> None:
-        self.server = server
-        self.retry = Retry(server, retry_timeout, exit_report)
-        self._connector = connector
-        self.verified = False
-        """Whether the server is known to be the right one. Until then a body that cannot be parsed is final."""
-        self.refused = 0
-        """Number of refused connections: more than before means that the server was down in between."""
-        self._headers = headers
-        self._read_timeout = read_timeout
-        self._session: aiohttp.ClientSession | None = None
+    server: str
+    headers: Mapping[str, str]
+    read_timeout: float
+    retry_timeout: float
+    exit_report: Callable[[], str | None] = lambda: None
+    connector: Callable[[], aiohttp.BaseConnector | None] = lambda: None
+    verified: bool = False
+    """Whether the server is known to be the right one. Until then a body that cannot be parsed is final."""
+    refused: int = 0
+    """Number of refused connections: more than before means that the server was down in between."""
+    _session: aiohttp.ClientSession | None = None
+
+    def __post_init__(self) -> None:
+        self.retry = Retry(self.server, self.retry_timeout, self.exit_report)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -221,8 +212,8 @@ class Connection:
         `read_timeout` overrides that of the connection; `math.inf` allows any silence.
         """
         if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=self._connector())
-        silence = self._read_timeout if read_timeout is None else read_timeout
+            self._session = aiohttp.ClientSession(headers=self.headers, connector=self.connector())
+        silence = self.read_timeout if read_timeout is None else read_timeout
         seconds = None if math.isinf(silence) else silence
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=seconds)
         headers = headers or {}

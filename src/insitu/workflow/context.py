@@ -202,6 +202,7 @@ class IntermediateStepManager:
                 subscription.on_complete()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EpisodeScope:
     """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
@@ -209,34 +210,26 @@ class EpisodeScope:
     `target_functions` are never trained.
     """
 
-    def __init__(
-        self,
-        *,
-        key: EpisodeKey | None = None,
-        seed: int = 0,
-        input_message: Any = None,
-        row: Any = None,
-        is_evaluating: bool = False,
-        training: bool | Collection[str] = False,
-        needs_token_ids: bool = True,
-        target_functions: Collection[str] = (WORKFLOW,),
-    ) -> None:
-        self.key = key
-        self.seed = seed
-        self.input_message = input_message
-        self.row = row
-        self.is_evaluating = is_evaluating
+    key: EpisodeKey | None = None
+    seed: int = 0
+    input_message: Any = None
+    row: Any = None
+    is_evaluating: bool = False
+    training: bool | Collection[str] = False
+    needs_token_ids: bool = True
+    target_functions: Collection[str] = (WORKFLOW,)
+
+    def __post_init__(self) -> None:
         self.ledger = CallLedger(
-            name="the current run" if key is None else key.text(),
-            seed=seed,
-            training=training,
-            needs_token_ids=needs_token_ids,
+            name="the current run" if self.key is None else self.key.text(),
+            seed=self.seed,
+            training=self.training,
+            needs_token_ids=self.needs_token_ids,
             on_call=self._on_call,
         )
         self.rewards = StepRewards()
         self.steps = StepLog()
         self.step_manager = IntermediateStepManager(self._keep_step, self.steps)
-        self._target_functions = target_functions
         self._open_llm_steps: dict[str, list[ModelCall]] = {}  # UUID of a framework's open step -> its calls
         self._rewarded_steps: set[str] = set()  # UUIDs
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
@@ -284,7 +277,7 @@ class EpisodeScope:
             self.step_manager.add_call(site, enclosing_step, call)
         # in training, skip calls to models that are not trained (a judge, say)
         if not self.ledger.training or self.ledger.is_trained(call.llm):
-            self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self._target_functions))
+            self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self.target_functions))
 
     def _keep_step(self, step: IntermediateStep) -> None:
         if self.ledger.closed:

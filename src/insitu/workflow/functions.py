@@ -68,16 +68,27 @@ class FunctionInfo:
         raise PluginError(f"{fn!r} is not a workflow function: it must be declared `async def`")
 
     @classmethod
-    def create(cls, *, converters: Sequence[Converter] | None = None, **others: Any) -> "FunctionInfo":
-        """From the other fields: a function that returns an answer, one that streams it, or both."""
-        for name in ("single_output_schema", "stream_output_schema"):  # the annotations say the same
-            others.pop(name, None)
-        if unknown := others.keys() - cls.__dataclass_fields__.keys():
+    def create(
+        cls,
+        *,
+        single_fn: Callable[..., Awaitable[Any]] | None = None,
+        stream_fn: Callable[..., AsyncIterator[Any]] | None = None,
+        input_schema: type[BaseModel] | None = None,
+        single_output_schema: Any = None,  # the annotations of the functions say the same
+        stream_output_schema: Any = None,
+        single_to_stream_fn: Callable[[Any], AsyncIterator[Any]] | None = None,
+        stream_to_single_fn: Callable[[AsyncIterator[Any]], Awaitable[Any]] | None = None,
+        description: str | None = None,
+        converters: Sequence[Converter] | None = None,
+        **unknown: Any,
+    ) -> "FunctionInfo":
+        """From a function that returns an answer, one that streams it, or both."""
+        if unknown:
             raise PluginError(f"FunctionInfo.create does not know {', '.join(sorted(unknown))}")
-        info = cls(converters=converters or (), **others)
-        if info.single_fn is None and info.stream_fn is None:
+        if single_fn is None and stream_fn is None:
             raise PluginError("FunctionInfo.create needs single_fn, stream_fn or both")
-        return info
+        chosen = single_fn, stream_fn, input_schema, description, converters or ()
+        return cls(*chosen, single_to_stream_fn, stream_to_single_fn)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from insitu.schemas.steps import (
     UsageInfo,
 )
 
+_CALL_FIELDS = ("model", "llm", "finish_reason", "policy_version", "prompt_token_ids", "token_ids", "logprobs")
+
 
 class FunctionStep(NamedTuple):
     """A step of a function, its parent step, and the function it belongs to: the caller, for that of the workflow."""
@@ -72,16 +74,7 @@ def call_steps(parent: str, node: InvocationNode, call: ModelCall) -> list[Inter
 
 def call_metadata(call: ModelCall) -> dict[str, Any]:
     """The step metadata of a recorded call, added to what frameworks report."""
-    return {
-        "call": call.index,
-        "model": call.model,
-        "llm": call.llm,
-        "finish_reason": call.finish_reason,
-        "policy_version": call.policy_version,
-        "prompt_token_ids": call.prompt_token_ids,
-        "token_ids": call.token_ids,
-        "logprobs": call.logprobs,
-    }
+    return {"call": call.index} | {name: getattr(call, name) for name in _CALL_FIELDS}
 
 
 def add_call_metadata(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:
