@@ -38,10 +38,12 @@ def _addresses(context: click.Context, parameter: click.Parameter, value: str | 
     return tuple(filter(None, (each.strip() for each in (value or "").split(","))))
 
 
-def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
     try:
-        if value is None or isinstance(json.loads(value), dict):
-            return value
+        if isinstance(parsed := json.loads(value), dict):
+            return parsed
     except ValueError:
         pass
     raise click.BadParameter(f'{value!r}; give a JSON object such as {{"max-num-seqs": 64}}')
@@ -90,7 +92,7 @@ class BackendOptions:
     sampler: str = _option("embedded", "What samples.", type=click.Choice(["embedded", "vllm"]))
     sampler_gpus: tuple[int, ...] = _option((), "GPUs of the vLLM to start, as 0,1.", callback=_numbers)
     sampler_tensor_parallel: int = _option(1, "GPUs for each vLLM server.", type=_COUNT)
-    sampler_args: str | None = _option(
+    sampler_args: dict[str, Any] | None = _option(  # noqa: RUF009
         None, "Further arguments of vLLM, as a JSON object.", callback=_object, metavar="JSON"
     )
     sampler_addresses: tuple[str, ...] = _option(

@@ -10,11 +10,10 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
@@ -113,7 +112,7 @@ def _sampler(
 ) -> Sampler:
     """Raises BackendError if the options do not fit."""
     max_length = min(options.max_length or loaded.max_length, loaded.max_length)
-    chosen = _sampler_options(options)
+    chosen = _chosen(SamplerOptions, "sampler", options, _type=options.sampler)
     if chosen.kind != "embedded":
         rank = learners.default.lora.rank if learners.default.lora is not None else None
         parts = chosen, loaded, compute, learners.folder, learners.load_version
@@ -129,25 +128,11 @@ def _sampler(
     return Engine(loaded, compute, learners.load_version, limits)
 
 
-def _sampler_options(options: BackendOptions) -> SamplerOptions:
-    values = {
-        "_type": options.sampler,
-        "gpus": [*options.sampler_gpus] or None,
-        "tensor_parallel": options.sampler_tensor_parallel if options.sampler_tensor_parallel > 1 else None,
-        "args": orjson.loads(options.sampler_args) if options.sampler_args else None,
-        "addresses": [*options.sampler_addresses] or None,
-        "api_key": options.sampler_api_key if options.sampler_addresses else None,
-    }
-    return _checked(SamplerOptions, "sampler", values)
-
-
 def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> TrainsJobs | None:
     """None if this process trains. Raises BackendError if the options do not fit."""
     if options.learner_processes == options.learner_nodes == 1:
         return None
-    keys = ("processes", "nodes", "rendezvous", "strategy")
-    values = {key: getattr(options, f"learner_{key}") for key in keys} | {"gpus": [*options.learner_gpus] or None}
-    chosen = _checked(LearnerOptions, "learner", values)
+    chosen = _chosen(LearnerOptions, "learner", options)
     group: TrainsJobs = _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
     return group
 
@@ -160,10 +145,15 @@ def _installed(key: str, name: str) -> Callable[..., Any]:
         raise BackendError(f"{key}: this installation of insitu cannot run {name} ({error})") from None
 
 
-def _checked(kind: type[M], name: str, values: dict[str, Any]) -> M:
-    """The options of `values` that are set. Raises BackendError if they do not fit."""
+def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M:
+    """The options that begin with `name` and are set. Raises BackendError if they do not fit."""
+    values = {
+        field.name.removeprefix(f"{name}_"): getattr(options, field.name)
+        for field in fields(options)
+        if field.name.startswith(f"{name}_") and getattr(options, field.name) != field.default
+    }
     try:
-        return kind.model_validate({key: value for key, value in values.items() if value is not None})
+        return kind.model_validate(values | more)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise BackendError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None

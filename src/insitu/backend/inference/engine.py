@@ -140,10 +140,7 @@ class Engine(Sampler):
         self._drop_idle()
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
-        return await self._compute.call(self._score, prompt, weights)
-
-    def _score(self, prompt: Sequence[int], weights: WeightVersion) -> list[float]:
-        return self._logprobs.of_text(self._schedulers_for(weights)[0].module, prompt)
+        return await self._compute.call(lambda: self._logprobs.of_text(self._schedulers_for(weights)[0].module, prompt))
 
     @functools.cached_property
     def _logprobs(self) -> LogprobComputer:

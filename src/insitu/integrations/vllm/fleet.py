@@ -86,26 +86,19 @@ def _block_keys(prompt: Sequence[int]) -> list[int]:
     return keys
 
 
+@dataclass(eq=False)
 class Fleet:
     """`folder_of` gives the files of a version or raises RequestRefused; `scratch` gets files for servers to read."""
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        versions: ServedVersions,
-        probe: Probe,
-        max_length: int,
-        folder_of: Callable[[WeightVersion], Path],
-        scratch: Path,
-        waits: Waits,
-    ) -> None:
-        self.replicas = list(replicas)
-        self._versions = versions
-        self._probe = probe
-        self._max_length = max_length
-        self._folder_of = folder_of
-        self._scratch = scratch
-        self._waits = waits
+    replicas: list[Replica]
+    versions: ServedVersions
+    probe: Probe
+    max_length: int
+    folder_of: Callable[[WeightVersion], Path]
+    scratch: Path
+    waits: Waits
+
+    def __post_init__(self) -> None:
         self._fingerprints: dict[str, list[float]] = {}
         """Of the latest versions, by policy."""
         self._base: WeightVersion | None = None
@@ -137,7 +130,7 @@ class Fleet:
                     raise BackendError(report)
                 if await replica.responds():
                     break
-                await asyncio.sleep(self._waits.between_checks / 4)
+                await asyncio.sleep(self.waits.between_checks / 4)
             await self._prepare(replica)
         except InsituError as error:
             raise BackendError(f"sampler: {error}") from error
@@ -149,17 +142,17 @@ class Fleet:
 
     def resolve(self, weights: WeightVersion) -> WeightVersion:
         """The version to sample from. Raises RequestRefused if it is not served."""
-        weights = self._versions.resolve(weights)
+        weights = self.versions.resolve(weights)
         if (place := self._place(weights)).base != self._base:
             problem = f"version {weights.version} is not served: vLLM has one version of all weights"
             raise RequestRefused(f"{problem}, the latest", status=409, param="model", code="version_not_served")
         if place.is_adapter:
-            self._versions.request(weights)
+            self.versions.request(weights)
         return weights
 
     async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
         """A server that has the weights. Raises BackendUnavailable if there is none in time."""
-        deadline = asyncio.get_running_loop().time() + self._waits.for_a_server
+        deadline = asyncio.get_running_loop().time() + self.waits.for_a_server
         while True:
             place = self._place(weights)
             if place.base != self._base:
@@ -171,7 +164,7 @@ class Fleet:
             replica = self._router.choose(prompt, loads)
             if not place.is_adapter or weights in replica.adapters:
                 return replica
-            is_older = not self._versions.is_latest(weights)
+            is_older = not self.versions.is_latest(weights)
             await self._change(replica, lambda replica: self._load_adapter(replica, weights), optional=is_older)
 
     async def failed(self, replica: Replica, error: BackendError) -> None:
@@ -195,14 +188,14 @@ class Fleet:
 
         async def load_adapter(replica: Replica) -> None:
             await self._load_adapter(replica, weights)
-            await self._probe.compare_weights(replica, self.model_name(replica, weights), fingerprint)
+            await self.probe.compare_weights(replica, self.model_name(replica, weights), fingerprint)
 
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
                 errors = await self._on_each(load_adapter)
                 await self._raise_if_refused(weights, errors)
-            self._versions.latest[weights.policy] = weights.version
+            self.versions.latest[weights.policy] = weights.version
             self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:
                 self._base = place.base
@@ -214,7 +207,7 @@ class Fleet:
                 raise BackendError(f"no vLLM server takes version {weights.version}: {error}") from error
 
     async def retire(self, weights: WeightVersion) -> None:
-        self._versions.retire(weights)
+        self.versions.retire(weights)
         if weights.version is None:
             self._fingerprints.pop(weights.policy, None)
             if self._base is not None and self._base.policy == weights.policy:
@@ -223,7 +216,7 @@ class Fleet:
         await self._on_each(self._unload_adapters)
 
     def _place(self, weights: WeightVersion) -> Place:
-        folder = self._folder_of(weights)
+        folder = self.folder_of(weights)
         if (folder / "adapter_config.json").is_file():
             return Place(None, folder.resolve(), True)
         return Place(weights if weights.version else None, folder.resolve() if folder.exists() else folder, False)
@@ -263,7 +256,7 @@ class Fleet:
     async def _unload_adapters(self, replica: Replica) -> None:
         """Unloads those that nobody asks for."""
         for weights in list(replica.adapters):
-            if not (self._versions.stays(weights) or replica.in_flight[weights]):
+            if not (self.versions.stays(weights) or replica.in_flight[weights]):
                 await replica.unload_adapter(weights)
 
     async def _load_base(self, replica: Replica) -> None:
@@ -274,13 +267,13 @@ class Fleet:
             raise BackendError(f"{replica.name} cannot load weights: start it with VLLM_SERVER_DEV_MODE=1")
         weights = self._base or WeightVersion(0)
         name = self._new_name(weights)
-        with model_files(self._place(weights).folder, self._scratch / name) as folder:
+        with model_files(self._place(weights).folder, self.scratch / name) as folder:
             await replica.reload(self._base, folder, name)
 
     async def _replace_base(self, replica: Replica) -> None:
         await self._load_base(replica)
         if self._base is not None:
-            await self._probe.compare_weights(replica, replica.model, self._fingerprints[self._base.policy])
+            await self.probe.compare_weights(replica, replica.model, self._fingerprints[self._base.policy])
         replica.take_back()
 
     def _new_name(self, weights: WeightVersion) -> str:
@@ -291,7 +284,7 @@ class Fleet:
     async def _prepare(self, replica: Replica) -> None:
         """Gives a server the weights to serve, and makes it ready. Raises InsituError if it cannot be used."""
         async with replica.lock:
-            await replica.inspect(self._max_length)
+            await replica.inspect(self.max_length)
             tag = await replica.weight_tag()
             if tag in (None, STARTED_WITH):
                 replica.base = None
@@ -300,17 +293,17 @@ class Fleet:
             replica.tag = tag
             await self._load_base(replica)
             await replica.forget_adapters(f"insitu-{self._session}-")
-            for policy, version in list(self._versions.latest.items()):
+            for policy, version in list(self.versions.latest.items()):
                 weights = canonical(version, policy)
                 if self._place(weights).is_adapter:
                     await self._load_adapter(replica, weights)
                 if weights.version and self._place(weights).base == self._base:
                     name = self.model_name(replica, weights)
-                    await self._probe.compare_weights(replica, name, self._fingerprints[policy])
+                    await self.probe.compare_weights(replica, name, self._fingerprints[policy])
             if replica.base is None:
                 if self._place(WeightVersion(0)).is_adapter:
                     await self._load_adapter(replica, WeightVersion(0))
-                await self._probe.check_answers(replica, self.model_name(replica, WeightVersion(0)))
+                await self.probe.check_answers(replica, self.model_name(replica, WeightVersion(0)))
             replica.take_back()
             replica.starts, replica.failures, replica.retry_at = 0, 0, 0.0
         self._notify()
@@ -318,7 +311,7 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Checks a server's health; takes it back after it was left out, when it can be used again."""
         while True:
-            await asyncio.sleep(self._waits.between_checks)
+            await asyncio.sleep(self.waits.between_checks)
             await self._check(replica)
 
     async def _check(self, replica: Replica) -> None:
@@ -335,7 +328,7 @@ class Fleet:
             waits = now < replica.retry_at or replica.lock.locked()
             if (not replica.ready or replica.base != self._base) and not waits:
                 replica.failures = min(replica.failures + 1, _MOST_DOUBLINGS)
-                replica.retry_at = now + min(self._waits.longest_delay, 2.0**replica.failures)
+                replica.retry_at = now + min(self.waits.longest_delay, 2.0**replica.failures)
                 await self._prepare(replica)
         except Exception as error:  # also an answer of another shape: the server must be checked again
             failure = _failure(replica, error)
@@ -359,7 +352,7 @@ class Fleet:
                 await self._changed.wait()
         except TimeoutError:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
-            within = "" if given_up else f" within {self._waits.for_a_server:g} s"
+            within = "" if given_up else f" within {self.waits.for_a_server:g} s"
             raise BackendUnavailable(f"no vLLM server is ready{within}: {problems}") from None
 
 

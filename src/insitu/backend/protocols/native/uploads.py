@@ -7,6 +7,7 @@ chat completions.
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -176,14 +177,15 @@ class _Side(NamedTuple):
     trained: bool
 
 
+@dataclass
 class RowReader:
     """Converts the rows of one job in the order of the upload; `check` then validates them together."""
 
-    def __init__(self, method: str, limits: Limits, tokenizer: ChatTokenizer) -> None:
-        self._method = method
-        self._limits = limits
-        self._tokenizer = tokenizer
-        self._sides: dict[str, dict[bool, _Side]] = {}  # by pair (dpo) or episode (kto), then `preferred`
+    method: str
+    limits: Limits
+    tokenizer: ChatTokenizer
+    sides: dict[str, dict[bool, _Side]] = field(default_factory=dict, init=False)
+    """By pair (dpo) or episode (kto), then `preferred`."""
 
     async def read(self, sent: RowLine, number: int) -> list[Row]:
         """The rows with trained tokens. Raises RequestRefused naming the row and the key."""
@@ -196,18 +198,18 @@ class RowReader:
                 rows = await asyncio.to_thread(self._rendered, sent, number)
         except RequestRefused as error:
             raise refused(f"row {number}: {error}", error.param) from None
-        group = sent.pair if self._method == "dpo" else sent.episode
+        group = sent.pair if self.method == "dpo" else sent.episode
         if sent.preferred is not None and group:
-            sides = self._sides.setdefault(group, {})
+            sides = self.sides.setdefault(group, {})
             first = sides.get(sent.preferred, _Side(number, False))
             sides[sent.preferred] = _Side(first.row, first.trained or bool(rows))
         return rows
 
     def check(self) -> None:
         """Raises RequestRefused for a pair without two trained sides, and for an episode that is on both."""
-        for group, sides in self._sides.items():
+        for group, sides in self.sides.items():
             first, *further = sorted(side.row for side in sides.values())
-            if self._method == "kto":
+            if self.method == "kto":
                 if further:
                     where = f"rows {first} and {further[0]}"
                     raise refused(f"{where}: preferred differs within the episode {group!r}", "preferred")
@@ -227,22 +229,22 @@ class RowReader:
         else:
             for key in ("token_ids", "loss_mask"):
                 if getattr(sent, key) is None:
-                    instead = "; allowed instead: messages" if self._method != "grpo" else ""
+                    instead = "; allowed instead: messages" if self.method != "grpo" else ""
                     raise refused(f"{key} is missing{instead}", key)
             for key in ("tools", "trained_messages"):
                 if getattr(sent, key) is not None:
                     raise refused(f"{key} requires messages", key)
-        for key in REQUIRED[self._method]:
+        for key in REQUIRED[self.method]:
             if getattr(sent, key) in (None, ""):
-                raise refused(f"{key} is missing; method {self._method} requires it", key)
-        for key in UNUSED[self._method]:
+                raise refused(f"{key} is missing; method {self.method} requires it", key)
+        for key in UNUSED[self.method]:
             if getattr(sent, key) not in (None, ""):
-                raise refused(f"{key} cannot be used with method {self._method}", key)
+                raise refused(f"{key} cannot be used with method {self.method}", key)
 
     def _rendered(self, sent: RowLine, number: int) -> list[Row]:
         assert sent.messages is not None
         episode = sent.episode or f"\0row {number}"
-        rows = render_dialogue(sent.messages, sent.tools or None, sent.trained_messages, self._tokenizer, episode)
+        rows = render_dialogue(sent.messages, sent.tools or None, sent.trained_messages, self.tokenizer, episode)
         for row in rows:
             self._check_tokens(row.token_ids, "messages")
         return [self._converted(row.token_ids, np.flatnonzero(row.loss_mask), sent, episode) for row in rows]
@@ -254,7 +256,7 @@ class RowReader:
         length = len(sent.token_ids)
         for name in ("loss_mask", "logprobs", "advantages"):
             values = getattr(sent, name)
-            absent = name == "logprobs" and not values and self._method != "grpo"
+            absent = name == "logprobs" and not values and self.method != "grpo"
             if isinstance(values, list) and len(values) != length and not absent:
                 raise refused(f"{name} has {len(values)} entries, token_ids has {length}", name)
         self._check_tokens(sent.token_ids, "token_ids")
@@ -267,17 +269,17 @@ class RowReader:
         return self._converted(sent.token_ids, positions, sent, sent.episode) if len(positions) else None
 
     def _check_tokens(self, token_ids: Sequence[int], key: str) -> None:
-        limit = self._limits.max_length
+        limit = self.limits.max_length
         if len(token_ids) > limit:
             length = f"{len(token_ids)} {'entries' if key == 'token_ids' else 'tokens'}"
             raise refused(f"{key} has {length}; the model takes {limit}", key)
         for index, token in enumerate(token_ids):
-            if not 0 <= token < self._limits.vocab_size:
-                raise refused(f"{key}[{index}] is {token}; the vocabulary ends at {self._limits.vocab_size - 1}", key)
+            if not 0 <= token < self.limits.vocab_size:
+                raise refused(f"{key}[{index}] is {token}; the vocabulary ends at {self.limits.vocab_size - 1}", key)
 
     def _converted(self, token_ids: Sequence[int], positions: np.ndarray, sent: RowLine, episode: str) -> Row:
         sampled = {}
-        if self._method == "grpo":
+        if self.method == "grpo":
             weights = sent.advantages if isinstance(sent.advantages, list) else [sent.advantages] * len(token_ids)
             sampled["rollout_logprobs"] = _finite("logprobs", sent.logprobs or [], positions.tolist())
             sampled["advantages"] = _finite("advantages", weights, positions.tolist())

@@ -7,6 +7,7 @@ with their prompts and the format of the response; `text` also has what both sha
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -59,27 +60,27 @@ class SampleLog:
             logger.error("%s cannot be written, no more samples are logged: %s", self._path, error.strerror)
 
 
+@dataclass(frozen=True)
 class CompletionEndpoint:
     """Completions of one kind of request; they are aborted if the client disconnects."""
 
-    def __init__(self, kind: type[SamplingRequest], services: Services, log: SampleLog | None = None) -> None:
-        self._kind = kind
-        self._sampler = services.sampler
-        self._models = services.models
-        self._log = log
+    kind: type[SamplingRequest]
+    services: Services
+    log: SampleLog | None = None
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         job = await parse_body(self._parse, await read_body(request, MAX_BODY))
-        formatter = self._kind.formatter(job[0], [each.prompt for each in job[1]], self._sampler.tokenizer)
+        formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
     def _parse(self, body: bytes) -> Job:
-        request = self._kind.parse(body)
-        model = self._models.find(request.model)
+        request = self.kind.parse(body)
+        model = self.services.models.find(request.model)
         if model.returns_token_ids:
             request.enable_token_ids()
-        prompts, key = request.prompts(self._sampler.tokenizer), request.prompt_key
-        vocab_size, max_length = self._sampler.vocab_size, self._sampler.max_length
+        prompts, key = request.prompts(self.services.sampler.tokenizer), request.prompt_key
+        sampler = self.services.sampler
+        vocab_size, max_length = sampler.vocab_size, sampler.max_length
         for prompt in prompts:
             if not prompt:
                 raise RequestRefused(f"{key} gives a prompt without tokens", param=key)
@@ -93,9 +94,9 @@ class CompletionEndpoint:
 
     async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
         request, requests, weights = job
-        outputs = await self._sampler.complete(requests, weights)
-        if self._log is not None:
-            self._log.write(requests, outputs, streamed=False)
+        outputs = await self.services.sampler.complete(requests, weights)
+        if self.log is not None:
+            self.log.write(requests, outputs, streamed=False)
         response = formatter.response(outputs)
         version = outputs[0].version
         if request.wants_prompt_logprobs:
@@ -112,7 +113,7 @@ class CompletionEndpoint:
         known: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
         for prompt in map(tuple, prompts):
             if prompt not in known:
-                logprobs = await self._sampler.prompt_logprobs(prompt, weights)
+                logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
                 tokens = zip(prompt[1:], logprobs, strict=True)
                 known[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
         return [known[tuple(prompt)] for prompt in prompts]
@@ -125,7 +126,7 @@ class CompletionEndpoint:
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
         try:
-            async with aclosing(self._sampler.stream(requests, weights)) as outputs:
+            async with aclosing(self.services.sampler.stream(requests, weights)) as outputs:
                 async for index, delta in outputs:
                     if not response.prepared:
                         response.headers["X-Policy-Version"] = str(delta.version)
@@ -142,8 +143,8 @@ class CompletionEndpoint:
                 raise
             await response.write(format_event(orjson.dumps(error_body(str(error), 500))))
             return response
-        if self._log is not None:
-            self._log.write(requests, [_join(each) for each in deltas], streamed=True)
+        if self.log is not None:
+            self.log.write(requests, [_join(each) for each in deltas], streamed=True)
         return response
 
 
