@@ -8,7 +8,7 @@ tool's result as the model saw it.
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from insitu.collect.conversations import Turn, conversations
 from insitu.errors import TrajectoryError
@@ -53,23 +53,8 @@ def parse_to_conversations(steps: Iterable[Any]) -> list[list[Message]]:
 
 
 def _with_sampling(turn: Turn) -> Message:
-    return (
-        common.assistant_message(turn.message, turn.call) if turn.message.get("role") == "assistant" else turn.message
-    )
-
-
-class _CallSteps(NamedTuple):
-    """The steps of one model call. One of them may be missing."""
-
-    position: int
-    start: IntermediateStep | None
-    end: IntermediateStep | None = None
-
-    @property
-    def first(self) -> IntermediateStep:
-        step = self.start or self.end
-        assert step is not None
-        return step
+    is_assistant = turn.message.get("role") == "assistant"
+    return common.assistant_message(turn.message, turn.call) if is_assistant else turn.message
 
 
 def parse_calls(steps: Iterable[Any]) -> list[Completion]:
@@ -79,53 +64,51 @@ def parse_calls(steps: Iterable[Any]) -> list[Completion]:
     if a step cannot be parsed.
     """
     calls: list[Completion] = []
-    for pair in sorted(_pair_steps(steps), key=lambda pair: (pair.first.event_timestamp, pair.position)):
+    for pair in sorted(_pair_steps(steps), key=lambda pair: pair[0].event_timestamp):
         calls.extend(_pair_calls(pair, len(calls)))
     return calls
 
 
-def _pair_steps(steps: Iterable[Any]) -> list[_CallSteps]:
-    """Matches each LLM_START with the next LLM_END of its UUID."""
-    pairs: list[_CallSteps] = []
-    open_pairs: dict[str, list[int]] = {}
-    for position, item in enumerate(steps):
+def _pair_steps(steps: Iterable[Any]) -> list[list[IntermediateStep]]:
+    """Matches each LLM_START with the next LLM_END of its UUID. One of the two may be missing."""
+    pairs: list[list[IntermediateStep]] = []
+    unfinished: dict[str, list[list[IntermediateStep]]] = {}
+    for item in steps:
         step = common.parse_step(item)
-        if step.event_type is IntermediateStepType.LLM_START:
-            open_pairs.setdefault(step.UUID, []).append(len(pairs))
-            pairs.append(_CallSteps(position, step))
-        elif step.event_type is IntermediateStepType.LLM_END:
-            if indices := open_pairs.get(step.UUID):
-                index = indices.pop(0)
-                pairs[index] = pairs[index]._replace(end=step)
-            else:
-                pairs.append(_CallSteps(position, None, step))
+        if step.event_type is IntermediateStepType.LLM_END and unfinished.get(step.UUID):
+            unfinished[step.UUID].pop(0).append(step)
+        elif step.event_type in (IntermediateStepType.LLM_START, IntermediateStepType.LLM_END):
+            pairs.append([step])
+            if step.event_type is IntermediateStepType.LLM_START:
+                unfinished.setdefault(step.UUID, []).append(pairs[-1])
     return pairs
 
 
-def _pair_calls(pair: _CallSteps, index: int) -> list[Completion]:
+def _pair_calls(pair: list[IntermediateStep], index: int) -> list[Completion]:
     """A call per completion, with the completion; a single one without, if there is none."""
+    first, last = pair[0], pair[-1]
     completions: list[Completion] = []
     error, prompt = "its LLM_END is missing", _pair_prompt(pair)
-    if pair.end is not None:
-        with common.naming_step(pair.end):
-            completions = common.step_completions(pair.end, prompt, FORMATS)
-            error = str(common.step_metadata(pair.end).get("error") or "it ended without a completion")
-    metadata = [common.step_metadata(step) for step in (pair.end, pair.start) if step is not None]
-    if not completions:
-        model, llm = metadata[0].get("model") or pair.first.name or "", metadata[0].get("llm")
-        completions = [Completion(model=model, llm=llm, messages=prompt, error=error)]
+    if last.event_type is IntermediateStepType.LLM_END:
+        with common.naming_step(last):
+            completions = common.step_completions(last, prompt, FORMATS)
+            error = str(common.step_metadata(last).get("error") or "it ended without a completion")
+    metadata = [common.step_metadata(step) for step in reversed(pair)]
     tools = next((to_jsonable(m["tools_schema"]) for m in metadata if m.get("tools_schema") is not None), None)
+    if not completions:
+        model, llm = metadata[0].get("model") or first.name or "", metadata[0].get("llm")
+        completions = [Completion(model=model, llm=llm, messages=prompt, error=error)]
     for choice, call in enumerate(completions):
         call.index, call.choice, call.tools = index + choice, choice, tools
-        call.functions = (pair.first.function_ancestry.function_name,)
-        call.started, call.ended = pair.first.event_timestamp, (pair.end or pair.first).event_timestamp
+        call.functions = (first.function_ancestry.function_name,)
+        call.started, call.ended = first.event_timestamp, last.event_timestamp
     return completions
 
 
-def _pair_prompt(pair: _CallSteps) -> list[Message]:
-    for step in (pair.start, pair.end):
-        if step is not None and (prompt := common.step_prompt(step)) is not None:
+def _pair_prompt(pair: list[IntermediateStep]) -> list[Message]:
+    for step in pair:
+        if (prompt := common.step_prompt(step)) is not None:
             with common.naming_step(step):
                 return common.parse_prompt(prompt, FORMATS)
-    with common.naming_step(pair.end or pair.first):
+    with common.naming_step(pair[-1]):
         raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")

@@ -70,16 +70,14 @@ class SampleCandidates(BuiltInStrategy):
             completions = await asyncio.gather(*(self.llm.complete(messages, **request) for _ in range(n)))
             choices = [completion.choices[0] for completion in completions]
         if len(choices) != n:
-            raise WorkflowError(
-                f"sample_candidates: {n} completions were requested from llms.{self.config.llm} and {len(choices)} "
-                "returned; set requests: each for a server that ignores n"
-            )
-        return [self._candidate(item, messages, choice.message.model_dump(exclude_none=True)) for choice in choices]
-
-    def _candidate(self, item: TTCItem, messages: list[dict[str, Any]], message: dict[str, Any]) -> TTCItem:
-        metadata = {**(item.metadata or {}), "message": message}
-        update = {"input": messages, "output": message_text(message), "score": None, "metadata": metadata}
-        return item.model_copy(update=update)
+            problem = f"{n} completions were requested from llms.{self.config.llm} and {len(choices)} returned"
+            raise WorkflowError(f"sample_candidates: {problem}; set requests: each for a server that ignores n")
+        candidates = []
+        for message in (choice.message.model_dump(exclude_none=True) for choice in choices):
+            update = {"input": messages, "output": message_text(message), "score": None}
+            metadata = {**(item.metadata or {}), "message": message}
+            candidates.append(item.model_copy(update=update | {"metadata": metadata}))
+        return candidates
 
 
 class ScoreCandidatesConfig(TTCStrategyBaseConfig, name="score_candidates"):
@@ -118,10 +116,8 @@ class ScoreCandidates(BuiltInStrategy):
         else:
             self.function = await builder.get_function(str(self.config.function))
 
-    async def ainvoke(
-        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
-    ) -> list[TTCItem]:
-        scored = await asyncio.gather(*(self._score(item) for item in items))
+    async def ainvoke(self, items: list[TTCItem], *args: Any, **kwargs: Any) -> list[TTCItem]:
+        scored = await asyncio.gather(*map(self._score, items))
         if self.config.step_name is not None:
             self._report(self.config.step_name, scored, kwargs.get("turn_index"))
         return scored
@@ -130,13 +126,9 @@ class ScoreCandidates(BuiltInStrategy):
         if self.config.evaluator is not None:
             context = Context.get()
             row = context.row if isinstance(context.row, dict) else None
-            candidate = EvalInputItem(
-                id=context.row_id or "",
-                input_obj=item.input,
-                expected_output_obj=(row or {}).get(self.answer_key),
-                output_obj=item.output,
-                full_dataset_entry=row,
-            )
+            entry = {"expected_output_obj": (row or {}).get(self.answer_key), "full_dataset_entry": row}
+            turn = {"input_obj": item.input, "output_obj": item.output}
+            candidate = EvalInputItem(id=context.row_id or "", **turn, **entry)
             scores = await score(self.evaluator, self.config.evaluator, [candidate], self.limit)
             value, _, problem = parse_score(scores.eval_output_items[0])
         else:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -89,10 +89,10 @@ def _first_reading(
 
 
 def _json_items(value: Any) -> list[Any]:
-    items = value if isinstance(value, list | tuple) else [value]
-    converted = [to_jsonable(item) for item in items]
-    for item, result in zip(items, converted, strict=True):
-        if isinstance(result, str) and not isinstance(item, str):  # objects that are not JSON-serializable become text
+    converted = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        converted.append(to_jsonable(item))
+        if isinstance(converted[-1], str) and not isinstance(item, str):  # what is not JSON-serializable becomes text
             raise TrajectoryError(f"{_describe(item)} is neither text nor a message or completion of a known framework")
     return converted
 
@@ -145,13 +145,7 @@ def assistant_message(message: Message, call: ModelCall | None) -> Message:
     return {**message, "logprobs": call_logprobs(call, tokens), **known}
 
 
-class StepParser(Protocol):
-    """The `parse_to_openai_message` function of a framework."""
-
-    def __call__(self, step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message: ...
-
-
-def step_parser(*formats: StepFormat) -> StepParser:
+def step_parser(*formats: StepFormat) -> Callable[..., Message]:
     """Creates the `parse_to_openai_message` function of a framework."""
 
     def parse_to_openai_message(step: Any, previous_message: Message | None = None, **kwargs: Any) -> Message:
@@ -171,10 +165,8 @@ def step_parser(*formats: StepFormat) -> StepParser:
                     return assistant_message(completions[0].message or {}, completions[0])
                 case IntermediateStepType.TOOL_END:
                     return _tool_message(step, before, formats)
-            raise TrajectoryError(
-                "the step has no message: not an LLM_START, LLM_END or TOOL_END step, or its prompt or completion is "
-                "empty"
-            )
+            problem = "not an LLM_START, LLM_END or TOOL_END step, or its prompt or completion is empty"
+            raise TrajectoryError(f"the step has no message: {problem}")
 
     return parse_to_openai_message
 
@@ -193,10 +185,8 @@ def _tool_message(step: IntermediateStep, before: Sequence[Message], formats: Se
     calls = [call for earlier in before for call in earlier.get("tool_calls") or ()]
     calls = [call for call in calls if call["function"]["name"] == step.name] or calls
     if len(calls) != 1:
-        raise TrajectoryError(
-            f"cannot match the tool result to a call: previous_message has {len(calls)} matching tool calls, expected "
-            "one"
-        )
+        problem = f"previous_message has {len(calls)} matching tool calls, expected one"
+        raise TrajectoryError(f"cannot match the tool result to a call: {problem}")
     return {**message, "tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]}
 
 

@@ -110,9 +110,7 @@ class BestOfNSelection(BuiltInStrategy):
 
     stage = StageTypeEnum.SELECTION
 
-    async def ainvoke(
-        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs: Any
-    ) -> list[TTCItem]:
+    async def ainvoke(self, items: list[TTCItem], *args: Any, **kwargs: Any) -> list[TTCItem]:
         scored = [(item.score, item) for item in items if item.score is not None and not math.isnan(item.score)]
         if not scored:
             raise WorkflowError(f"best_of_n_selection: none of {len(items)} candidates has a score")

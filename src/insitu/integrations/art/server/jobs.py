@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from insitu.backend.learner.batches import optimizer_steps
 from insitu.backend.learner.jobs import TrainingJob
@@ -26,15 +26,14 @@ _LOSS_NAMES = {"loss": "train", "kl": "kl_policy_ref"}
 """Our metrics -> their names after `loss/` in releases from 0.5.17 on, where they differ."""
 
 
-@dataclass(frozen=True)
-class TrainRequest:
+class TrainRequest(NamedTuple):
     """A client's training request; its body is still to be parsed."""
 
     model: ArtModel
     kind: type[TrainingBody]
     body: Any
-    idempotency_key: str | None
     digest: bytes
+    idempotency_key: str | None
 
     @property
     def job_key(self) -> str | None:

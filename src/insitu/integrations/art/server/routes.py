@@ -1,92 +1,139 @@
-"""The endpoints of `art run` and of `art.ServerlessBackend`.
+"""The endpoints of `art run` and of `art.ServerlessBackend`, their request bodies and responses.
 
 ART clients up to 0.5.7 call the `art run` endpoints directly; later ones through a backend class. In the serverless
 protocol models have ids, and clients follow training jobs by polling their events.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
+import orjson
 from aiohttp import web
 from pydantic import BaseModel
 
 from insitu.backend.http import ApiRoute
 from insitu.backend.protocols import Services
-from insitu.errors import RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, JobFailed, RequestRefused
+from insitu.integrations.art.server import trajectories as bodies
 from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
-from insitu.integrations.art.server.responses import (
-    TRAJECTORIES,
-    Result,
-    Uploads,
-    json_endpoint,
-    read_as,
-    read_json,
-    stream_metrics,
-)
-from insitu.integrations.art.server.trajectories import (
-    ArtKeepRequest,
-    ArtLogRequest,
-    ArtModel,
-    ArtModelRequest,
-    ArtPrepareRequest,
-    ArtTrainRequest,
-    ServerlessLogRequest,
-    ServerlessStepsRequest,
-    ServerlessTrainRequest,
-    TrainingBody,
-    parse,
-)
-from insitu.wire.http_server import latin1_header
+from insitu.integrations.art.server.trajectories import ArtModel, parse
+from insitu.wire.http_server import error_response, json_response, latin1_header, parse_body, parse_json, read_body
+
+logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = ("pull_from_s3", "push_to_s3", "fork_checkpoint", "deploy")
 _KEY = "Idempotency-Key"
 _SMOOTHING = "benchmark_smoothing"
 
+Result = Callable[..., Awaitable[Any]]
+"""A request, and its body if it has one, to the JSON body of the response, or to the response."""
+
+
+class _Body(NamedTuple):
+    """A request body that is still to be parsed; the digest is that of its bytes."""
+
+    data: Any
+    digest: bytes
+
+
+async def _read(request: web.Request, kind: type[BaseModel]) -> Any:
+    """A request body as `kind`; as a `_Body` if it trains, because only a request that is new is parsed.
+
+    With trajectories it may be large: a sampled token with its logprobs takes about 100 bytes and 8 values, and a body
+    may hold about two million.
+    """
+    size, values = (2**28, 2**24) if issubclass(kind, bodies.ArtGroups) else (2**20, 2**16)
+
+    def load(content: bytes) -> _Body:
+        return _Body(parse_json(content, max_values=values), hashlib.blake2b(content).digest())
+
+    body = await parse_body(load, await read_body(request, size))
+    return body if issubclass(kind, bodies.TrainingBody) else await asyncio.to_thread(parse, kind, body.data)
+
+
+class _Uploads:
+    """Limits how many bodies with trajectories are in memory at the same time."""
+
+    def __init__(self, parallel: int = 2, waiting: int = 64) -> None:
+        self._slots = asyncio.Semaphore(parallel)
+        self._free = parallel + waiting
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Waits for a slot. Raises RequestRefused (429) if too many requests are waiting already."""
+        if self._free == 0:
+            raise RequestRefused("too many requests with trajectories are waiting", status=429, code="queue_full")
+        self._free -= 1
+        try:
+            async with self._slots:
+                yield
+        finally:
+            self._free += 1
+
+
+def _error(error: BackendError) -> web.Response:
+    """In ART's format (`detail`) and OpenAI's (`error`)."""
+    if isinstance(error, RequestRefused):
+        return error_response(str(error), error.status, error.param, error.code, detail=str(error))
+    return error_response(str(error), 503 if isinstance(error, BackendUnavailable) else 500, detail=str(error))
+
 
 def routes(services: Services) -> list[ApiRoute]:
     models = ArtModels(services)
-    parts = models, ArtJobs(models, services), Uploads(), services.options.token
-    return [*_art_run_routes(_ArtRunEndpoints(*parts)), *_serverless_routes(_ServerlessEndpoints(*parts))]
+    parts, uploads = (models, ArtJobs(models, services), services.options.token), _Uploads()
+    return [
+        *_art_run_routes(_ArtRunEndpoints(*parts), uploads),
+        *_serverless_routes(_ServerlessEndpoints(*parts), uploads),
+    ]
 
 
-def _routes_below(prefix: str, title: str) -> Callable[..., ApiRoute]:
+def _routes_below(prefix: str, title: str, uploads: _Uploads) -> Callable[..., ApiRoute]:
     """A function that makes a route below a path; `title` begins its summary."""
 
     def route(
-        method: str, path: str, handler: Result, summary: str, body: type[BaseModel] | None = None, **options: Any
+        method: str, path: str, handler: Result, summary: str, kind: type[BaseModel] | None = None, **options: Any
     ) -> ApiRoute:
-        request = [body] if body is not None else []
-        return ApiRoute(method, prefix + path, json_endpoint(handler), title + summary, request=request, **options)
+        async def endpoint(request: web.Request) -> web.StreamResponse:
+            try:
+                if kind is None:
+                    result = await handler(request)
+                else:
+                    async with uploads.slot() if issubclass(kind, bodies.ArtGroups) else nullcontext():
+                        result = await handler(request, await _read(request, kind))
+            except BackendError as error:
+                if isinstance(error, RequestRefused):
+                    logger.warning("%s %r refused: %s", request.method, request.path, error)
+                return _error(error)
+            return result if isinstance(result, web.StreamResponse) else json_response(result)
+
+        return ApiRoute(method, prefix + path, endpoint, title + summary, request=[kind] if kind else [], **options)
 
     return route
 
 
-def _art_run_routes(run: "_ArtRunEndpoints") -> list[ApiRoute]:
+def _art_run_routes(run: "_ArtRunEndpoints", uploads: _Uploads) -> list[ApiRoute]:
     """The routes of `art run`, mounted at the server root."""
-    route, about_jobs, keys = _routes_below("", "ART: "), _routes_below("/art/jobs", ""), (_KEY,)
+    route, about_jobs = _routes_below("", "ART: ", uploads), _routes_below("/art/jobs", "", uploads)
+    sampling, train = "URL and API key for sampling", "train; streams metrics per gradient step"
     log = "log trajectories; stores their mean metrics for the current step"
-    best = "delete all but the latest and best checkpoints"
+    best, listed = "delete all but the latest and best checkpoints", "delete all but the latest and listed"
     return [
         route("GET", "/healthcheck", run.health, "health check", public=True),
         route("POST", "/close", run.close, "close a client's session; the server keeps running"),
         route("POST", "/register", run.register, "check that a model can be trained here", ArtModel),
         route("POST", "/_get_step", run.step, "a model's latest step", ArtModel),
-        route("POST", "/_prepare_backend_for_training", run.prepare, "URL and API key for sampling", ArtPrepareRequest),
-        route(
-            "POST",
-            "/_train_model",
-            run.train,
-            "train; streams metrics per gradient step",
-            ArtTrainRequest,
-            headers=keys,
-        ),
-        route("POST", "/_log", run.log, log, ArtLogRequest),
+        route("POST", "/_prepare_backend_for_training", run.prepare, sampling, bodies.ArtPrepareRequest),
+        route("POST", "/_train_model", run.train, train, bodies.ArtTrainRequest, headers=(_KEY,)),
+        route("POST", "/_log", run.log, log, bodies.ArtLogRequest),
         route("POST", "/_delete_checkpoints", run.keep_best, best, ArtModel, query=("benchmark", _SMOOTHING)),
-        route("POST", "/_delete_checkpoint_files", run.keep, "delete all but the latest and listed", ArtKeepRequest),
+        route("POST", "/_delete_checkpoint_files", run.keep, listed, bodies.ArtKeepRequest),
         *(
-            route("POST", f"/_experimental_{name}", run.unsupported, "not supported", ArtModelRequest)
+            route("POST", f"/_experimental_{name}", run.unsupported, "not supported", bodies.ArtModelRequest)
             for name in _UNSUPPORTED
         ),
         about_jobs("GET", "", run.list_jobs, "Recent training requests from ART clients, including refused ones"),
@@ -94,42 +141,34 @@ def _art_run_routes(run: "_ArtRunEndpoints") -> list[ApiRoute]:
     ]
 
 
-def _serverless_routes(serverless: "_ServerlessEndpoints") -> list[ApiRoute]:
+def _serverless_routes(serverless: "_ServerlessEndpoints", uploads: _Uploads) -> list[ApiRoute]:
     """The routes of `art.ServerlessBackend`, whose clients are configured with a base_url ending in `/v1`."""
-    route, model, pages = _routes_below("/v1/preview", "ART serverless: "), "/models/{id}", ("after", "limit")
+    route = _routes_below("/v1/preview", "ART serverless: ", uploads)
+    model, pages = "/models/{id}", ("after", "limit")
     checkpoints, by_step = f"{model}/checkpoints", "delete checkpoints by step"
     listing = "a model's checkpoints with metrics"
     return [
         route("POST", "/models", serverless.create, "create a model, or return the existing one", ArtModel),
         route("DELETE", model, serverless.delete, "delete a model"),
         route("GET", checkpoints, serverless.checkpoints, listing, query=("order", *pages)),
-        route("DELETE", checkpoints, serverless.delete_checkpoints, by_step, ServerlessStepsRequest),
-        route("POST", f"{model}/log", serverless.log, "log trajectories (same as /_log)", ServerlessLogRequest),
-        route("POST", "/training-jobs", serverless.train, "train", ServerlessTrainRequest, headers=(_KEY,)),
+        route("DELETE", checkpoints, serverless.delete_checkpoints, by_step, bodies.ServerlessStepsRequest),
+        route("POST", f"{model}/log", serverless.log, "log trajectories (same as /_log)", bodies.ServerlessLogRequest),
+        route("POST", "/training-jobs", serverless.train, "train", bodies.ServerlessTrainRequest, headers=(_KEY,)),
         route("GET", "/training-jobs/{id}/events", serverless.events, "a job's events so far", query=pages),
         route("POST", "/sft-training-jobs", serverless.train_sft, "not supported"),
     ]
 
 
 class _Endpoints:
-    """One method per endpoint; each returns the JSON body of the response."""
+    """One method per endpoint."""
 
-    def __init__(self, models: ArtModels, jobs: ArtJobs, uploads: Uploads, token: str | None) -> None:
+    def __init__(self, models: ArtModels, jobs: ArtJobs, token: str | None) -> None:
         self._models = models
         self._jobs = jobs
-        self._uploads = uploads
         self._token = token
 
-    async def _log(self, registered: RegisteredModel, body: ServerlessLogRequest) -> None:
+    async def _log(self, registered: RegisteredModel, body: bodies.ServerlessLogRequest) -> None:
         await registered.metrics_log.log(registered.step, body.split or "val", body.trajectory_groups)
-
-    async def _start(
-        self, request: web.Request, model_of: Callable[[Any], ArtModel], kind: type[TrainingBody]
-    ) -> ArtJob:
-        """Reads a training request, whose body says which model, and starts its job."""
-        data, digest = await read_json(request)
-        key = latin1_header(request, _KEY)
-        return await self._jobs.start(TrainRequest(model_of(data), kind, data, key, digest))
 
 
 class _ArtRunEndpoints(_Endpoints):
@@ -141,50 +180,45 @@ class _ArtRunEndpoints(_Endpoints):
     async def close(self, request: web.Request) -> None:
         """Does nothing: the backend outlives its clients."""
 
-    async def register(self, request: web.Request) -> None:
+    async def register(self, request: web.Request, model: ArtModel) -> None:
         """Only validates the model: clients time out after five seconds, so weights are loaded in `prepare`."""
-        model = await read_as(ArtModel, request)
         if model.trainable:
             self._models.check(model)
 
-    async def step(self, request: web.Request) -> int:
-        model = await read_as(ArtModel, request)
+    async def step(self, request: web.Request, model: ArtModel) -> int:
         return (await self._models.open(model)).step if model.trainable else 0
 
-    async def prepare(self, request: web.Request) -> list[str]:
+    async def prepare(self, request: web.Request, body: bodies.ArtPrepareRequest) -> list[str]:
         """Base URL and API key for sampling: the server's token if set, otherwise the client's `api_key`."""
-        body = await read_as(ArtPrepareRequest, request)
         await self._models.open(body.model)
         return [f"{request.scheme}://{request.host}/v1", self._token or body.config.server_args.api_key or "default"]
 
-    async def train(self, request: web.Request) -> web.StreamResponse:
-        async with self._uploads.slot():
-            job = await self._start(request, lambda data: parse(ArtModelRequest, data).model, ArtTrainRequest)
-            return await stream_metrics(request, job)
+    async def train(self, request: web.Request, body: _Body) -> web.StreamResponse:
+        model = parse(bodies.ArtModelRequest, body.data).model
+        key = latin1_header(request, _KEY)
+        job = await self._jobs.start(TrainRequest(model, bodies.ArtTrainRequest, *body, key))
+        del body  # it may be large, and the job may take long
+        return await _stream_metrics(request, job)
 
-    async def log(self, request: web.Request) -> None:
-        async with self._uploads.slot():
-            body = await read_as(ArtLogRequest, request, TRAJECTORIES)
-            if body.model.trainable:
-                await self._log(await self._models.open(body.model), body)
+    async def log(self, request: web.Request, body: bodies.ArtLogRequest) -> None:
+        if body.model.trainable:
+            await self._log(await self._models.open(body.model), body)
 
-    async def keep_best(self, request: web.Request) -> None:
+    async def keep_best(self, request: web.Request, model: ArtModel) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
-        registered = await self._models.open(await read_as(ArtModel, request))
+        registered = await self._models.open(model)
         metric = request.query.get("benchmark", "val/reward")
         versions = registered.learner.versions
         best = registered.metrics_log.best(metric, _smoothing(request), versions)
         await self._models.delete_steps(registered, set(versions) - {best})
 
-    async def keep(self, request: web.Request) -> None:
+    async def keep(self, request: web.Request, body: bodies.ArtKeepRequest) -> None:
         """Deletes all checkpoints except the latest and the listed ones."""
-        body = await read_as(ArtKeepRequest, request)
         registered = await self._models.open(body.model)
         await self._models.delete_steps(registered, set(registered.learner.versions) - {*body.steps_to_keep})
 
-    async def unsupported(self, request: web.Request) -> None:
-        model = (await read_as(ArtModelRequest, request)).model
-        where = f"the checkpoints of {model.key} are in {self._models.folder(model) / 'checkpoints'}"
+    async def unsupported(self, request: web.Request, body: bodies.ArtModelRequest) -> None:
+        where = f"the checkpoints of {body.model.key} are in {self._models.folder(body.model) / 'checkpoints'}"
         raise RequestRefused(f"{request.path} is not supported here; {where}", code="unsupported")
 
     async def list_jobs(self, request: web.Request) -> dict[str, Any]:
@@ -192,6 +226,30 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def get_job(self, request: web.Request) -> dict[str, Any]:
         return self._jobs.get(request.match_info["id"]).state()
+
+
+async def _stream_metrics(request: web.Request, job: ArtJob) -> web.StreamResponse:
+    """Streams a job's metrics as JSON lines while it trains.
+
+    An error before the first line becomes an error response. A later one breaks the connection, as ART does; its cause
+    is in the log and at /art/jobs.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    try:
+        async for line in job.metric_lines():
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    except (JobFailed, RequestRefused) as error:
+        logger.error("model %s: %s", job.model.key, error)
+        if not response.prepared:
+            return _error(error)
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    # or: another response of the same job may have been delivered first
+    job.end_was_delivered = job.end_was_delivered or request.transport is not None
+    return response
 
 
 def _smoothing(request: web.Request) -> float:
@@ -205,8 +263,8 @@ def _smoothing(request: web.Request) -> float:
 class _ServerlessEndpoints(_Endpoints):
     """The endpoints of `art.ServerlessBackend`."""
 
-    async def create(self, request: web.Request) -> dict[str, Any]:
-        registered = await self._models.open(await read_as(ArtModel, request))
+    async def create(self, request: web.Request, model: ArtModel) -> dict[str, Any]:
+        registered = await self._models.open(model)
         names = registered.model.model_dump(include={"entity", "project", "name", "base_model"})
         return {"id": registered.id, **names, "run_id": None}
 
@@ -224,24 +282,20 @@ class _ServerlessEndpoints(_Endpoints):
         entries = [{"id": f"{registered.id}-{step}", "step": step, "metrics": metrics(step)} for step in steps]
         return _paginate(entries, request)
 
-    async def delete_checkpoints(self, request: web.Request) -> dict[str, Any]:
-        steps = {*(await read_as(ServerlessStepsRequest, request)).steps}
-        registered = self._get_model(request)
-        deleted = await self._models.delete_steps(registered, steps)
+    async def delete_checkpoints(self, request: web.Request, body: bodies.ServerlessStepsRequest) -> dict[str, Any]:
+        steps = {*body.steps}
+        deleted = await self._models.delete_steps(self._get_model(request), steps)
         return {"deleted_count": len(deleted), "not_found_steps": sorted(steps - set(deleted))}
 
-    async def log(self, request: web.Request) -> None:
-        registered = self._get_model(request)
-        async with self._uploads.slot():
-            await self._log(registered, await read_as(ServerlessLogRequest, request, TRAJECTORIES))
+    async def log(self, request: web.Request, body: bodies.ServerlessLogRequest) -> None:
+        await self._log(self._get_model(request), body)
 
-    async def train(self, request: web.Request) -> dict[str, str]:
-        def model_of(data: Any) -> ArtModel:
-            registered = self._models.get(str(data.get("model_id") if isinstance(data, dict) else None))
-            return registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
-
-        async with self._uploads.slot():
-            return {"id": (await self._start(request, model_of, ServerlessTrainRequest)).job.state.id}
+    async def train(self, request: web.Request, body: _Body) -> dict[str, str]:
+        registered = self._models.get(str(body.data.get("model_id") if isinstance(body.data, dict) else None))
+        model = registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
+        key = latin1_header(request, _KEY)
+        job = await self._jobs.start(TrainRequest(model, bodies.ServerlessTrainRequest, *body, key))
+        return {"id": job.job.state.id}
 
     async def events(self, request: web.Request) -> dict[str, Any]:
         """The events after `after`; clients repeat a request until they have seen a gradient step."""
