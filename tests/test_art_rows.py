@@ -1,7 +1,6 @@
 """ART's groups as training rows: against what ART's own modules compute, and what clients of two releases sent."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,8 @@ def groups_of(data: list) -> list[ArtGroup]:
 
 def batch_of(data: list, max_length: int = 4096, **changes) -> ArtBatch:
     tokens = ChatTokenizer(byte_tokenizer())
-    return build_batch(groups_of(data), replace(plan_of(), **changes), tokens.render_prompt, max_length, 320)
+    options = plan_of().options.model_copy(update=changes)
+    return build_batch(groups_of(data), options, tokens.render_prompt, max_length, 320)
 
 
 def recorded(release: str) -> list:
@@ -218,8 +218,10 @@ def test_what_is_asked_arrives():
     assert (settings.betas, settings.weight_decay, settings.max_grad_norm) == ((0.8, 0.95), 0.0, 1.0)
     assert settings.lora.model_dump() == {"rank": 4, "alpha": 12, "dropout": 0.0, "target_modules": ["q_proj"]}
     assert settings.seed == 7
-    assert (plan.scale_rewards, plan.advantage_balance, plan.max_length, plan.packed_length) == (False, -0.5, 900, 512)
-    assert plan.template_kwargs == {"enable_thinking": False}
+    options = plan.options
+    assert (options.scale_rewards, options.advantage_balance) == (False, -0.5)
+    assert (options.max_length, options.packed_length) == (900, 512)
+    assert options.template_kwargs == {"enable_thinking": False}
     assert plan.ignored == ("engine_args.tensor_parallel_size", "init_args.load_in_4bit", "plot_tensors")
 
 

@@ -52,7 +52,7 @@ def run_until(folder: Path, epoch: int, status: str) -> None:
 
 def follow(name: str, folder: Path, **variables: str) -> None:
     """The process of a tracker, until the run ends."""
-    command = [sys.executable, "-m", "insitu.integrations.trackers.follow", name, str(folder)]
+    command = [sys.executable, "-m", "insitu.integrations.trackers.processes", name, str(folder)]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, input="", capture_output=True, text=True, env=environment, cwd=folder.parent)
     assert done.returncode == 0, done.stderr

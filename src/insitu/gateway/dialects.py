@@ -134,6 +134,13 @@ class StreamTranslator:
         return b"".join(self._translation.end(failure or self.failure))
 
 
+def as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
+    """A completion as the only chunk of its stream."""
+    choice = completion["choices"][0]
+    calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls") or ())]
+    return {**completion, "choices": [{**choice, "delta": {**choice["message"], "tool_calls": calls}}]}
+
+
 def present(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The values of these names that are not null."""
     return {name: values[name] for name in names if values.get(name) is not None}

@@ -101,16 +101,16 @@ def read_pairs(run: Path, run_id: str) -> TrajectoryCollection:
 
 
 def _records(pairs: Sequence[Trajectory], training_type: str, full_history: bool) -> list[dict[str, Any]]:
-    items = [pair_item(trajectory) for trajectory in pairs]
+    records = [_record(pair_item(trajectory), training_type, full_history) for trajectory in pairs]
     if training_type == "dpo":
-        responses = {"chosen_response", "rejected_response"}
-        return [{"prompt": _prompt(item, full_history), **item.model_dump(include=responses)} for item in items]
-    records = [_sft_record(item, full_history) for item in items]
+        return records
     return list({dump_json(record): record for record in records}.values())  # a response may be chosen repeatedly
 
 
-def _sft_record(item: DPOItem, full_history: bool) -> dict[str, Any]:
+def _record(item: DPOItem, training_type: str, full_history: bool) -> dict[str, Any]:
     prompt = _prompt(item, full_history)
+    if training_type == "dpo":
+        return {"prompt": prompt, **item.model_dump(include={"chosen_response", "rejected_response"})}
     if full_history:
         return {"messages": [*prompt, {"role": "assistant", "content": item.chosen_response}]}
     return {"prompt": prompt, "completion": item.chosen_response}

@@ -97,6 +97,8 @@ class NeMoServices:
         make, options = nemo.NeMoMicroservices, {"max_retries": 0, "timeout": config.request_timeout}
         self._entities = make(base_url=config.entity_host, **options)
         datastore = make(base_url=config.datastore_host, **options, default_headers=headers)
+        self._jobs = self._entities.customization.jobs
+        self._deployments = self._entities.deployment.model_deployments
         self._clients = {Store.ENTITIES: self._entities, Store.FILES: datastore}
         # False: huggingface-hub would send the token of the user's login otherwise
         self._files = self._hub.HfApi(endpoint=f"{config.datastore_host}/v1/hf", token=token or False)
@@ -210,14 +212,6 @@ class NeMoServices:
         details = found.status_details
         status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
         return Deployment(status, details.description, model if isinstance(model, str) else None)
-
-    @property
-    def _jobs(self) -> Any:
-        return self._entities.customization.jobs
-
-    @property
-    def _deployments(self) -> Any:
-        return self._entities.deployment.model_deployments
 
     async def _found(self, what: str, retrieve: Callable[[], T], store: Store = Store.ENTITIES) -> T | None:
         """What a request returns; None if the service has no such thing (404)."""

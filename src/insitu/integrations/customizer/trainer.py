@@ -60,19 +60,16 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             raise ConfigError(f"finetuning.curriculum_learning: {problem}")
         deploys = getattr(trainer_adapter.adapter_config, "deploy_on_completion", False)
         if deploys and not self.trainer_config.wait_for_completion:
-            raise ConfigError(
-                f"trainers.{finetuning.trainer}.wait_for_completion is false, but the adapter's deploy_on_completion "
-                "is true: a model is deployed by the run that waits for its job"
-            )
+            problem = "is false, but the adapter's deploy_on_completion is true"
+            reason = "a model is deployed by the run that waits for its job"
+            raise ConfigError(f"trainers.{finetuning.trainer}.wait_for_completion {problem}: {reason}")
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         self._plot = None  # its rewards are those of epochs
         if run_config.num_epochs > 1:
-            self.report.note(
-                f"finetuning.num_epochs is {run_config.num_epochs}, but {self.trainer_config.type} trains once; see "
-                "num_runs, and the hyperparameter epochs"
-            )
+            problem = f"finetuning.num_epochs is {run_config.num_epochs}, but {self.trainer_config.type} trains once"
+            self.report.note(f"{problem}; see num_runs, and the hyperparameter epochs")
         if self._durable.progress.phase is not None:
             self.final_metrics = await asyncio.to_thread(read_object, self.store.folder / FINAL_METRICS)
             history = self.store.folder / COLLECTION_HISTORY
@@ -99,10 +96,8 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
                 status = await self._status_of(await self.run_epoch(1, self.run_id))
         except BaseException as error:  # recorded, then re-raised
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
-            self.report.note(
-                f"the run did not complete; results so far are in {self.store.folder}/ (the same command with "
-                "--resume continues the run)"
-            )
+            where = f"results so far are in {self.store.folder}/ (the same command with --resume continues the run)"
+            self.report.note(f"the run did not complete; {where}")
             raise
         self._write_final_metrics(seconds=time.perf_counter() - started)
         model = (status.metadata or {}).get("output_model")

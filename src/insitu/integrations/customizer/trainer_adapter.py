@@ -173,10 +173,9 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             "validation/validation.jsonl": dump_lines(split.validation),
         }
         await asyncio.to_thread(self._write, name, files)
+        register = partial(self._services.register_dataset, namespace, name, submission.key)
         try:
-            await self._entities(
-                "register the dataset", lambda: self._services.register_dataset(namespace, name, submission.key)
-            )
+            await self._entities("register the dataset", register)
         except RequestRefused as error:
             if error.status != 409:
                 raise
@@ -214,9 +213,8 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         if job is not None:  # its name is taken
             name = f"{name}-{job.id}"
         try:
-            return await self._services.create_job(
-                self.config.namespace, name, submission.key, self._job_options(submission)
-            )
+            options = self._job_options(submission)
+            return await self._services.create_job(self.config.namespace, name, submission.key, options)
         except RequestRefused as error:
             if error.status == 409 and (job := await self._find(submission)) is not None:
                 return job
@@ -262,17 +260,13 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         existing = await self._entities("find the deployment", partial(self._services.deployment, namespace, name))
         if existing is not None and (existing.model or "").split("@")[0] != model:
             problem = f"the deployment {namespace}/{name} exists and serves {existing.model}"
-            raise ConfigError(
-                f"trainer_adapters: deployment_config.deployment_name: {problem}; delete it or choose another name"
-            )
+            key = "trainer_adapters: deployment_config.deployment_name"
+            raise ConfigError(f"{key}: {problem}; delete it or choose another name")
 
     async def _deploy(self, job: TrainingJobStatus) -> dict[str, Any]:
         """Deploys the model of a completed job and waits until it is served. Raises BackendError if that fails."""
-        nim, namespace, seconds = (
-            self.config.deployment_config,
-            self.config.namespace,
-            self.config.deployment_timeout_seconds,
-        )
+        nim, namespace = self.config.deployment_config, self.config.namespace
+        seconds = self.config.deployment_timeout_seconds
         model, key = (job.metadata or {})["output_model"], (job.metadata or {})["key"]
         name = nim.deployment_name or model.split("/")[-1].split("@")[0]
         label = f"{job_label(job)} is completed (model {model}), but deployment {namespace}/{name}"

@@ -4,12 +4,13 @@ Source: https://docs.anthropic.com/en/api/messages and its page on streaming.
 """
 
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
-from insitu.gateway.dialects import Translation, join_text, present, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
@@ -104,23 +105,18 @@ class MessagesTranslation(Translation):
         super().__init__(_chat_request(request, memory), memory)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._begun = False
-        self._block = -1  # index of the latest content block, the only open one
+        self._content: list[dict[str, Any]] = []  # blocks, of which only the latest is open
         self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
         self._text_open = False
         self._stop = _stop({})
         self._usage: dict[str, Any] = {}
 
     def response(self, completion: dict[str, Any]) -> dict[str, Any]:
-        choice = completion["choices"][0]
-        message = choice["message"]
-        content: list[dict[str, Any]] = []
-        if message.get("content"):
-            content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls") or ():
-            self.memory[call["id"]] = call["function"].get("arguments") or ""
-            arguments = _arguments(self.memory[call["id"]])
-            content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-        return self._message(completion, content, _stop(choice))
+        deque(self.events(as_chunk(completion)), maxlen=0)
+        for block in self._content:
+            if block["type"] == "tool_use":
+                block["input"] = _arguments(self.memory[block["id"]])
+        return self._message(completion, self._content, self._stop)
 
     def _message(self, completion: dict[str, Any], content: list[Any], stop: dict[str, Any]) -> dict[str, Any]:
         usage = _usage(completion.get("usage") or {})
@@ -137,7 +133,8 @@ class MessagesTranslation(Translation):
                 if not self._text_open:
                     yield from self._open({"type": "text", "text": ""})
                     self._text_open = True
-                yield self._delta(self._block, {"type": "text_delta", "text": delta["content"]})
+                self._content[-1]["text"] += delta["content"]
+                yield self._delta(len(self._content) - 1, {"type": "text_delta", "text": delta["content"]})
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             if choice.get("finish_reason"):
@@ -152,7 +149,7 @@ class MessagesTranslation(Translation):
         function, index = part.get("function") or {}, part.get("index", 0)
         if index not in self._calls:
             called = part.get("id") or f"toolu_{uuid.uuid4().hex}"
-            self._calls[index] = called, self._block + 1
+            self._calls[index] = called, len(self._content)
             self.memory[called] = ""
             yield from self._open({"type": "tool_use", "id": called, "name": function.get("name"), "input": {}})
         if function.get("arguments"):
@@ -162,12 +159,12 @@ class MessagesTranslation(Translation):
 
     def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
-        self._block += 1
-        yield _event({"type": "content_block_start", "index": self._block, "content_block": block})
+        yield _event({"type": "content_block_start", "index": len(self._content), "content_block": block})
+        self._content.append(block)
 
     def _close(self) -> Iterator[bytes]:
-        if self._block >= 0:
-            yield _event({"type": "content_block_stop", "index": self._block})
+        if self._content:
+            yield _event({"type": "content_block_stop", "index": len(self._content) - 1})
         self._text_open = False
 
     def _delta(self, block: int, delta: dict[str, Any]) -> bytes:

@@ -6,13 +6,14 @@ Source: https://platform.openai.com/docs/api-reference/responses and its page on
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects import Translation, join_text, present, refuse_unsupported, unsupported_type
+from insitu.gateway.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")
@@ -116,21 +117,13 @@ class ResponsesTranslation(Translation):
         self._begun = False
 
     def response(self, completion: dict[str, Any]) -> dict[str, Any]:
-        choice = completion["choices"][0]
-        message = choice["message"]
-        self._model = completion.get("model", self._model)
-        self._finish, self._usage = choice.get("finish_reason"), completion.get("usage") or {}
-        if message.get("content"):
-            part = _text_part(message["content"])
-            if choice.get("logprobs"):
-                part["logprobs"] = choice["logprobs"].get("content") or []
-            self._output.append(_message_item([part], "completed"))
-        for call in message.get("tool_calls") or ():
-            self._output.append(_call_item(call, "completed"))
+        deque(self.events(as_chunk(completion)), maxlen=0)
         return self._finished()
 
     def _finished(self) -> dict[str, Any]:
         """The final response; its conversation is kept for `previous_response_id`."""
+        for item in self._output:
+            item["status"] = "completed"
         answer = (_messages(self._output) or [{"role": "assistant", "content": ""}])[-1]
         sent = self.request["messages"][1 if self._original.get("instructions") else 0 :]
         self.memory[self._id] = [*sent, answer]
@@ -177,7 +170,8 @@ class ResponsesTranslation(Translation):
 
     def _add_text(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
-            self._text = _message_item([_text_part("")], "in_progress")
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._text = _item("msg", "message", role="assistant", content=[part])
             yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
             self._output.append(self._text)
             yield self._event("response.content_part.added", **self._text_position(), part=self._text["content"][0])
@@ -195,8 +189,8 @@ class ResponsesTranslation(Translation):
         item = self._calls.get(index)
         if item is None:
             called = part.get("id") or f"call_{uuid.uuid4().hex}"
-            opening = {"id": called, "function": {"name": function.get("name"), "arguments": ""}}
-            item = self._calls[index] = _call_item(opening, "in_progress")
+            item = _item("fc", "function_call", call_id=called, name=function.get("name"), arguments="")
+            self._calls[index] = item
             yield self._event("response.output_item.added", output_index=len(self._output), item=item)
             self._output.append(item)
         if piece := function.get("arguments"):
@@ -224,25 +218,9 @@ class ResponsesTranslation(Translation):
         yield self._event(f"response.{response['status']}", response=response)
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _message_item(content: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    identity = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-    return {**identity, "status": status, "content": content}
-
-
-def _call_item(call: dict[str, Any], status: str) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": function["name"],
-        "arguments": function.get("arguments") or "",
-    }
+def _item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
+    """An item of the output that is incomplete so far."""
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -126,9 +126,13 @@ class ScoreCandidates(BuiltInStrategy):
         if self.config.evaluator is not None:
             context = Context.get()
             row = context.row if isinstance(context.row, dict) else None
-            entry = {"expected_output_obj": (row or {}).get(self.answer_key), "full_dataset_entry": row}
-            turn = {"input_obj": item.input, "output_obj": item.output}
-            candidate = EvalInputItem(id=context.row_id or "", **turn, **entry)
+            candidate = EvalInputItem(
+                id=context.row_id or "",
+                input_obj=item.input,
+                expected_output_obj=(row or {}).get(self.answer_key),
+                output_obj=item.output,
+                full_dataset_entry=row,
+            )
             scores = await score(self.evaluator, self.config.evaluator, [candidate], self.limit)
             value, _, problem = parse_score(scores.eval_output_items[0])
         else:

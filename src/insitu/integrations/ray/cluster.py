@@ -109,9 +109,8 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{KEY}: _type ray needs the package {error.name!r}: {install_command('ray')} in the clone of insitu"
-        ) from error
+        advice = f"{install_command('ray')} in the clone of insitu"
+        raise ConfigError(f"{KEY}: _type ray needs the package {error.name!r}: {advice}") from error
     runtime_env, secrets = _runtime_env(settings, config)
     cluster = Cluster(ray, settings, _environment(settings, config) | secrets, runtime_env.get("working_dir"))
     if ray.is_initialized():  # by the program that uses insitu
@@ -167,10 +166,8 @@ async def _check_address(address: str) -> None:
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address.startswith("ray://"):
-        raise ConfigError(
-            f"{KEY}.address is {address!r}: the Ray Client protocol cannot carry episodes; run insitu on a machine of "
-            "the cluster (ray job submit), with address auto"
-        )
+        advice = "run insitu on a machine of the cluster (ray job submit), with address auto"
+        raise ConfigError(f"{KEY}.address is {address!r}: the Ray Client protocol cannot carry episodes; {advice}")
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -200,10 +197,8 @@ def _runtime_env(settings: RayExecutorConfig, config: Config) -> tuple[dict[str,
     for key, value in runtime_env.items():
         text = str(value)
         if redact(text) != text or hide_url_secrets(text) != text:
-            raise ConfigError(
-                f"{KEY}.runtime_env.{key} holds a secret, and Ray writes it to files: put the secret into a variable "
-                "of the nodes' environment, or of env_vars"
-            )
+            advice = "put the secret into a variable of the nodes' environment, or of env_vars"
+            raise ConfigError(f"{KEY}.runtime_env.{key} holds a secret, and Ray writes it to files: {advice}")
     folder = runtime_env.get("working_dir")
     if folder is not None and "://" not in folder:
         runtime_env["working_dir"] = str(config.find_path(Path(folder), f"{KEY}.runtime_env.working_dir").resolve())

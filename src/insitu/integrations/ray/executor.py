@@ -44,10 +44,8 @@ class RayWorker(RemoteService):
         self._host, self._token = about["host"], about["token"]
         self.name = f"the worker with pid {about['pid']} on {about['host']}"
         if about["insitu"] != __version__:
-            raise ConfigError(
-                f"{KEY}: {self.name} has insitu {about['insitu']}, but this process has {__version__}: use one "
-                "release everywhere"
-            )
+            problem = f"{self.name} has insitu {about['insitu']}, but this process has {__version__}"
+            raise ConfigError(f"{KEY}: {problem}: use one release everywhere")
 
     async def open(self, workflow: str, description: Opening) -> None:
         try:
@@ -141,8 +139,6 @@ class RayExecutor(RemoteExecutor):
             opening = opening.model_copy(update={"build": False, "targets": []})
         limit, room = self.config.start_timeout, await asyncio.to_thread(self._cluster.room)
         if not await self.pool.open(opening.id, opening, max(room, 1), limit):
-            raise BackendError(
-                f"{KEY}: no worker has started within start_timeout: {limit:g} s; the machines of the cluster have "
-                f"room for {room} of {workers} workers"
-            )
+            problem = f"the machines of the cluster have room for {room} of {workers} workers"
+            raise BackendError(f"{KEY}: no worker has started within start_timeout: {limit:g} s; {problem}")
         return opening.id

@@ -192,10 +192,8 @@ class EpisodeWorker:
             config = opening.config()
         except (ConfigError, PluginError) as error:
             problems = "; ".join(line.strip() for line in str(error).splitlines()).replace(":;", ":")
-            raise ConfigError(
-                f"the file cannot be loaded there: {problems} (what the workflow imports must be installed on every "
-                f"node, or be shipped by {KEY}.runtime_env)"
-            ) from error
+            advice = f"what the workflow imports must be installed on every node, or be shipped by {KEY}.runtime_env"
+            raise ConfigError(f"the file cannot be loaded there: {problems} ({advice})") from error
         urls = [opening.policy.base_url] if opening.policy is not None else []
         service = WorkflowService(config, lambda _: nullcontext(), self._access, urls)
         self._services[opening.id] = service, await self._stack.enter_async_context(service.listening(self._address, 0))

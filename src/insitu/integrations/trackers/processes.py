@@ -1,23 +1,40 @@
-"""Starts a process for each tracker of a run, and ends them after it."""
+"""The processes of trackers: a run starts one for each, which logs each epoch once, from the run's files.
+
+    python -m insitu.integrations.trackers.processes NAME RUN_DIR
+
+Such a process ends when its standard input does, which is when the run ends, even if that is killed.
+"""
 
 import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from insitu.runs.files import TRACKERS
-from insitu.training.trackers import KEY
-from insitu.wire.redaction import redact
+import orjson
+
+from insitu.disk.files import write_file
+from insitu.disk.json_files import read_object
+from insitu.errors import InsituError
+from insitu.integrations.trackers.stream import TrackedFiles
+from insitu.runs.files import PROGRESS, TRACKERS
+from insitu.training.trackers import KEY, tracker_class
+from insitu.wire.redaction import redact, redact_stream, remember_environment
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
 """How long trackers may take after the end of a run, all together."""
+_INTERVAL = 1.0
+"""Seconds between looks at the files."""
+_NICENESS = 19
+"""The lowest priority: about 1.5 % of a core that the run wants too."""
 _TAIL_BYTES = 4096
 _NOTE = "the files of the run have everything"
 
@@ -26,7 +43,7 @@ _NOTE = "the files of the run have everything"
 async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_SECONDS) -> AsyncIterator[None]:
     """Trackers follow the run in `folder` while the body runs. One that fails is reported once, as a warning."""
     path = _absolute(folder)
-    running = [asyncio.create_task(_follow(name, path, end_seconds), name=f"tracker {name}") for name in names]
+    running = [asyncio.create_task(_run_process(name, path, end_seconds), name=f"tracker {name}") for name in names]
     try:
         yield
     finally:
@@ -35,14 +52,14 @@ async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _follow(name: str, folder: Path, end_seconds: float) -> None:
+async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
     """Runs a tracker's process until it has ended; if cancelled, tells it to end, and kills it if it does not."""
     log = folder / TRACKERS / f"{name}.log"
     try:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "insitu.integrations.trackers.follow", name, str(folder)),
+                *(sys.executable, "-m", "insitu.integrations.trackers.processes", name, str(folder)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,
                 stderr=file,
@@ -81,3 +98,59 @@ def _last_line(log: Path) -> str:
         lines = file.read().decode(errors="replace").strip().splitlines()
         return redact(lines[-1][:300]) if lines else "without a message"
     return "its log cannot be read"
+
+
+class _Tracked:
+    """A run in a tracker. What the tracker has of it is in `trackers/NAME.json`, so that a resumed run continues it."""
+
+    def __init__(self, name: str, files: TrackedFiles) -> None:
+        run = files.run
+        run.folder.mkdir(exist_ok=True)
+        self._files = files
+        self._state_file = files.folder / TRACKERS / f"{name}.json"
+        saved = read_object(self._state_file) if self._state_file.is_file() else {}
+        new: dict[str, Any] = {"run_id": run.run_id, "id": None, "epoch": -1}
+        self._state = saved if saved.get("run_id") == run.run_id else new
+        self.tracker = tracker_class(name)()
+        self._save(id=self.tracker.start(run, self._state["id"]))
+
+    def update(self) -> None:
+        """Logs the epochs that are new."""
+        for step in self._files.steps(self._state["epoch"]):
+            self.tracker.log(step)
+            self._save(epoch=step.epoch)
+
+    def _save(self, **changes: Any) -> None:
+        self._state |= changes
+        write_file(self._state_file, orjson.dumps(self._state) + b"\n")
+
+
+def follow(name: str, folder: Path) -> None:
+    """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
+    files, tracked, has_ended = TrackedFiles(folder), None, False
+    while not has_ended:
+        readable, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
+        has_ended = bool(readable)  # nothing is ever written to it
+        if tracked is None and files.has_begun:
+            tracked = _Tracked(name, files)
+        if tracked is not None:
+            tracked.update()
+    if tracked is not None:
+        tracked.tracker.finish(files.status)
+    if not files.progress:
+        raise InsituError(f"nothing was logged: the trainer of this run writes no {PROGRESS}")
+
+
+def main(name: str, folder: str) -> None:
+    os.nice(_NICENESS)
+    remember_environment(os.environ)
+    redact_stream(sys.stdout)
+    redact_stream(sys.stderr)
+    try:
+        follow(name, Path(folder))
+    except InsituError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -124,9 +124,9 @@ class ArtJobs:
             registered.ignored_settings.update(ignored)
             logger.warning("model %s: settings without effect here: %s", registered.model.key, ", ".join(ignored))
         groups = body.trajectory_groups
-        render = partial(self._services.sampler.tokenizer.render_prompt, template_kwargs=plan.template_kwargs)
+        render = partial(self._services.sampler.tokenizer.render_prompt, template_kwargs=plan.options.template_kwargs)
         limits = self._services.loaded.max_length, self._services.loaded.vocab_size
-        batch = await asyncio.to_thread(build_batch, groups, plan, render, *limits)
+        batch = await asyncio.to_thread(build_batch, groups, plan.options, render, *limits)
         lora = plan.settings.lora or registered.learner.lora
         settings = plan.settings.model_copy(update={"steps_per_iteration": batch.sequences or None, "lora": lora})
         step = registered.step

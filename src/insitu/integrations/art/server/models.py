@@ -184,9 +184,8 @@ class ArtModels:
         self.check(model)
         if model.key not in self._models:
             if len(self._models) >= MAX_MODELS:
-                raise _conflict(
-                    f"this backend trains {MAX_MODELS} models already; delete some", None, "too_many_models"
-                )
+                problem = f"this backend trains {MAX_MODELS} models already; delete some"
+                raise _conflict(problem, None, "too_many_models")
             folder = self.folder(model)
             learner = await self._services.compute.call(self._open_learner, model, folder)
             if learner.version:

@@ -17,7 +17,7 @@ from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.advantages.estimator import rows_of
 from insitu.backend.learner.batches import Row
 from insitu.errors import RequestRefused
-from insitu.integrations.art.server.settings import TrainPlan
+from insitu.integrations.art.server.settings import ArtSettings
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtHistory
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
@@ -39,13 +39,13 @@ class ArtBatch:
 
 
 def build_batch(
-    groups: Sequence[ArtGroup], plan: TrainPlan, render: Render, max_length: int, vocab_size: int
+    groups: Sequence[ArtGroup], options: ArtSettings, render: Render, max_length: int, vocab_size: int
 ) -> ArtBatch:
     """`max_length` is the model's. Raises RequestRefused for invalid token ids or rewards."""
     batch = ArtBatch()
-    row_limit = min(plan.max_length or max_length, max_length)
-    convention = AdvantageConfig(scale="population_std" if plan.scale_rewards else "none", epsilon=1e-6)
-    balance = plan.advantage_balance  # above 0 it scales down negative advantages, below 0 positive ones
+    row_limit = min(options.max_length or max_length, max_length)
+    convention = AdvantageConfig(scale="population_std" if options.scale_rewards else "none", epsilon=1e-6)
+    balance = options.advantage_balance  # above 0 it scales down negative advantages, below 0 positive ones
     advantages: dict[str, float] = {}
     rows_by_group: list[list[TrainingRow]] = []
     for number, group in enumerate(groups):
@@ -75,7 +75,7 @@ def build_batch(
         batch.dropped["no_weight"] += len(advantages)  # advantage_balance is 1 or -1 and all have the other sign
     else:
         batch.rows = [_row(row, advantages[row.episode] / mean) for group in rows_by_group for row in group]
-        batch.sequences = _count_sequences(rows_by_group, plan)
+        batch.sequences = _count_sequences(rows_by_group, options)
     batch.dropped = +batch.dropped
     return batch
 
@@ -112,11 +112,11 @@ def _row(row: TrainingRow, advantage: float) -> Row:
     )
 
 
-def _count_sequences(groups: Sequence[Sequence[TrainingRow]], plan: TrainPlan) -> int:
+def _count_sequences(groups: Sequence[Sequence[TrainingRow]], options: ArtSettings) -> int:
     """Number of sequences ART packs the rows into, in order; rows of a group share their common prefix once."""
     longest = max(len(row.token_ids) for rows in groups for row in rows)
     default = math.ceil(longest / PACKING_MULTIPLE) * PACKING_MULTIPLE
-    length = plan.packed_length or min(default, plan.max_length or default)
+    length = options.packed_length or min(default, options.max_length or default)
     sequences, room = 1, length
     for rows in groups:
         prefix = _shared_prefix(rows)

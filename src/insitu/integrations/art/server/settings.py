@@ -1,7 +1,7 @@
 """ART's configuration as training settings; what they cannot express is refused by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,28 +41,11 @@ IGNORED_KEYS = frozenset({"logprob_calculation_chunk_size", "plot_tensors"})
 BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args")
 
 
-@dataclass(frozen=True)
-class TrainPlan:
-    """How a batch of groups is trained: the settings, and the options of the conversion to rows.
-
-    `settings.lora` is None without the model's own `peft_args`. Lengths in tokens, None for the default: `max_length`
-    of a row, `packed_length` of a packed sequence. `template_kwargs` go to the chat template, `ignored` keys have no
-    effect.
-    """
-
-    settings: TrainingSettings
-    scale_rewards: bool
-    advantage_balance: float
-    max_length: int | None
-    packed_length: int | None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-
-
 class ArtSettings(BaseModel):
     """The settings that have an effect here, with ART's defaults; those of a model's blocks as `BLOCK.KEY`.
 
-    Only the request's learning rate counts; ART ignores the model's, too. Other keys are extra.
+    Lengths are in tokens, None for the default: `max_length` of a row, `packed_length` of a packed sequence. Only the
+    request's learning rate counts; ART ignores the model's, too. Other keys are extra.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -106,6 +89,18 @@ class ArtSettings(BaseModel):
         return {"objective": "cispo", "cispo_floor": max(1 - low, 0), "cispo_cap": 1 + high}
 
 
+@dataclass(frozen=True)
+class TrainPlan:
+    """How a batch of groups is trained: `settings` by the learner, the `options` of ART by the conversion to rows.
+
+    `settings.lora` is None without the model's own `peft_args`. `ignored` keys have no effect.
+    """
+
+    settings: TrainingSettings
+    options: ArtSettings
+    ignored: tuple[str, ...]
+
+
 def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[str, Any]) -> TrainPlan:
     """Raises RequestRefused (422) for unknown, unsupported or invalid settings."""
     request = drop_nulls(config) | drop_nulls(dev_config)
@@ -129,9 +124,8 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
         "betas": (art.adam_beta1, art.adam_beta2),
         "lora": lora if model.config.get("peft_args") else None,
     }
-    options = {"scale_rewards", "advantage_balance", "max_length", "packed_length", "template_kwargs"}
     ignored = _ignored(art.model_extra or {}, request)
-    return TrainPlan(_validated(TrainingSettings, settings), ignored=ignored, **art.model_dump(include=options))
+    return TrainPlan(_validated(TrainingSettings, settings), art, ignored)
 
 
 def _flattened(internal: Mapping[str, Any]) -> dict[str, Any]:
