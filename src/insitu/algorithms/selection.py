@@ -119,13 +119,12 @@ def apply_curriculum(
     if epoch < 1:
         raise TrajectoryError(f"epochs are numbered from 1, got {epoch}")
     examples = example_ids(collection)
-    groups = zip(examples, collection.trajectories, strict=True)
-    rewards = {example: [t.reward for t in group] for example, group in groups if group}
+    groups = dict(zip(examples, collection.trajectories, strict=True))
+    rewards = {example: [t.reward for t in group] for example, group in groups.items() if group}
     curriculum = CurriculumState.model_validate(state)
     dropped = drop_reasons(config, curriculum, epoch, rewards, seed)
     state.update(curriculum)
-    by_example = zip(examples, collection.trajectories, strict=True)
-    kept = collection.without({id(t): dropped[e] for e, group in by_example if e in dropped for t in group})
+    kept = collection.without({id(t): reason for e, reason in dropped.items() for t in groups[e]})
     logger.log(
         logging.INFO if kept.trajectories else logging.WARNING,
         "epoch %d: training on %d of %d groups; the curriculum includes %.0f%% of the examples (%d of %d); dropped: %s",

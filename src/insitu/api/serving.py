@@ -4,9 +4,9 @@ import asyncio
 import atexit
 import threading
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = "model"
 
 
-class TrainedModel:
+class TrainedModel(AbstractContextManager["TrainedModel"]):
     """A client of a run's trained model. Close it, or use it in a `with` statement, to end its backend process.
 
     `ask` returns the text of an answer and `complete` a whole completion; `client` is the official OpenAI client. Any
@@ -90,9 +90,6 @@ class TrainedModel:
         if self._loop is not None and self._ended is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

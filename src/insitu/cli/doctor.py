@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -35,7 +36,7 @@ def command(
 
     diagnosis = run_async(examine(request, Budget(episodes, seconds)))
     if as_json:
-        click.echo(json.dumps(diagnosis.as_json(), default=str))
+        click.echo(json.dumps(asdict(diagnosis), default=str))
     else:
         console = results_console()
         for line in _lines(diagnosis):

@@ -5,7 +5,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -241,9 +241,6 @@ class Diagnosis:
     @property
     def will_learn(self) -> bool:
         return will_learn(self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:

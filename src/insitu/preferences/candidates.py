@@ -23,11 +23,8 @@ class Targets(NamedTuple):
     text: bool
 
 
-class _Reported(NamedTuple):
-    """A candidate as its step reports it."""
-
-    step: IntermediateStep
-    candidate: CandidateStep
+_Reported = tuple[IntermediateStep, CandidateStep]
+"""A step, and the candidate that it reports."""
 
 
 def candidates_of(
@@ -83,7 +80,7 @@ def _reported_candidates(steps: Iterable[IntermediateStep], step_name: str) -> l
             turn_index=turn_index,
         )
         of_turn[turn] += 1
-        reported.append(_Reported(step, candidate))
+        reported.append((step, candidate))
     return reported
 
 

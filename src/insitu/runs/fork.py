@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.disk.files import cannot_write, new_folder, writable_folder
+from insitu.disk.files import cannot_write, file_size, new_folder, writable_folder
 from insitu.disk.json_files import read_object, shorter_than_written
 from insitu.disk.model_files import (
     OPTIMIZER_FILE,
@@ -30,7 +30,6 @@ from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
 
 KEY = "NEW_DIR"
-_BLOCK = 1 << 20
 
 
 class Fork(NamedTuple):
@@ -151,11 +150,8 @@ def _link_files(source: Path, target: Path) -> bool:
     """Whether the model and its record are complete, which they are not if they are being deleted."""
     target.mkdir(parents=True)
     try:
-        for path in sorted(source.iterdir()):
-            if path.name != OPTIMIZER_FILE:
-                _link(path, target / path.name)
-        if (source / OPTIMIZER_FILE).exists():  # may be deleted on its own
-            _link(source / OPTIMIZER_FILE, target / OPTIMIZER_FILE)
+        for path in sorted(source.iterdir(), key=lambda path: path.name == OPTIMIZER_FILE):  # may be deleted on its own
+            _link(path, target / path.name)
     except FileNotFoundError:
         return source.exists() and (target / RECORD_FILE).exists()
     return (target / RECORD_FILE).exists()
@@ -164,9 +160,7 @@ def _link_files(source: Path, target: Path) -> bool:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without hard links
+    except OSError:  # another file system, or one without hard links; raises again if there is no such file
         shutil.copyfile(source, target)
 
 
@@ -182,13 +176,10 @@ def _drop_optimizer(checkpoint: Path) -> None:
 def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
     """Copies files up to the size that they had after the epoch."""
     for name, size in state.sizes.items():
-        with (run / name).open("rb") as source, (target / name).open("wb") as copy:
-            left = size
-            while left and (block := source.read(min(left, _BLOCK))):
-                copy.write(block)
-                left -= len(block)
-        if left:
-            raise InsituError(shorter_than_written(run / name, size - left, size))
+        shutil.copyfile(run / name, target / name)
+        if (copied := file_size(target / name)) < size:
+            raise InsituError(shorter_than_written(run / name, copied, size))
+        os.truncate(target / name, size)
 
 
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:

@@ -30,12 +30,12 @@ from insitu.runs.records import (
     EpochState,
     RunProgress,
     StoredGroup,
-    first_problem,
     format_problem,
     restore_calls,
     restore_journaled,
 )
 from insitu.schemas.episodes import Episode, ModelCall
+from insitu.schemas.parts import first_problem
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from insitu.algorithms.selection import CurriculumState
 from insitu.disk.json_files import Block
@@ -237,13 +237,6 @@ def journal_record(episode: Episode) -> dict[str, Any]:
         "steps": [step.model_dump(mode="json") for step in steps],
         "abandoned_attempts": episode.abandoned_attempts,
     }
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first of what is wrong with a record, in words."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(map(str, first["loc"]))
-    return f"{field and field + ': '}{first['msg']}"
 
 
 def restore_journaled(record: Mapping[str, Any]) -> Episode:

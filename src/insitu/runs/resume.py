@@ -18,10 +18,10 @@ from insitu.config.resolved import differences, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus, first_problem
+from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
-from insitu.schemas.parts import code_digests
+from insitu.schemas.parts import code_digests, first_problem
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ trainers of plugins it collects the plan itself, as the documents describe.
 import asyncio
 import logging
 import random
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field
 
@@ -65,7 +65,7 @@ async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
 
 
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)
-class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
+class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager["EpisodesBuilder"]):
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
     `start_run(run_id, meta)` reads from `meta` the `epoch`, by default the next one (the first is 1), and `gather`, the
@@ -253,9 +253,6 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder):
         task = self._started.pop(run_id)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         for run_id in [*self._started]:

@@ -12,6 +12,7 @@ from insitu.config import Config
 from insitu.disk.json_files import read_line
 from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.parts import first_problem
 from insitu.training.checks import new_version
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.jobs import check_completed, wait_for_job
@@ -55,9 +56,7 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
             record = read_line(path, number, line)
             shown = _Demonstration.model_validate(record)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{key}: {path}, line {number}: {where + ': ' if where else ''}{first['msg']}") from None
+            raise ConfigError(f"{key}: {path}, line {number}: {first_problem(error)}") from None
         except InsituError as error:
             raise ConfigError(f"{key}: {error}") from error
         rows.append(TrainingRow(messages=record["messages"], tools=shown.tools, trained_messages=shown.trained()))

@@ -25,6 +25,7 @@ from insitu.capture.ledger import current_call_site
 from insitu.errors import InputError, PluginError, WorkflowError
 from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.parts import first_problem
 from insitu.wire.http_format import json_form
 from insitu.workflow.context import current_episode
 
@@ -296,10 +297,7 @@ class Function:
                     return converter(value)
             return convert(value, wanted)
         except (ValidationError, ValueError, TypeError) as error:
-            reason: Any = error
-            if isinstance(error, ValidationError):
-                first = error.errors(include_url=False)[0]
-                reason = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
+            reason = first_problem(error) if isinstance(error, ValidationError) else error
             problem = (
                 f"function {self.name} {verb} {type_name(wanted)}; a value of type {type(value).__name__} "
                 f"cannot be converted: {reason}"
