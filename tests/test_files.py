@@ -76,6 +76,7 @@ def test_a_folder_is_complete_or_absent_and_never_overwritten(tmp_path: Path, mo
 def test_what_a_killed_process_left_is_deleted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".step_000001.draft").mkdir()
     (tmp_path / "step_000002").mkdir()
+    (tmp_path / ".best.json.123.draft").touch()
     delete_drafts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
     assert ".step_000001.draft, left by a process that was killed" in caplog.text

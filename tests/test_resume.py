@@ -163,8 +163,10 @@ only_grpo = pytest.mark.parametrize("uninterrupted", ["grpo"], indirect=True)
 
 def check_resumed(project: Path, options: Any, expected: Outcome) -> None:
     """Continues the run, which must end as if nothing had happened."""
+    (project / "run/.best.json.123.draft").touch()  # of a process that was killed
     code, out, err = run_project(project, *options, "--resume")
     assert code == 0, out + err
+    assert not [*(project / "run").glob(".*.draft")]
     ended = outcome(project / "run")
     for name, value in expected._asdict().items():
         assert getattr(ended, name) == value, name

@@ -141,10 +141,13 @@ def delete_folder(folder: Path) -> None:
 
 
 def delete_drafts(folder: Path) -> None:
-    """Deletes what `new_folder` and `delete_folder` left in `folder` when their process was killed."""
+    """Deletes what writing or deleting left in `folder` when its process was killed."""
     for draft in folder.glob(".*.draft"):
-        logger.warning("deleting %s, left by a process that was killed", draft)
-        shutil.rmtree(draft, ignore_errors=True)
+        if draft.is_dir():
+            logger.warning("deleting %s, left by a process that was killed", draft)
+            shutil.rmtree(draft, ignore_errors=True)
+        else:  # of a file, which is as it was before
+            draft.unlink(missing_ok=True)
 
 
 def _open_to_readers(folder: Path) -> None:

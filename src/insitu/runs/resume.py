@@ -15,6 +15,7 @@ from insitu.builder import Builder, name_being_built
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
+from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
@@ -146,6 +147,7 @@ class ResumableRun:
         self._forced = request.force
         changes = check_same_run(folder, config, dataset, force=request.force)
         self._store = RunStore(folder)
+        delete_drafts(folder)
         files = RunReader(folder)
         progress = files.progress() or progress  # again, as an earlier process may have ended before the lock
         self._store.cut_to(progress.sizes)
