@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # What holds today.
-MAX_FILES = {"control plane": 34, "backend": 30}
+MAX_FILES = {"control plane": 36, "backend": 30}
 MAX_CALLS = {"control plane": 510}
 """Per episode of tic-tac-toe."""
 

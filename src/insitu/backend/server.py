@@ -24,10 +24,10 @@ from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
+from insitu.backend.learner.batches import TrainsJobs
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
-from insitu.backend.learner.ranks import TrainsJobs
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import writable_folder

@@ -5,8 +5,7 @@ learner         the weights of a policy from job to job, and the learners of all
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses          the losses as pure functions
-batches         rows to optimizer steps, micro-batches and tensors
+batches         rows to optimizer steps, micro-batches and tensors, and the ranks that share them
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
-ranks           the interface of several processes that train together (`integrations/torchrun`)
 policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files and the optimizer's
 """

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.learner.batches import MicroBatch, Packer, Row, optimizer_steps, pad
+from insitu.backend.learner.batches import ALONE, MicroBatch, Packer, Ranks, Row, optimizer_steps, pad, whole
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
 from insitu.backend.learner.losses import kl_estimate
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
 from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
-from insitu.backend.learner.ranks import ALONE, Ranks, whole
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import Part, load_named

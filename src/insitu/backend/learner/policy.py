@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from insitu.backend.learner.batches import Row
-from insitu.backend.learner.ranks import ALONE, Ranks, is_sharded, whole
+from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
 from insitu.backend.model import LoadedModel, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings

@@ -24,10 +24,9 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from insitu.backend.learner.batches import Row
+from insitu.backend.learner.batches import Ranks, Row
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner, TrainedVersion
-from insitu.backend.learner.ranks import Ranks
 from insitu.backend.model import load_model
 from insitu.disk.model_files import JobRecord
 from insitu.errors import InsituError, JobFailed
