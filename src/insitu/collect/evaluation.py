@@ -189,7 +189,8 @@ async def validate(
     gets the valid scores of each row.
     """
     with nullcontext() if builder is None else share(builder):
-        evaluation = EvaluationRun(validation_request(run_config, request), on_episode=on_episode)
+        evaluation = EvaluationRun(validation_request(run_config, request))  # a plugin's may take nothing else
+        evaluation.on_episode = on_episode
         output = await evaluation.run_and_evaluate()
     record = validation_record(output, run_config, epoch)
     if on_scores is not None and run_config.reward_function is not None:
