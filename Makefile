@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers check bench \
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-pairs check bench \
 	clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-browser  opens the pages of insitu view in Debian's Chromium and saves screenshots to build/screenshots"
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
+	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
@@ -178,6 +179,11 @@ test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers --confcutdir=tests/with_trackers
+
+# allpairspy chooses the runs.
+test-pairs: $(VENV)/.installed-dev
+	$(PIP) allpairspy==2.5.1
+	$(BIN)/python -m pytest -n logical tests/with_pairs
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent

@@ -1,0 +1,112 @@
+"""The dimensions of a run, and a covering array of them: every two values that go together meet in some run.
+
+Values that are refused together are in `REFUSED`. A run of each such pair is refused, and the error names the key.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+from allpairspy import AllPairs
+
+GROUP_RELATIVE = ("grpo", "warm-up")
+DIMENSIONS: Mapping[str, Sequence[str]] = {
+    "method": (*GROUP_RELATIVE, "dpo of episodes", "dpo of turns", "kto", "sft"),
+    "credit": ("episode", "step", "function"),
+    "baseline": ("mean", "leave_one_out", "by rank"),
+    "executor": ("local", "service", "two services"),
+    "adapter": ("child", "url", "customizer"),
+    "front": ("file", "python", "resumed", "forked"),
+    "validation": ("none", "every epoch"),
+    "keep": ("default", "all", "little"),
+    "report_to": ("none", "recording"),
+    "weights": ("all", "lora"),
+    "episodes": ("complete", "failing", "cut off"),
+    "on_failure": ("exclude", "number"),
+    "curriculum": ("off", "on"),
+    "processes": ("1", "2"),
+}
+"""The first value of each is that of a run without the feature."""
+
+Case = dict[str, str]
+Value = tuple[str, str]
+"""A dimension and one of its values."""
+
+
+def _pairs(one: str, values: Sequence[str], other: str, others: Sequence[str]) -> Iterator[frozenset[Value]]:
+    return (frozenset({(one, value), (other, another)}) for value in values for another in others)
+
+
+PREFERENCES = [method for method in DIMENSIONS["method"] if method not in GROUP_RELATIVE]
+REFUSED: Mapping[frozenset[Value], str] = {
+    **dict.fromkeys(_pairs("method", PREFERENCES, "credit", ("step", "function")), "credit"),
+    **dict.fromkeys(_pairs("method", PREFERENCES, "baseline", ("leave_one_out", "by rank")), "advantages"),
+    **dict.fromkeys(_pairs("method", PREFERENCES, "curriculum", ["on"]), "curriculum_learning"),
+    **dict.fromkeys(_pairs("adapter", ["url"], "processes", ["2"]), "learner"),
+}
+"""Values that a file cannot have together, and the key that the error names."""
+OTHER_METHODS = [method for method in DIMENSIONS["method"] if method != "dpo of turns"]
+ABSENT: frozenset[frozenset[Value]] = frozenset(
+    pair
+    for name, values in {
+        "method": OTHER_METHODS,
+        **{
+            name: DIMENSIONS[name][1:]
+            for name in ("credit", "baseline", "keep", "report_to", "weights", "curriculum", "processes", "validation")
+        },
+        "front": ("python", "forked"),
+    }.items()
+    for pair in _pairs("adapter", ["customizer"], name, values)
+) | frozenset(_pairs("adapter", ["url"], "front", ["forked"]))
+"""NeMo Customizer trains all pairs in one job elsewhere: there is no key for these. Forks need the checkpoints."""
+
+
+def go_together(values: Sequence[str]) -> bool:
+    """Whether a file can have the values of the first dimensions."""
+    return _fit(dict(zip(DIMENSIONS, values, strict=False)))
+
+
+def _fit(case: Case) -> bool:
+    return not any(frozenset(pair) in REFUSED or frozenset(pair) in ABSENT for pair in combinations(case.items(), 2))
+
+
+def cases() -> list[Case]:
+    """Runs in which every two values that go together meet."""
+    rows = AllPairs([list(values) for values in DIMENSIONS.values()], filter_func=go_together)
+    runs = [dict(zip(DIMENSIONS, row, strict=True)) for row in rows]
+    missing = uncovered(runs)  # the generator stops where a row that it has begun cannot be completed
+    while missing:
+        pair = min(missing, key=sorted)
+        runs.append(_completed(dict(pair), missing))
+        missing -= {frozenset(met) for met in combinations(runs[-1].items(), 2)}
+    return runs
+
+
+def _completed(case: Case, missing: set[frozenset[Value]]) -> Case:
+    """A run with these values, and others that meet as many of the missing pairs as they can."""
+    for dimension in [name for name in DIMENSIONS if name not in case]:
+        fitting = [value for value in DIMENSIONS[dimension] if _fit(case | {dimension: value})]
+        met = {value: sum(frozenset({(dimension, value), old}) in missing for old in case.items()) for value in fitting}
+        case = case | {dimension: max(fitting, key=lambda value: met[value])}
+    return {dimension: case[dimension] for dimension in DIMENSIONS}
+
+
+def uncovered(runs: Sequence[Case]) -> set[frozenset[Value]]:
+    """Pairs of values that go together and meet in none of the runs."""
+    wanted = {
+        pair
+        for (one, values), (other, others) in combinations(DIMENSIONS.items(), 2)
+        for pair in _pairs(one, values, other, others)
+    }
+    met = {frozenset(pair) for run in runs for pair in combinations(run.items(), 2)}
+    return wanted - met - REFUSED.keys() - ABSENT
+
+
+def refused_cases() -> list[tuple[Case, str]]:
+    """A run of each refused pair whose other values are the first ones, and the key that its error names."""
+    plain = {name: values[0] for name, values in DIMENSIONS.items()}
+    return [(plain | dict(pair), key) for pair, key in REFUSED.items()]
+
+
+def name(case: Case) -> str:
+    """The values that differ from those of a plain run."""
+    return ", ".join(value for key, value in case.items() if value != DIMENSIONS[key][0]) or "plain"
