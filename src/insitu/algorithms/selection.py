@@ -1,7 +1,7 @@
 """Selection of groups and episodes before training, and curriculum learning; every drop has a reason.
 
-A selection gets the groups of an epoch. It returns for each group None (keep it), the reason why it is dropped, or such
-an entry for each of its episodes; with metrics of its own, a pair of that list and a mapping of numbers by name.
+A selection gets the groups of an epoch. It returns for each group None (keep it), the reason why it is dropped, or a
+list with such an entry for each episode. A selection with metrics returns that and a mapping of numbers by name.
 
 The curriculum starts with the easiest (or hardest) fraction of the examples and expands it at fixed intervals; then it
 drops groups with too small a range of rewards, and subsamples the rest if configured.

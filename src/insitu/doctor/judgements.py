@@ -99,7 +99,7 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     severity = Severity.HARMS if calling else Severity.STOPS_LEARNING
     if evidence.traffic_problem is not None:
         llm = " or ".join(f"llms.{name}" for name in plan.llms)
-        change = f"give the agent the client of {llm} instead of its own, and let others use another server"
+        change = f"let the agent call the model with the client of {llm}, and give other programs another server"
         yield Finding("unrecorded_calls", severity, evidence.traffic_problem, "workflow", change)
     if evidence.leftovers is not None and (stray := evidence.leftovers.stray_completions):
         what = f"{stray} completions were requested outside every episode: they are not recorded and not trained"

@@ -95,7 +95,7 @@ class ModelCall:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Those of the prompt and the completion, without the part that is unknown."""
+        """The token ids of the prompt and the completion; an unknown part is left out."""
         return (self.prompt_token_ids or []) + (self.token_ids or [])
 
 

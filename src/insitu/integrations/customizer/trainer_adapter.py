@@ -99,7 +99,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         return self.config.model_dump(mode="json", include=names) | self._hyperparameters()
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """Those that have an effect with the `training_type`."""
+        """The hyperparameters that the `training_type` uses."""
         training = self.config.hyperparameters
         return training.model_dump(mode="json", exclude=set() if training.training_type == "dpo" else {"dpo"})
 

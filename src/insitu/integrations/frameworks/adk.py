@@ -31,7 +31,7 @@ def make_llm(llm: ModelClient) -> LiteLlm:
 
 
 async def ask_agent(agent: BaseAgent, question: Any) -> str:
-    """The text of the last final response, in a session of its own."""
+    """Asks the agent in a new session; returns the text of the last final response."""
     runner = InMemoryRunner(agent, plugins=[ToolReports()])
     session = await runner.session_service.create_session(app_name=runner.app_name, user_id="user")
     asked = Content(role="user", parts=[Part(text=str(question))])
