@@ -1,4 +1,5 @@
-PYTHON ?= python3.11
+# The first of the supported releases that is installed.
+PYTHON ?= $(notdir $(firstword $(foreach minor,11 12 13 14,$(shell command -v python3.$(minor))) python3.11))
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -32,7 +33,7 @@ help:
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md"
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "needs $(PYTHON); name another with: make PYTHON=/path/to/python"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 to 3.14; name one with: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first and alone: any release but the pinned one pulls gigabytes of GPU packages.
@@ -157,7 +158,7 @@ test-ray: $(VENV)/.installed-dev .venv-ray/.installed
 .venv-browser/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv-browser
 	.venv-browser/bin/python -m pip install --quiet --disable-pip-version-check \
-		-e . playwright==1.65.2 tokenizers pytest pytest-asyncio
+		-e . playwright==1.65.2 axe-playwright-python==0.1.8 tokenizers pytest pytest-asyncio
 	@touch $@
 
 # Playwright drives the browser of the system: CHROMIUM=/path/to/chromium names another.

@@ -28,6 +28,7 @@ from insitu.wire.http_format import http_url
 from insitu.wire.http_server import listening
 
 CONCURRENCY = 64
+NDJSON = {"Content-Type": "application/x-ndjson"}
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -182,7 +183,8 @@ def job(answers: list[dict[str, Any]]) -> bytes:
 
 
 async def train(session: aiohttp.ClientSession, body: bytes) -> dict[str, Any]:
-    async with session.post("/v1/train/jobs", data=body) as response:
+    async with session.post("/v1/train/jobs", data=body, headers=NDJSON) as response:
+        response.raise_for_status()
         id = (await response.json())["id"]
     async with session.get(f"/v1/train/jobs/{id}/events") as response:
         states = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: ")]

@@ -61,6 +61,8 @@ def largest_error(ours: list[float], theirs: list[float]) -> float:
 def loss_settings(params: dict[str, Any], data: dict[str, Any]) -> LossSettings:
     low, high = data.get("clip_eps", (0.2, 0.2))
     settings = {SETTING_NAMES.get(key, key): value for key, value in params.items() if key != "advantage"}
+    if (kl := settings.get("kl") or {}).get("estimator") == "k1":  # the vectors have it as a term of the loss
+        settings["kl"] = {**kl, "estimator": "k1_in_loss"}
     try:
         return LossSettings.model_validate({"clip_low": low, "clip_high": high} | settings)
     except ValueError as error:

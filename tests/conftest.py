@@ -52,13 +52,21 @@ async def pauses() -> AsyncIterator[list[float]]:
 
     seconds: list[float] = []
 
-    async def sleep(duration: float) -> None:
+    async def note(duration: float) -> None:
         seconds.append(duration)
         await asyncio.sleep(min(duration, 0.001))
 
-    token = pause.set(sleep)
+    token = pause.set(note)
     yield seconds
     pause.reset(token)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights."""
+    from tiny_models import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

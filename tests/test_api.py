@@ -1,6 +1,8 @@
 """`insitu.finetune` and `insitu.evaluate` from scripts, event loops and a notebook."""
 
+import inspect
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,14 @@ import yaml
 from factories import MODEL, ROOT, read_lines
 from processes import HANGS, forked_python, run_project
 
+import insitu
+from insitu import errors
+
 HEAD = f"""
 import json
 import insitu
+from pathlib import Path
+from insitu.disk.folder_lock import FolderLock
 from digits_plugin import mean_digit
 
 MODEL = {str(MODEL)!r}
@@ -159,6 +166,29 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ("train=ROWS[:3]", "the dataset .* has changed"),
+        ("held_out=ROWS[1:3]", "the held-out dataset .* has changed"),
+        ("temperature=0.5", "temperature was None and is 0.5"),
+        ("max_concurrency=FolderLock(Path('runs/answer'), 'x') and 3", "runs/answer is (in use|used)"),
+    ],
+)
+def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
+    trained: tuple[Path, dict[str, Any]], changed: str, problem: str
+) -> None:
+    folder, _ = trained
+    run = folder / "runs/answer"
+    names = ("config.yml", "rows.jsonl", "held_out.jsonl", "run.json", "progress.json")
+    before = [((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in names]
+    call = TRAIN.replace("train=ROWS, held_out=ROWS[:2],", "**given,").replace("epochs=2", "epochs=4, resume=True")
+    given = f"given = dict(train=ROWS, held_out=ROWS[:2]) | dict({changed})\n"
+    _, printed = script(folder, given + call, returncode=1)
+    assert re.search(problem, printed), printed
+    assert [((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in names] == before
+
+
+@pytest.mark.parametrize(
     ("call", "problem"),
     [
         (
@@ -188,7 +218,7 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
         ("finetune(answer, 'exact', train=ROWS, model=MODEL)", "eval.evaluators.exact: _type 'exact' does not exist"),
         (
             "finetune(answer, score, train=ROWS, model=MODEL, epochs=0)",
-            "finetuning.num_epochs: Input should be greater",
+            "insitu.errors.ConfigError: epochs: Input should be greater",
         ),
         ("finetune(object(), score, train=ROWS, model=MODEL)", "cannot be given another model once it is built"),
         ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
@@ -212,3 +242,87 @@ def test_what_cannot_be_done_is_an_error_of_insitu(
     assert any(problem in line for line in last), printed
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answer"]
     assert [path.name for path in (tmp_path / "runs/answer").iterdir()] == ["run.json"]
+
+
+def test_errors_speak_the_language_of_the_call(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    code = TRAIN.replace("epochs=2", "epochs=4, temperature=0.5, resume=True")
+    _, printed = script(folder, f"try:\n  {code.strip()}\nexcept insitu.ConfigError as error: print('REFUSED', error)")
+    refused = next(line for line in printed.splitlines() if line.startswith("REFUSED"))
+    assert refused.startswith("REFUSED resume=True: the run in ")
+    assert "settings: temperature was None and is 0.5" in refused
+    assert not re.search(r"config\.yml|num_epochs|llms|--resume", refused)
+
+
+def test_the_errors_of_insitu_are_part_of_it() -> None:
+    ours = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, errors.InsituError)]
+    assert [getattr(insitu, each.__name__) for each in ours] == ours
+
+
+def test_rows_may_come_from_generators(tmp_path: Path) -> None:
+    code = """
+run = insitu.finetune(
+    answer, score, train=(row for row in ROWS), held_out=iter(ROWS[:2]), model=MODEL, epochs=1, generations=2,
+    max_tokens=2,
+)
+show(rows=len(open(run.folder / "rows.jsonl").readlines()), held=len(open(run.folder / "held_out.jsonl").readlines()))
+"""
+    assert script(tmp_path, code)[0] == {"rows": 4, "held": 2}
+
+
+def test_every_episode_and_every_score_has_a_row_of_its_own(tmp_path: Path) -> None:
+    code = """
+ROWS = [{"question": f"Row {i}", "log": []} for i in range(2)]
+SEEN = {"agent": set(), "first": set(), "second": set()}
+
+def note(who, row):
+    SEEN[who].add(len(row["log"]))
+    row["log"].append(who)
+
+async def answer(question: str, row: insitu.Row, model: insitu.Model) -> str:
+    note("agent", row)
+    return await model.ask(question)
+
+def first(answer: str, row: insitu.Row) -> float:
+    note("first", row)
+    return mean_digit(answer)
+
+def second(answer: str, row: insitu.Row) -> float:
+    note("second", row)
+    return 0.0
+
+insitu.finetune(
+    answer, {"first": first, "second": second}, train=ROWS, held_out=ROWS, model=MODEL, epochs=1, generations=4,
+    max_tokens=6,
+)
+show(**{who: list(lengths) for who, lengths in SEEN.items()})
+"""
+    assert script(tmp_path, code)[0] == {"agent": [0], "first": [0], "second": [0]}
+
+
+def test_held_out_rows_that_change_while_a_run_goes_on_are_noticed(tmp_path: Path) -> None:
+    code = """
+from hashlib import sha256
+HELD = Path("held.jsonl")
+
+def hold_out(text):
+    HELD.write_text("".join(json.dumps({"question": f"{text} {i}"}) + "\\n" for i in range(2)))
+    return sha256(HELD.read_bytes()).hexdigest()
+
+async def answer(question: str, model: insitu.Model) -> str:
+    if Path("runs/answer/validation_history.json").exists():
+        hold_out("after")
+    return await model.ask(question)
+
+before = hold_out("before")
+run = insitu.finetune(
+    answer, score, train=ROWS, held_out=HELD, model=MODEL, epochs=1, generations=4, max_tokens=6,
+)
+show(before=before, after=hold_out("after"))
+"""
+    shown, printed = script(tmp_path, code)
+    scores = read_lines(tmp_path / "runs/answer/validation_scores.jsonl")[1:]
+    assert [line["dataset"] for line in scores] == [shown["before"], shown["after"]]
+    assert f"the held-out dataset {tmp_path / 'held.jsonl'} has changed" in printed
+    settings = json.loads((tmp_path / "runs/answer/run.json").read_text())
+    assert settings["held_out"]["sha256"] == shown["before"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 import plain_parts  # noqa: F401 (registers the evaluator)
 import pytest
+from art_model import ArtModel, remote_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
@@ -18,7 +20,6 @@ from pydantic import ValidationError
 from tiny_models import save_tiny_model
 
 from insitu.advantages.credit import credit_by_function, credited_calls
-from insitu.advantages.estimator import estimate_epoch
 from insitu.collect.conversations import main_conversation
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
@@ -29,7 +30,7 @@ from insitu.integrations.art.config import (
     ARTTrajectoryBuilderConfig,
 )
 from insitu.integrations.art.conversion import art_trajectory, check_order
-from insitu.integrations.art.remote_backend import _RemoteBackend, known_metrics, mean_metrics
+from insitu.integrations.art.remote_backend import known_metrics, mean_metrics
 from insitu.plugin_api import Builder, FinetuneConfig, FinetuneRunConfig, register_trajectory_builder
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
@@ -141,6 +142,18 @@ def test_the_extra_can_be_installed_beside_adk() -> None:
     wanted = (Requirement(text) for text in requires("insitu") or ())
     (litellm,) = (r for r in wanted if r.name == "litellm" and r.marker and r.marker.evaluate({"extra": "adk"}))
     assert litellm.specifier.contains("1.82.0")
+
+
+def test_the_extra_is_bounded_to_tested_releases() -> None:
+    """From 0.5.20 on, which need Python 3.12, `TrainableModel` needs a `run_name`."""
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (art,) = (r for r in map(Requirement, extras["art"]) if r.name == "openpipe-art")
+    tested = re.search(r"^ART_RELEASES := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert tested is not None
+    assert all(art.specifier.contains(release) for release in tested[1].split())
+    assert not art.specifier.contains("0.5.20")
+    assert not art.specifier.contains("0.5.23")
 
 
 def test_without_the_library_the_command_says_what_to_install() -> None:
@@ -326,26 +339,12 @@ def test_which_calls_are_trained_is_known_and_their_advantages_are_the_servers()
     groups = [group(0.0, 1.0, 1.0), group(0.5, 0.5), group(1.0)]
     groups[0][2].episode = groups[0][2].episode[:1]  # no answer
     collection = TrajectoryCollection(trajectories=groups, run_id="r", dropped={"timeout": 1})
-    estimator = ARTTrainer(ARTTrainerConfig(), Builder(Config()))._estimator
-    collection, advantages, _ = estimate_epoch(collection, estimator)
+    collection, advantages, _ = ARTTrainer(ARTTrainerConfig(), Builder(Config())).select(collection)
     assert advantages == [(t, {1: None}) for t in groups[0][:2]]
     assert collection.trajectories == [groups[0][:2]]
     assert collection.dropped == {"timeout": 1, "episode_order": 1, "no_variance": 2, "single_member": 1}
     assert credit_by_function(credited_calls(advantages, ["<workflow>"])) == {}
     assert [t.rows for t in groups[0]] == [[], [], []]
-
-
-class Sent:
-    """Stands for what the library's models and configurations are to a backend: things that dump themselves."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.data = data
-        self.name = data.get("name")
-
-    def safe_model_dump(self) -> dict[str, Any]:
-        return self.data
-
-    model_dump = safe_model_dump
 
 
 @pytest.fixture(scope="module")
@@ -356,41 +355,44 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def test_the_remote_backend_trains_and_is_told_why_not(address: str) -> None:
-    model = Sent({"name": "agent", "project": "p", "base_model": "tiny", "base_path": ".art", "_internal_config": None})
-    remote = _RemoteBackend(address, "default")
+    model = ArtModel(
+        {"name": "agent", "project": "p", "base_model": "tiny", "base_path": ".art", "_internal_config": None}
+    )
+    remote = remote_to(address, "default")
     try:
         await remote.check_health(retried=False)
         await remote.register(model)
-        base_url, key = await remote._prepare_backend_for_training(model, None)
+        base_url, key = await model.prepare(remote)
         assert (base_url, key) == (f"{address}/v1", "default")
-        assert remote._model_inference_name(model) == "agent"
-        assert remote._model_inference_name(model, 3) == "agent@3"
+        assert model.inference_name(remote) == "agent"
+        assert model.inference_name(remote, 3) == "agent@3"
         turns = [trajectory([call(0, [USER], "a")]), trajectory([call(0, [USER], "b")])]
         turns[1].reward = 1.5
         group = orjson.Fragment(orjson.dumps({"trajectories": [art_trajectory(t) for t in turns]}))
-        config = Sent({"learning_rate": 1e-4})
-        lines = [line async for line in remote._train_model(model, [group], config, {"ppo": True})]
+        lines = await model.train(remote, [group], {"ppo": True}, learning_rate=1e-4)
         assert mean_metrics(lines)["num_gradient_steps"] == len(lines) == 1
-        assert await remote._get_step(model) == 1
+        assert await model.step(remote) == 1
         for _ in range(2):  # the same job, sent again
-            assert [line async for line in remote._train_model(model, [group], config, {}, idempotency_key="run/1")]
-        assert await remote._get_step(model) == 2
-        await remote._delete_checkpoint_files(model, [2])
+            assert await model.train(remote, [group], key="run/1", learning_rate=1e-4)
+        assert await model.step(remote) == 2
+        await model.delete_checkpoints(remote, [2])
         assert "agent@1" not in await remote.refresh_served_names()
         with pytest.raises(RequestRefused, match="kimi_k2_tau"):
-            [line async for line in remote._train_model(model, [group], config, {"kimi_k2_tau": 1.0})]
+            await model.train(remote, [group], {"kimi_k2_tau": 1.0}, learning_rate=1e-4)
         with pytest.raises(RequestRefused, match="gpt-4"):
-            await remote.register(Sent({"name": "other", "project": "p", "base_model": "gpt-4", "base_path": ".art"}))
+            await remote.register(
+                ArtModel({"name": "other", "project": "p", "base_model": "gpt-4", "base_path": ".art"})
+            )
     finally:
         await remote.close()
 
 
 async def test_nobody_there_and_a_server_that_is_something_else() -> None:
-    nobody = _RemoteBackend("http://127.0.0.1:9", "default")
+    nobody = remote_to("http://127.0.0.1:9", "default")
     with pytest.raises(BackendUnavailable, match=r"no answer from the ART server at http://127\.0\.0\.1:9"):
         await nobody.check_health(retried=False)
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
-        await nobody.register(Sent({"name": "a"}))
+        await nobody.register(ArtModel({"name": "a"}))
     await nobody.close()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -401,25 +403,11 @@ async def test_nobody_there_and_a_server_that_is_something_else() -> None:
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        other = _RemoteBackend(f"http://127.0.0.1:{port}", "default")
+        other = remote_to(f"http://127.0.0.1:{port}", "default")
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(RequestRefused, match=f"^{url}/healthcheck returned 404, {url}/health returned 404$"):
             await other.check_health(retried=False)
         await other.close()
-
-
-@pytest.mark.parametrize(
-    ("listed", "now"),
-    [
-        ({"tiny", "agent", "agent@0", "agent@4"}, "agent"),
-        ({"tiny", "agent@0", "agent@3"}, "agent@4"),  # listed before the fourth step
-        ({"tiny"}, "agent"),
-    ],
-)
-def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str) -> None:
-    remote = _RemoteBackend("http://127.0.0.1:9", "x")
-    remote._served_names, remote._latest_steps = listed, {"agent": 4}
-    assert remote._model_inference_name(Sent({"name": "agent"})) == now
 
 
 @pytest.mark.parametrize(
@@ -431,4 +419,4 @@ def test_the_name_to_sample_by_is_one_the_server_has(listed: set[str], now: str)
     ],
 )
 def test_the_address_of_inference_is_one_that_can_be_reached(announced: str, reached: str) -> None:
-    assert _RemoteBackend("http://gpu.example:7623", "x")._reachable_url(announced) == reached
+    assert remote_to("http://gpu.example:7623", "x")._reachable_url(announced) == reached

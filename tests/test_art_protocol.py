@@ -1,8 +1,8 @@
 """The protocols of ART over HTTP: recorded sessions of official clients, and what can go wrong on either side."""
 
-import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from factories import power_failures
 from processes import HANGS
 from tiny_models import save_tiny_model
+from waiting import until
 
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
@@ -136,9 +137,12 @@ async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
             if path == "/v1/preview/training-jobs":
                 jobs[before["id"]] = answer["id"]
             elif path.endswith("/events"):
-                while answer["data"][-1]["type"] not in ("training_ended", "training_failed"):
-                    await asyncio.sleep(0.05)
-                    answer = (await client.get(path)).json()
+
+                async def ended(path: str = path, answer: dict = answer) -> bool:
+                    answer.update((await client.get(path)).json())
+                    return answer["data"][-1]["type"] in ("training_ended", "training_failed")
+
+                await until(ended)
                 assert [event["type"] for event in answer["data"]] == [event["type"] for event in before["data"]]
                 assert answer["data"][0] == before["data"][0]
                 for event, recorded in zip(answer["data"][1:-1], before["data"][1:-1], strict=True):
@@ -403,3 +407,17 @@ async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
         assert (await client.post("/register", json=prompted)).json() is None
         assert await step(client, prompted) == 0
         assert (await client.post("/_log", json={"model": prompted, "trajectory_groups": groups()})).json() is None
+
+
+async def test_numbers_that_python_does_not_read_are_refused(loaded, tmp_path):
+    """`int` raises ValueError for more than 4,300 digits, which was answered with 500."""
+    many = "9" * 5000
+    async with serving(loaded, tmp_path) as client:
+        await step(client)
+        for name in (f"agent@{many}", f"policy@{many}", f"agent:step{many}"):
+            assert (await say(client, name)).status_code == 404
+        assert (await client.get(f"/v1/models/policy@{many}")).status_code == 404
+        text = json.dumps(training())
+        assert text.count("token_id:") > 2
+        for body in (re.sub(r"token_id:\d+", f"token_id:{many}", text, count=1), text.replace('"0.1"', many)):
+            assert (await client.post("/_train_model", content=body)).status_code < 500

@@ -71,6 +71,20 @@ def test_rows_advantages_and_loss_are_those_of_art(release, case):
     np.testing.assert_allclose(new.grad, case["gradient"], atol=1e-6)
 
 
+def test_choices_are_trained_at_the_temperature_that_they_carry():
+    """The backend's own carry it; those of other servers are raw, that is at 1."""
+    groups = recorded("0.5.18")
+    assert {row.temperature for row in batch_of(groups).rows} == {1.0}
+    for trajectory in groups[0]["trajectories"]:
+        for turn in trajectory["messages_and_choices"]:
+            turn["logprobs_temperature"] = 1.5
+    rows = batch_of(groups).rows
+    assert {row.temperature for row in rows if row.episode.startswith("0/")} == {1.5}
+    assert 1.0 in {row.temperature for row in rows}
+    with pytest.raises(RequestRefused, match="logprobs_temperature"):
+        batch_of([{"trajectories": [{"messages_and_choices": [{**turn, "logprobs_temperature": 0.0}]}]}])
+
+
 def test_as_many_packed_sequences_as_art_makes():
     for release in RELEASES:
         for length, sequences in VECTORS[release]["sequences"].items():

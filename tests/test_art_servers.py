@@ -7,23 +7,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from art_model import ArtModel, remote_to
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.integrations.art.remote_backend import _RemoteBackend
 
 LINE = b'{"loss": 1.0, "num_gradient_steps": 2}\n'
 HTML = b"<html>welcome</html>"
 
 
-class StubModel:
-    """Stands for the library's models and configurations: things that dump themselves."""
-
-    name = "agent"
-
-    def safe_model_dump(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    model_dump = safe_model_dump
+MODEL = ArtModel(name="agent")
 
 
 def reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
@@ -36,7 +28,7 @@ def chunk(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def remote(*first: bytes, **answers: bytes) -> AsyncIterator[_RemoteBackend]:
+async def remote(*first: bytes, **answers: bytes) -> AsyncIterator[Any]:
     """A client of a server that answers each path, less its slashes, with the same bytes; after `first`, to any."""
     waiting = [*first]
 
@@ -52,16 +44,12 @@ async def remote(*first: bytes, **answers: bytes) -> AsyncIterator[_RemoteBacken
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        found = _RemoteBackend(address, "default", read_timeout=0.3, retry_timeout=0.5)
+        found = remote_to(address, "default", read_timeout=0.3, retry_timeout=0.5)
         found.inference_url = f"{address}/v1"
         try:
             yield found
         finally:
             await found.close()
-
-
-async def trained(backend: _RemoteBackend) -> list[dict[str, float]]:
-    return [line async for line in backend._train_model(StubModel(), [], StubModel(), {})]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +68,7 @@ async def test_an_answer_that_is_lost_is_unavailable(answer: bytes) -> None:
     """It may have been trained: the adapter asks for the step before it does anything else."""
     async with remote(_train_model=answer) as backend:
         with pytest.raises(BackendUnavailable):
-            await trained(backend)
+            await MODEL.train(backend)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +89,9 @@ async def test_an_answer_that_is_lost_is_unavailable(answer: bytes) -> None:
 async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> None:
     async with remote(**{path: reply(body)}) as backend:
         asked = {
-            "_train_model": lambda: trained(backend),
-            "_get_step": lambda: backend._get_step(StubModel()),
-            "_prepare_backend_for_training": lambda: backend._prepare_backend_for_training(StubModel(), None),
+            "_train_model": lambda: MODEL.train(backend),
+            "_get_step": lambda: MODEL.step(backend),
+            "_prepare_backend_for_training": lambda: MODEL.prepare(backend),
             "v1models": backend.refresh_served_names,
         }
         with pytest.raises(BackendError, match=r"returned unexpected data .*; is it the right server\?") as caught:
@@ -111,8 +99,24 @@ async def test_an_answer_of_something_else_is_named(path: str, body: bytes) -> N
         assert not isinstance(caught.value, BackendUnavailable)
 
 
+@pytest.mark.parametrize(
+    ("names", "now"),
+    [
+        (["tiny", "agent", "agent@0", "agent@4"], "agent"),
+        (["tiny", "agent@0", "agent@3"], "agent@4"),  # listed before the fourth step
+        (["tiny"], "agent"),
+    ],
+)
+async def test_the_name_to_sample_by_is_one_the_server_has(names: list[str], now: str) -> None:
+    models = json.dumps({"data": [{"id": name} for name in names]}).encode()
+    async with remote(_get_step=reply(b"4"), v1models=reply(models)) as backend:
+        assert await MODEL.step(backend) == 4
+        assert await backend.refresh_served_names() == set(names)
+        assert MODEL.inference_name(backend) == now
+
+
 async def test_a_model_that_was_not_registered_is_served_nowhere() -> None:
-    backend = _RemoteBackend("http://127.0.0.1:9", "default")
+    backend = remote_to("http://127.0.0.1:9", "default")
     with pytest.raises(BackendError, match="initialize the adapter first"):
         await backend.refresh_served_names()
 
@@ -143,10 +147,10 @@ BUSY = [
 async def test_transient_errors_are_retried() -> None:
     for path, body, request in (
         ("healthcheck", b"", lambda backend: backend.check_health()),
-        ("register", b"null", lambda backend: backend.register(StubModel())),
-        ("_get_step", b"5", lambda backend: backend._get_step(StubModel())),
+        ("register", b"null", lambda backend: backend.register(MODEL)),
+        ("_get_step", b"5", lambda backend: MODEL.step(backend)),
         ("v1models", b'{"data": [{"id": "agent"}]}', lambda backend: backend.refresh_served_names()),
-        ("_log", b"null", lambda backend: backend._log(StubModel(), [])),
+        ("_log", b"null", lambda backend: MODEL.log(backend)),
     ):
         async with remote(*BUSY, **{path: reply(body)}) as backend:
             await request(backend)
@@ -160,8 +164,8 @@ async def test_a_server_that_stays_silent_is_given_up() -> None:
     ended = asyncio.Event()
     async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
         address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        backend = _RemoteBackend(address, "default", read_timeout=0.1, retry_timeout=0.2)
-        for request in (backend.check_health(), backend._get_step(StubModel())):
+        backend = remote_to(address, "default", read_timeout=0.1, retry_timeout=0.2)
+        for request in (backend.check_health(), MODEL.step(backend)):
             with pytest.raises(BackendUnavailable, match=r"no data for 0.1 s \(read_timeout\); gave up after 0 s"):
                 await request
         ended.set()

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from factories import connected
 from fake_openai import FakeOpenAI, encode
-from test_capture import ask, model, text_of
+from test_capture import ask, text_of
 
 from insitu.agents.frameworks import sync_client
 from insitu.capture.ledger import CallLedger
@@ -181,7 +182,7 @@ async def test_tasks_that_end_with_their_episode_are_no_shared_workers(server: F
 
 
 async def test_outside_an_episode_entering_does_nothing(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with Context.get().activate() as context:
             assert await text_of(plain, "hi") == "echo: hi"
             assert context.row is None

@@ -21,7 +21,7 @@ import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from processes import HANGS, Process, forked_python, serving
+from processes import HANGS, LOGGED_BACKEND, Process, forked_python, serving
 from processes import run as run_command
 from tiny_models import byte_tokenizer, save_tiny_model
 from tokenizers.processors import TemplateProcessing
@@ -32,7 +32,6 @@ from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams
 from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import load_model
-from insitu.backend.protocols.openai import SampleLog
 from insitu.backend.protocols.openai.chat import (
     ChatRequest,
     Message,
@@ -46,18 +45,21 @@ TOKEN = "s3cret"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def backend(model: Path, **options: Any) -> contextlib.AbstractContextManager[tuple[Process, str]]:
-    """A running server process and its address."""
+def backend(
+    model: Path, log: Path | None = None, **options: Any
+) -> contextlib.AbstractContextManager[tuple[Process, str]]:
+    """A running server process and its address; `log` gets what it samples."""
     given = {"model": model, "port": 0, "threads": 1} | options
-    return serving("backend", *(part for name, value in given.items() for part in (f"--{name}", value)))
+    command = ["backend"] if log is None else [LOGGED_BACKEND, log]
+    return serving(*command, *(part for name, value in given.items() for part in (f"--{name}", value)))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[tuple[str, Path]]:
-    """A server with a token over a tiny Llama, and the file it logs samples to."""
+    """A server with a token over a tiny Llama, and the file with what it has sampled."""
     folder = tmp_path_factory.mktemp("served")
     log = folder / "samples.jsonl"
-    with backend(save_tiny_model(folder / "model"), token=TOKEN, log_samples=log, max_batch=16) as (_, address):
+    with backend(save_tiny_model(folder / "model"), log, token=TOKEN, max_batch=16) as (_, address):
         yield address, log
 
 
@@ -356,7 +358,10 @@ def test_other_paths_methods_and_tokens(served):
     status, answer, _ = post(address, {}, token="wrong")
     assert (status, answer["error"]["type"]) == (401, "authentication_error")
     status, answer, _ = post(address, None, token="", path="/health", method="GET")
-    assert (status, answer) == (200, {"status": "ok", "policy_version": 0, "vocab_size": 320, "max_length": 256})
+    assert status == 200
+    assert re.fullmatch(r"[0-9a-f]{16}", answer.pop("weights"))
+    limits = {"vocab_size": 320, "max_length": 256, "logprob_tolerance": 0.005}
+    assert answer == {"status": "ok", "policy_version": 0, **limits}
     assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
 
 
@@ -493,7 +498,6 @@ def _broken_record(folder: Path) -> Path:
         (_broken_adapter, {}, "adapter_config.json cannot be read"),
         (_broken_record, {}, "training.json cannot be read"),
         (save_tiny_model, {"output_dir": Path("/dev/null/out")}, "--output_dir: cannot write to /dev/null/out: Not a"),
-        (save_tiny_model, {"log_samples": Path("/dev/null/log")}, "log_samples is /dev/null/log"),
     ],
 )
 async def test_what_cannot_be_read_or_written_is_told_at_the_start(tmp_path, model, options, problem):
@@ -530,14 +534,6 @@ def test_an_output_dir_belongs_to_one_backend_and_the_next_continues_its_trainin
         assert train_once(address) == str(folder / "checkpoints/step_000002")
     other = run_command("backend", "--model", save_tiny_model(tmp_path / "other"), "--port", 0, "--output_dir", folder)
     assert (other.returncode, "load that model, or use another output_dir" in other.stderr) == (1, True)
-
-
-def test_a_full_disk_ends_the_log_of_samples_and_not_the_server(caplog):
-    log = SampleLog(Path("/dev/full"))
-    request = GenerationRequest([1], SamplingParams(seed=1, max_tokens=1))
-    for _ in range(2):
-        log.write([request], [OutputDelta(0, "a", [])], streamed=False)
-    assert caplog.text.count("/dev/full cannot be written, no more samples are logged: No space left on device") == 1
 
 
 def test_a_stream_with_tools_gives_the_text_of_the_whole():

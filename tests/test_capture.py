@@ -6,39 +6,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from factories import connected
 from fake_openai import TOOL_CALL, FakeOpenAI, encode, logprob
 from processes import HANGS
+from waiting import until
 
 from insitu.capture.recorder import Recorder
 from insitu.capture.transport import recording_transport
 from insitu.errors import CaptureError, ConfigError
 from insitu.plugin_api import Builder
 from insitu.schemas.components import FunctionBaseConfig
-from insitu.schemas.episodes import EpisodeKey
+from insitu.schemas.episodes import EpisodeKey, Needs
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
 from insitu.workflow.functions import as_function
-from insitu.workflow.llms import ModelClient, NIMConfig, OpenAIConfig, connect, http_library
+from insitu.workflow.llms import ModelClient, NIMConfig, OpenAIConfig, http_library
 from insitu.workflow.steps import call_metadata
-
-
-@asynccontextmanager
-async def model(server: FakeOpenAI | str, **settings: Any) -> AsyncIterator[ModelClient]:
-    base_url = server if isinstance(server, str) else server.base_url
-    config = OpenAIConfig(model_name="fake", base_url=base_url, **settings)
-    plain = connect("player", config, "fake", base_url, "none")
-    try:
-        yield plain
-    finally:
-        await plain.aclose()
 
 
 def ask(text: str) -> list[dict[str, Any]]:
@@ -50,7 +39,7 @@ async def text_of(plain: ModelClient, text: str, **overrides: Any) -> str:
 
 
 async def test_a_call_of_a_training_episode(server: FakeOpenAI) -> None:
-    async with model(server, temperature=0.5, max_tokens=9) as plain:
+    async with connected(server, temperature=0.5, max_tokens=9) as plain:
         with EpisodeScope(training=True, seed=1) as scope:
             answer = await plain.complete(ask("hi"), tools=[{"type": "function", "function": {"name": "look"}}])
     (call,) = scope.calls
@@ -75,7 +64,7 @@ async def test_a_call_of_a_training_episode(server: FakeOpenAI) -> None:
 
 
 async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
 
         async def ask_twice(text: str) -> str:
             tool = IntermediateStepPayload(event_type=IntermediateStepType.TOOL_START, name="asking")
@@ -109,8 +98,8 @@ async def test_a_call_is_a_pair_of_steps_where_it_was_made(server: FakeOpenAI) -
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
     with FakeOpenAI(token_ids=False, tokens_as_ids=True) as server:
-        async with model(server) as plain:
-            with EpisodeScope(training=True, needs_token_ids=False) as scope:
+        async with connected(server) as plain:
+            with EpisodeScope(training=True, needs=Needs.LOGPROBS) as scope:
                 if streamed:
                     request: Any = {"model": "fake", "messages": ask("hi"), "stream": True}
                     async for _ in await plain.client.chat.completions.create(**request):
@@ -123,7 +112,7 @@ async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
 
 
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True):
             answer = await plain.complete(ask("hi"), logprobs=True, extra_body={"return_token_ids": True})
     assert answer.choices[0].logprobs is not None
@@ -133,7 +122,7 @@ async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
 
 
 async def test_an_evaluation_asks_for_nothing_but_a_seed(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(is_evaluating=True) as scope:
             await text_of(plain, "hi")
             await text_of(plain, "hi", seed=4)
@@ -143,7 +132,7 @@ async def test_an_evaluation_asks_for_nothing_but_a_seed(server: FakeOpenAI) -> 
 
 
 async def test_outside_an_episode_nothing_changes(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         assert await text_of(plain, "hi") == "echo: hi"
         assert [m.id async for m in plain.client.models.list()] == ["fake"]
     assert set(server.requests[-1]) == {"model", "messages"}
@@ -163,7 +152,7 @@ async def test_seeds_do_not_depend_on_the_ids_of_tool_calls(server: FakeOpenAI) 
         assert server.requests[-1]["messages"][1:] == history, "the server gets them as they are"
         return scope.calls[0].sampling["seed"]
 
-    async with model(server) as plain:
+    async with connected(server) as plain:
         assert await seed("call_a") == await seed("call_b")
         assert await seed("call_a") != await seed("call_a", item="stove")
 
@@ -177,7 +166,7 @@ async def test_seeds_depend_on_episode_and_messages_and_not_on_order(server: Fak
             found.setdefault(call.messages[0]["content"], set()).add(call.sampling["seed"])
         return found
 
-    async with model(server) as plain:
+    async with connected(server) as plain:
         first = await seeds(["a", "b", "a", "c"], seed=1)
         again = await seeds(["c", "a", "a", "b"], seed=1)
         other = await seeds(["a", "b", "a", "c"], seed=2)
@@ -187,7 +176,7 @@ async def test_seeds_depend_on_episode_and_messages_and_not_on_order(server: Fak
 
 
 async def test_failed_attempts_are_counted_and_are_the_same_call(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             assert await text_of(plain, "fail 2") == "echo: fail 2"
             assert await text_of(plain, "hi") == "echo: hi"
@@ -208,7 +197,7 @@ async def test_failed_attempts_are_counted_and_are_the_same_call(server: FakeOpe
     ],
 )
 async def test_errors_are_the_clients_own(server: FakeOpenAI, text: str, error: type[Exception], counted: str) -> None:
-    async with model(server, max_retries=0, timeout=0.2) as plain:
+    async with connected(server, max_retries=0, timeout=0.2) as plain:
         with EpisodeScope(training=True) as scope:
             with pytest.raises(error):
                 await text_of(plain, text)
@@ -217,7 +206,7 @@ async def test_errors_are_the_clients_own(server: FakeOpenAI, text: str, error: 
 
 
 async def test_nobody_listening_is_a_connection_error() -> None:
-    async with model("http://127.0.0.1:9/v1", max_retries=1) as plain:
+    async with connected("http://127.0.0.1:9/v1", max_retries=1) as plain:
         with EpisodeScope() as scope:
             with pytest.raises(openai.APIConnectionError) as caught:
                 await text_of(plain, "hi")
@@ -226,7 +215,7 @@ async def test_nobody_listening_is_a_connection_error() -> None:
 
 
 async def test_a_cancelled_call_is_an_attempt(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope() as scope:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1):
@@ -235,7 +224,7 @@ async def test_a_cancelled_call_is_an_attempt(server: FakeOpenAI) -> None:
 
 
 async def test_compressed_answers(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             assert await text_of(plain, "gzip") == "echo: gzip"
         assert await text_of(plain, "gzip") == "echo: gzip"
@@ -243,7 +232,7 @@ async def test_compressed_answers(server: FakeOpenAI) -> None:
 
 
 async def test_each_choice_is_a_call(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             answer = await plain.complete(ask("hi"), n=3)
             await text_of(plain, "next")
@@ -253,7 +242,7 @@ async def test_each_choice_is_a_call(server: FakeOpenAI) -> None:
 
 
 async def test_tool_calls(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             message = (await plain.complete(ask("tool"))).choices[0].message
             history = [*ask("tool"), message, {"role": "tool", "tool_call_id": "t1", "content": "blue"}]
@@ -275,7 +264,7 @@ async def test_functions_and_order_of_parallel_calls(server: FakeOpenAI) -> None
         await asyncio.gather(inner.ainvoke("slow 0.2"), inner.ainvoke("quick"), text_of(plain, text))
 
     inner = as_function("child", Config(), child)
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             await as_function("<workflow>", Config(), parent).ainvoke("own")
     assert [(c.index, c.messages[0]["content"], c.functions) for c in scope.calls] == [
@@ -293,7 +282,7 @@ async def test_sixty_four_episodes_never_mix(server: FakeOpenAI) -> None:
             await asyncio.gather(text_of(plain, f"{n} left"), stream_text(plain, f"{n} right"))
         return scope
 
-    async with model(server) as plain:
+    async with connected(server) as plain:
         scopes = await asyncio.gather(*(episode(n) for n in range(64)))
     for n, scope in enumerate(scopes):
         assert [c.messages[0]["content"] for c in scope.calls] == [f"{n} first", f"{n} left", f"{n} right"]
@@ -315,7 +304,7 @@ async def stream_text(plain: ModelClient, text: str, **overrides: Any) -> str:
 
 
 async def test_streaming(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             assert await stream_text(plain, "hi", stream_options={"include_usage": True}) == "echo: hi"
     (call,) = scope.calls
@@ -327,7 +316,7 @@ async def test_streaming(server: FakeOpenAI) -> None:
 
 
 async def test_streamed_tool_calls_and_choices(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             await stream_text(plain, "tool")
             await stream_text(plain, "hi", n=2)
@@ -341,7 +330,7 @@ async def test_streamed_tool_calls_and_choices(server: FakeOpenAI) -> None:
 
 
 async def test_pieces_pass_on_as_they_come_and_a_stream_closed_early_has_an_error(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             stream = await plain.client.chat.completions.create(model="fake", messages=ask("stall"), stream=True)
             async with asyncio.timeout(25):  # the server sends the rest after 30 s
@@ -359,7 +348,7 @@ async def test_pieces_pass_on_as_they_come_and_a_stream_closed_early_has_an_erro
 @pytest.mark.parametrize("lacking", ["token_ids", "logprobs"])
 async def test_an_answer_without_what_training_needs(lacking: str, streamed: bool) -> None:
     with FakeOpenAI(**{lacking: False}) as server:
-        async with model(server) as plain:
+        async with connected(server) as plain:
             with EpisodeScope(training=True) as scope:
                 words = lacking.replace("_", " ")
                 for _ in range(2):
@@ -377,11 +366,11 @@ async def test_an_answer_without_what_training_needs(lacking: str, streamed: boo
 
 
 async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.LogCaptureFixture) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True, key=EpisodeKey("r", 1, "x", 0)) as scope:
+            received = len(server.requests)
             late = [asyncio.create_task(text_of(plain, f"slow 0.{n}")) for n in (2, 3)]
-            after = asyncio.create_task(asyncio.sleep(0.05, None))
-            await after
+            await until(lambda: len(server.requests) == received + 2)
             later = asyncio.create_task(text_of(plain, "later"))
         asked = len(server.requests)
         with pytest.raises(CaptureError, match="was refused because its episode r/1/x/0/0 had ended"):
@@ -440,7 +429,7 @@ def test_event_lines_may_be_cut_anywhere() -> None:
 
 async def test_connections_are_kept_and_closed(server: FakeOpenAI) -> None:
     before = len(server.connections)
-    async with model(server) as plain:
+    async with connected(server) as plain:
         for _ in range(5):
             await text_of(plain, "hi")
     assert len(server.connections) == before + 1
@@ -449,7 +438,7 @@ async def test_connections_are_kept_and_closed(server: FakeOpenAI) -> None:
 
 
 async def ask_from_threads(server: FakeOpenAI, asked: Any) -> EpisodeScope:
-    async with model(server) as plain:
+    async with connected(server) as plain:
 
         def in_a_thread(text: str) -> Any:
             return asyncio.to_thread(lambda: asyncio.run(asked(plain, text)))

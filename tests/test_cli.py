@@ -75,26 +75,6 @@ def test_help_lists_the_commands_and_their_options() -> None:
     assert all(f"--{name}" in shown for name in (*shared, "skip_workflow", "skip_completed_entries", "reps"))
 
 
-def test_the_registered_components_are_listed_with_their_keys() -> None:
-    shown = insitu("info", "components").stdout.splitlines()
-    sections = [line for line in shown if not line.startswith(" ")]
-    assert sections[0] == "llms:"
-    assert sections[-1] == "trainers:"
-    assert "  openpipe_art_trainer: The training loop for ART servers, which compute the advantages themselves." in {
-        line.partition(" Has")[0] for line in shown
-    }
-    start = shown.index("  openpipe_art_traj_builder: Runs several episodes per dataset row and groups them by row.")
-    assert shown[start + 1] == "    num_generations: integer, at least 1, default 2"
-    assert "    backend.engine_args.tensor_parallel_size: integer, at least 1, default none" in shown
-
-    one = insitu("info", "components", "insitu_traj_builder").stdout
-    assert one.startswith("trajectory_builders:\n  insitu_traj_builder: ")
-    assert "    num_generations: integer, at least 1, default 8  Episodes per row and epoch (the group size)." in one
-    wrong = insitu("info", "components", "insitu_traj_bilder")
-    assert wrong.returncode == 2
-    assert "_type 'insitu_traj_bilder' does not exist (did you mean 'insitu_traj_builder'?)" in wrong.stderr
-
-
 # what is wrong with the command line or the file is exit code 2, and says so in a sentence
 
 
@@ -205,13 +185,8 @@ def test_every_spelling_of_the_file_and_of_an_option(write: Any, tmp_path: Path,
     assert "result_json_path $.answer: the result 'HELLO' is not JSON" in done.stdout
     done = insitu("validate", *words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        f"{path} is valid",
-        "  workflow: parts",
-        "  evaluators: exact",
-        "  rows: 2",
-        "  training: finetuning.enabled is false",
-    ]
+    assert done.stdout == f"{path} is valid; it does not train (finetuning.enabled is false)\n"
+    assert_refused(insitu("validate", *words, "--dataset", "none.jsonl"), "none.jsonl")
 
 
 def test_validate_checks_what_finetune_checks_and_starts_nothing(tmp_path: Path) -> None:
@@ -219,15 +194,7 @@ def test_validate_checks_what_finetune_checks_and_starts_nothing(tmp_path: Path)
     write_rows(tmp_path, [{"say": "a"}, {"say": "b"}])
     write_rows(tmp_path, [{"say": "c"}], "held_out.jsonl")
     done = run("validate", "config.yml", "--validation-dataset", "held_out.jsonl", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "config.yml is valid",
-        "  workflow: ask",
-        "  evaluators: score",
-        "  rows: 2",
-        "  held-out rows: 1",
-        "  training: player, by the score of score, 2 epochs",
-    ]
+    assert (done.returncode, done.stdout, done.stderr) == (0, "config.yml is valid\n", "")
     assert not (tmp_path / "run").exists()
     for key, value, message in (
         ("llms.player.seed", "3", "llms.player.seed: with a fixed seed"),

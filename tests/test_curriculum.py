@@ -1,19 +1,13 @@
 """The curriculum against its documented schedule, written out a second time in the plainest way."""
 
-import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
-from insitu.config import load_config
-from insitu.errors import ConfigError, TrajectoryError
-from insitu.plugin_api import Builder
-from insitu.registry import TRAINER
-from insitu.runs.resume import read_curriculum_state
+from insitu.errors import TrajectoryError
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
 Rewards = dict[str, list[float]]
@@ -164,17 +158,13 @@ def trained_on(result: TrajectoryCollection) -> set[str]:
 
 @pytest.mark.parametrize("pause", [1, 4, 5, 12, 24])
 @pytest.mark.parametrize("settings", [{}, {"random_subsample": 0.5}, {"sort_ascending": True}], ids=str)
-def test_every_epoch_trains_on_the_documented_set_also_from_a_file(
-    tmp_path: Path, settings: dict[str, Any], pause: int
-) -> None:
+def test_every_epoch_trains_on_the_documented_set_also_after_a_resume(settings: dict[str, Any], pause: int) -> None:
     config = curriculum(**settings)
     history = epochs_of(pause, 30)
     state = documented()
     for epoch, rewards in enumerate(history, 1):
         if epoch == pause + 1:
-            file = tmp_path / "curriculum_state.json"
-            file.write_text(json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in state.items()}))
-            state = read_curriculum_state(file, "key")
+            state = dict(CurriculumState.model_validate_json(CurriculumState(**state).model_dump_json()))
         left = apply_curriculum(collection(rewards), config, state, epoch, seed=7)
         included = included_by_the_book(config, history[:epoch])
         expected = {e for e in rewards if e in included and max(rewards[e]) - min(rewards[e]) >= 0.1}
@@ -252,61 +242,3 @@ def test_without_a_curriculum_nothing_is_left_out_or_remembered() -> None:
 
 
 # the state's file
-
-
-def state_of(**other: Any) -> str:
-    good = {
-        **DOCUMENTED_STATE,
-        "last_expansion_epoch": 1,
-        "total_groups": 2,
-        "included_groups": ["a"],
-        "epoch": 3,
-        "reward_sums": {"a": [2.0, 3], "b": [1.0, 3]},
-    }
-    return json.dumps(good | other)
-
-
-def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(state_of())
-    read = read_curriculum_state(tmp_path / "state.json", "key")
-    assert (read["epoch"], read["included_groups"], read["reward_sums"]["a"]) == (3, {"a"}, (2.0, 3))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "Invalid JSON"),
-        (state_of()[:-9], "Invalid JSON"),
-        ("[1]", "should be an object"),
-        (state_of(current_percentile=3), "current_percentile: Input should be less than or equal to 1"),
-        (state_of(reward_sums={"a": [1.0, 0]}), "reward_sums.a.1: Input should be greater than or equal to 1"),
-        (state_of(included_groups=[0, 1]), "included_groups.0: Input should be a valid string"),
-        (state_of(included_groups=["z"]), "no curriculum to continue: epoch 3, 2 examples, 2 of them ranked, 1"),
-        (state_of(included_groups=[]), "no curriculum to continue"),
-        (state_of(epoch=0), "no curriculum to continue: epoch 0"),
-        (json.dumps(DOCUMENTED_STATE | {"total_groups": 2, "included_groups": ["a"]}), "0 of them ranked"),
-    ],
-)
-def test_a_state_that_cannot_be_gone_on_with_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    file = tmp_path / "state.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_curriculum_state(file, "trainers.grpo.curriculum_state")
-    assert str(caught.value).startswith(f"trainers.grpo.curriculum_state: {file} ")
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("enabled", "says"),
-    [
-        (True, "trainers.t.curriculum_state: 'gone.json' does not exist; looked for "),
-        (False, "trainers.t.curriculum_state has no effect"),
-    ],
-)
-async def test_a_state_that_nobody_would_read_or_can_find(write: Any, enabled: bool, says: str) -> None:
-    trainers = {"t": {"_type": "insitu_trainer", "curriculum_state": "gone.json"}}
-    config = load_config(write({"trainers": trainers, "finetuning": {"curriculum_learning": {"enabled": enabled}}}))
-    async with Builder(config) as builder:
-        with pytest.raises(ConfigError) as caught:
-            await builder.get(TRAINER, "t")
-    assert str(caught.value).startswith(says)

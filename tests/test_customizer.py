@@ -31,10 +31,12 @@ from insitu.integrations.customizer.components import (
     NeMoCustomizerTrainer,
     NeMoCustomizerTrainerAdapter,
     NeMoCustomizerTrainerAdapterConfig,
+    NeMoCustomizerTrainerConfig,
 )
-from insitu.plugin_api import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
+from insitu.plugin_api import TrainingJobRef, TrainingJobStatus, TrajectoryBuilder, TrajectoryCollection
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig, TrainingStatusEnum
 from insitu.training.interfaces import SingleJobTrainer
+from insitu.training.preference_builders import DPOTrajectoryBuilderConfig
 from insitu.training.runtime import finetuning_main
 
 TOKEN = "hf_very_secret"
@@ -117,7 +119,7 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
         },
     }
     [(dataset, repository)] = nemo.repositories.items()
-    assert dataset.startswith("games/nat-dpo-")
+    assert dataset == "games/nat-dpo"
     assert nemo.datasets[dataset]["files_url"] == f"hf://datasets/{dataset}"
     assert len(repository.commits) == 1
     training, validation = nemo.records(dataset, "training"), nemo.records(dataset, "validation")
@@ -134,7 +136,8 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
     assert (final["status"], final["error"], final["collections_failed"]) == ("completed", None, 0)
     assert final["pairs"] == {"collected": 30, "trained": 15}
     assert final["dropped"] == {"duplicate_pair": 15}
-    assert final["job"]["output_model"] == job["output_model"] == f"{dataset}@cust-0"
+    assert final["job"]["output_model"] == job["output_model"]
+    assert re.fullmatch(rf"{dataset}-[0-9a-f]{{12}}@cust-0", job["output_model"])
     assert (final["job"]["train_loss"], final["job"]["val_loss"]) == (0.25, 0.5)
     assert "training on 15 of 30 pairs; left out: 15 duplicate_pair" in done.printed
     said = [line for line in done.printed.splitlines() if line.startswith("job cust-0: ")]
@@ -147,7 +150,9 @@ async def test_each_run_has_its_own_dataset_job_and_model(tmp_path: Path, nemo: 
         await run(tmp_path, nemo, adapter={"dataset_name": "moves"})
     assert len(nemo.jobs) == len(nemo.repositories) == len(nemo.datasets) == 2
     assert len({job["output_model"].split("@")[0] for job in nemo.jobs.values()}) == 2
-    assert all(name.startswith("games/moves-") for name in nemo.datasets)
+    first, second = nemo.datasets
+    assert first == "games/moves"
+    assert re.fullmatch(r"games/moves-[0-9a-f]{12}", second)
     assert (tmp_path / "run.1/final_metrics.json").exists()
 
 
@@ -253,7 +258,7 @@ async def test_a_lost_reply_creates_nothing_twice(
     [
         ("GET /v1/namespaces/", 401, RequestRefused, "namespace games at HOST: made to fail with 401 .status 401."),
         ("GET /v1/datastore/", 401, RequestRefused, "made to fail with 401 .status 401.; check hf_token"),
-        ("repos/create", 403, RequestRefused, r"dataset games/nat-dpo-\w+ at .*status 403.; check hf_token"),
+        ("repos/create", 403, RequestRefused, r"dataset games/nat-dpo at .*status 403.; check hf_token"),
         ("GET /v1/customization/configs", 404, ConfigError, "customization_config 'meta/llama.*' does not exist at"),
         ("POST .*jobs$", 422, RequestRefused, r"customization job games/nat-dpo-\w+ at HOST: made to fail with 422"),
         ("GET .*jobs/", 401, RequestRefused, "customization job cust-0 at HOST: made to fail with 401 .status 401.$"),
@@ -354,12 +359,17 @@ async def test_a_token_that_expires_while_the_records_are_uploaded(
         await adapter.close()
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub
+@pytest.mark.parametrize("lfs_bytes", [1, 10_000_000], ids=["large files", "small files"])
 async def test_the_login_of_the_user_is_not_sent(
-    tmp_path: Path, nemo: FakeNeMo, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lfs_bytes: int
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_login")
-    await run(tmp_path, nemo)
-    assert nemo.authorizations == {("entities", None), ("datastore", None)}
+    with FakeNeMo(lfs_bytes=lfs_bytes) as nemo:
+        await run(tmp_path, nemo)
+        assert bool(nemo.objects) == (lfs_bytes == 1)
+    assert {store for store, _ in nemo.authorizations} == {"entities", "datastore"}
+    assert {value for _, value in nemo.authorizations} <= {None, ""}
 
 
 async def test_health_asks_both_services(tmp_path: Path, nemo: FakeNeMo) -> None:
@@ -377,6 +387,97 @@ async def test_health_asks_both_services(tmp_path: Path, nemo: FakeNeMo) -> None
         with pytest.raises(BackendUnavailable, match=r"127.0.0.1:1: .*refused"):  # at once: nothing has been reached
             await unreachable.initialize(FinetuneConfig(output_dir=tmp_path))
         await unreachable.close()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub
+@pytest.mark.parametrize("lfs_bytes", [1, 10_000_000])
+async def test_an_upload_that_is_never_answered_ends(tmp_path: Path, lfs_bytes: int) -> None:
+    with FakeNeMo(lfs_bytes=lfs_bytes) as nemo:
+        adapter = adapter_of(nemo, request_timeout=0.5, retry_timeout=0)
+        await adapter.initialize(FinetuneConfig(output_dir=tmp_path))
+        nemo.hold("/hf/lfs/" if lfs_bytes == 1 else "/commit/")
+        try:
+            with pytest.raises(
+                BackendUnavailable, match=r"dataset games/nat-dpo at .*: no answer for 0.5 s .request_time"
+            ):
+                await adapter.submit(pairs())
+        finally:
+            nemo.release()
+        assert not nemo.jobs
+        await adapter.close()
+
+
+@pytest.mark.parametrize("state", [None, "unknown", "reticulating"])
+async def test_a_status_that_is_not_known_is_a_warning(
+    tmp_path: Path, nemo: FakeNeMo, caplog: pytest.LogCaptureFixture, state: Any
+) -> None:
+    nemo.script = ["created", state, state, "completed"]
+    done = await run(tmp_path, nemo)
+    assert done.json("final_metrics.json")["status"] == "completed"
+    warnings = [record.getMessage() for record in caplog.records if "taken to be running" in record.getMessage()]
+    assert warnings == [f"job cust-0 has the status {state!r}, which is unknown: it is taken to be running"]
+
+
+async def test_a_text_that_no_file_can_hold_is_named(tmp_path: Path, nemo: FakeNeMo) -> None:
+    collection = pairs(2)
+    collection.trajectories[1][0].episode[0].chosen_response = "\ud800"
+    adapter = adapter_of(nemo)
+    await adapter.initialize(FinetuneConfig(output_dir=tmp_path))
+    with pytest.raises(TrajectoryError, match=r"a trajectory of group 1 .row '1'. has a lone surrogate in its text"):
+        await adapter.submit(collection)
+    await adapter.close()
+
+
+async def test_a_job_that_was_canceled_at_the_service_is_submitted_again_only_by_force(
+    tmp_path: Path, nemo: FakeNeMo
+) -> None:
+    nemo.script = ["running", "cancelling", "cancelled"]
+    with pytest.raises(JobFailed, match="job cust-0 ended as canceled"):
+        await run(tmp_path, nemo)
+    nemo.script = ["completed"]
+    with pytest.raises(
+        JobFailed, match=r"job cust-0 ended as canceled: .*; --resume with --force submits its pairs ag"
+    ):
+        await resume(tmp_path, nemo)
+    assert len(nemo.jobs) == 1
+    done = await resume(tmp_path, nemo, force=True)
+    assert [status.status for status in done.statuses] == [TrainingStatusEnum.COMPLETED]
+    assert len(nemo.jobs) == 2
+
+
+async def test_the_token_is_text_that_is_shown_nowhere(tmp_path: Path, nemo: FakeNeMo) -> None:
+    adapter = adapter_of(nemo, hf_token=TOKEN)
+    assert f"Bearer {adapter.config.hf_token}" == f"Bearer {TOKEN}"
+    assert TOKEN not in f"{adapter.config!r} {adapter.config} {adapter.training_settings()}"
+    await adapter.close()
+
+
+class PairsAsMade(TrajectoryBuilder):
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        pass
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        return pairs(run_id=run_id)
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        pass
+
+
+async def test_a_trainer_is_used_outside_a_run(tmp_path: Path, nemo: FakeNeMo) -> None:
+    trainer, adapter = NeMoCustomizerTrainer(trainer_config=NeMoCustomizerTrainerConfig()), adapter_of(nemo)
+    await trainer.bind_components(PairsAsMade(DPOTrajectoryBuilderConfig()), adapter)
+    await trainer.initialize(FinetuneConfig(output_dir=tmp_path / "run"))
+    [status] = await trainer.run(1)
+    assert status.status is TrainingStatusEnum.COMPLETED
+    await trainer.cleanup()
+    await adapter.close()
+
+
+async def test_the_status_of_a_job_without_an_id(nemo: FakeNeMo) -> None:
+    adapter = adapter_of(nemo)
+    with pytest.raises(JobFailed, match=r"a job of run 'r9' without metadata\['job_id'\] cannot be found"):
+        await adapter.status(TrainingJobRef(run_id="r9", backend="nemo-customizer"))
+    await adapter.close()
 
 
 # one job per run and epoch
@@ -403,11 +504,16 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
     ref = await adapter.submit(pairs())
     nemo.jobs.clear()
     name = (ref.metadata or {})["dataset"]
-    nemo.datasets[name]["custom_fields"] = {"insitu_job": "somebody else's"}
-    expected = f"dataset_name: the dataset {name} exists and belongs to another run; choose another dataset_name"
+    for _ in range(2):  # `dataset_name`, then the name of the run
+        list(nemo.datasets.values())[-1]["custom_fields"] = {"insitu_job": "somebody else's"}
+        if len(nemo.datasets) == 1:
+            other = (await adapter.submit(pairs(6))).metadata or {}
+            nemo.jobs.clear()
+    assert other["dataset"].startswith(f"{name}-")
+    expected = r"dataset_name: the datasets nat-dpo and nat-dpo-\w+ of namespace games exist and belong to other runs"
     with pytest.raises(ConfigError, match=expected):
         await adapter.submit(pairs(6))
-    assert len(nemo.repositories[name].commits) == 1
+    assert [len(repository.commits) for repository in nemo.repositories.values()] == [1, 1]
     await adapter.close()
 
 

@@ -1,6 +1,9 @@
 """Dataset files of every format, and every way in which a row can be wrong."""
 
 import asyncio
+import gzip
+import json
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from processes import HANGS
 
 from insitu.collect.datasets import load_dataset
 from insitu.config import Config, load_config, requested_config
@@ -150,6 +154,14 @@ def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:
         ("d.csv", "id,question\n1,a\n2\n", ["row 2", "a different number of fields"]),
         ("d.csv", "id,query\n1,a\n", ["row 1", "'question' does not exist", "available: id, query"]),
         ("d.csv", "", ["has no rows"]),
+        ("d.csv", "id,question,id\n1,a,2\n", ["the column 'id' twice"]),
+        ("d.jsonl", '{"question": 1}\n{"question": 2, "question": 3}', ["line 2", "the key 'question' twice"]),
+        ("d.jsonl", '{"question": {"a": 1, "a": 2}}', ["line 1", "the key 'a' twice"]),
+        ("d.jsonl", '{"question": NaN, "x": "\\ud83d"}', ["line 1", "NaN is not a finite number"]),
+        ("d.jsonl", '{"question": 1e999}', ["line 1", "1e999 is not a finite number"]),
+        ("d.jsonl", '{"question": %s}' % ("9" * 5000), ["line 1", "4300 digits"]),
+        ("d.jsonl", "[" * 100_000, ["line 1", "nested too deeply"]),
+        ("d.json", '[{"question": 1, "question": 2}]', ["cannot be read", "the key 'question' twice"]),
         ("d.parquet", "no table", ["cannot be read"]),
         ("d.xlsx", "no table", ["cannot be read"]),
         ("d.xlsx", "PK\x03\x04 cut off", ["cannot be read"]),
@@ -238,3 +250,48 @@ def test_json_may_begin_with_a_byte_order_mark_and_hold_half_a_character(write: 
     path.write_text(row if path.suffix == ".jsonl" else f"[{row}]", encoding="utf-8-sig")
     (item,) = load_dataset(config_for(write, _type="json", file_path=str(path)), path)
     assert (item.id, item.expected_output_obj) == ("a", "\ud83d")
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl", "d.csv"])
+def test_a_file_that_is_no_text_is_said_to_be_what_it_is(write: Any, tmp_path: Path, name: str) -> None:
+    config = load_config(write({"general": {}}))
+    text = '{"question": 1}\n'
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    assert f"{name} is compressed by gzip: decompress it" in complaint(config, tmp_path / name)
+    for encoding in ("utf-16", "utf-16-be"):
+        (tmp_path / name).write_bytes(("\ufeff" * (encoding == "utf-16-be") + text).encode(encoding))
+        assert f"{name} is UTF-16: write it in UTF-8" in complaint(config, tmp_path / name)
+
+
+def test_integers_beyond_64_bits_are_exact(write: Any) -> None:
+    """Two ids that are the same number as floats are two rows."""
+    ids = [2**64 + 1, 2**64 + 2, -(2**70)]
+    path = write([{"id": number, "question": number} for number in ids], "d.jsonl")
+    items = load_dataset(load_config(write({"general": {}})), path)
+    assert [item.id for item in items] == [item.input_obj for item in items] == ids
+
+
+def test_numbers_of_a_table_that_are_not_finite_are_refused(write: Any, tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    config = load_config(write({"general": {}}))
+    for value in (float("nan"), [0.5, float("inf")], {"deep": float("nan")}):
+        polars.DataFrame({"question": ["a", "b"], "number": [None, value]}).write_parquet(tmp_path / "d.parquet")
+        assert "row 2: number has a number that is not finite" in complaint(config, tmp_path / "d.parquet")
+
+
+def test_many_rows_are_read_in_seconds_and_little_memory(write: Any, tmp_path: Path) -> None:
+    """200,000 rows of 1 KB take less than 30 s and 1 GB; a tenth of them here, in a process of their own."""
+    rows = (json.dumps({"id": n, "question": "why? " * 200, "answer": n}) + "\n" for n in range(20_000))
+    (tmp_path / "d.jsonl").write_text("".join(rows))
+    write({"general": {}})
+    code = (
+        "import resource, time; from insitu.config import load_config;"
+        "from insitu.collect.datasets import load_dataset;"
+        "before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time();"
+        "items = load_dataset(load_config('config.yml'), 'd.jsonl');"
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "print(len(items), time.process_time() - start, (after - before) / 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
+    count, seconds, megabytes = map(float, done.stdout.split())
+    assert (count, seconds < 3, megabytes < 100) == (20_000, True, True), done.stdout

@@ -475,11 +475,13 @@ def keys_in(path: Path) -> set[str]:
 
 
 OPTIONAL = {
+    "advantages.jsonl": {"sides"},
     "calls.jsonl.gz": {"continues", "continues_prompt"},
     "episodes.jsonl.gz": {"candidates", "source"},
+    "groups.jsonl": {"paired"},
     "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
-    "training_metrics.jsonl": {"non_finite_metrics"},
+    "training_metrics.jsonl": {"non_finite_metrics", "warnings"},
 }
 
 

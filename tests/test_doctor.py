@@ -142,13 +142,6 @@ CURRICULUM = "finetuning.curriculum_learning"
         ((TRAINING, {"learning_rate": 0}), "learning_rate_zero", STOPS, f"{TRAINING}.learning_rate", "raise it"),
         ((TRAINING, {"learning_rate": 5.0}), "learning_rate_high", STOPS, f"{TRAINING}.learning_rate", "lower it"),
         (
-            (
-                CURRICULUM,
-                {"enabled": True, "increment_percentile": 1, "expansion_interval": 1, "initial_percentile": 0.2},
-            ),
-            *("few_rows_for_curriculum", HARMS, f"{CURRICULUM}.initial_percentile", "add rows"),
-        ),
-        (
             (CURRICULUM, {"enabled": True, "initial_percentile": 1, "min_reward_diff": 2}),
             *("small_reward_differences", STOPS, f"{CURRICULUM}.min_reward_diff", "lower it below"),
         ),

@@ -99,23 +99,12 @@ def test_few_groups_with_variance(groups: list[list[float]], code: str | None) -
         assert finding.what.startswith(f"1 of {len(groups)} groups have variance")
 
 
-def test_a_reward_that_follows_the_length() -> None:
-    groups = [[float(n) for n in range(6)]]
-    for sign, way in ((1, "longer"), (-1, "shorter")):
-        found = evidence(*groups)
-        for n, trajectory in enumerate(found.groups[0]):
-            trajectory.calls = [call(answer="a" * (9 + sign * n))]
-        [finding] = about_groups(PLAN, found)
-        assert (finding.code, finding.severity) == ("reward_follows_length", NOTE)
-        assert f"{way} answers score higher (correlation {sign:.2f})" in finding.what
-    assert not [*about_groups(PLAN, evidence(*groups))]
-
-
 def test_pairs_that_were_not_made() -> None:
     nothing = evidence(makes_pairs=True)
     nothing.selected.dropped = {"equal_scores": 7, "single_candidate": 1}
     [finding] = about_groups(PLAN, nothing)
-    assert (finding.code, finding.severity, finding.where) == ("equal_scores", STOPS, "trajectory_builders.episodes")
+    assert (finding.code, finding.severity, finding.where) == ("nothing_selected", STOPS, "trainers.grpo")
+    assert "7 equal_scores" in finding.what
 
 
 def test_episodes_of_which_none_is_selected() -> None:
@@ -214,15 +203,12 @@ def test_rows_whose_question_is_an_object() -> None:
         assert not [*about_rows(plan, random_environment=True)]
 
 
-def test_rates_and_curricula() -> None:
+def test_rates_and_warm_ups() -> None:
     found = [*about_settings(replace(PLAN, training={"learning_rate": 0.02}))]
     assert [(f.code, f.severity) for f in found] == [("learning_rate_high", HARMS)]
     assert not [*about_settings(replace(PLAN, training={"learning_rate": 0.02, "lora": {"rank": 8}}))]
     [slow] = about_settings(replace(PLAN, training={"learning_rate": 1e-9}))
     assert slow.code == "learning_rate_low"
-    [partial] = about_settings(replace(PLAN, curriculum=CurriculumLearningConfig(enabled=True)))
-    assert (partial.code, partial.severity) == ("curriculum_incomplete", NOTE)
-    assert partial.what == "after 10 epochs the curriculum includes 50 % of the rows"
     [warm_up] = about_settings(replace(PLAN, warms_up=True))
     assert (warm_up.code, warm_up.where) == ("before_warm_up", "trainers.grpo.sft")
 

@@ -234,37 +234,42 @@ async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: 
                 item = EvalInputItem(id="x", input_obj={"do": "hang"})
                 tasks.append(asyncio.create_task(run_episode(attempt, item, key("x", len(tasks)), RULES)))
 
-            while not (await running(first) and await running(second)):  # each has the fewest in turn
+            async def both_run() -> bool:
                 begin()
-                await asyncio.sleep(0.2)
+                return bool(await running(first) and await running(second))  # each has the fewest in turn
+
+            await until(both_run, every=0.2)
             lost.send_signal(signal.SIGKILL)
-            while await running(second) < len(tasks):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until_health(second, lambda health: health["episodes"] == len(tasks))
             async with serving(config, port=int(first.rpartition(":")[2])) as (service, _):
-                while not service.hosted.episodes:
+
+                def runs() -> bool:
                     begin()
-                    await asyncio.sleep(0.2)
+                    return service.hosted.episodes > 0
+
+                await until(runs, every=0.2)
                 assert not any(task.done() for task in tasks)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                while await running(second):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                await until_health(second, lambda health: health["episodes"] == 0)
+
+
+async def health_of(address: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(f"{address}/health") as answer:
+        return await answer.json()
 
 
 async def running(address: str) -> int:
     """The number of episodes that a service runs."""
-    async with aiohttp.ClientSession() as session, session.get(f"{address}/health") as answer:
-        return (await answer.json())["episodes"]
+    return (await health_of(address))["episodes"]
 
 
 async def until_health(address: str, holds: Any) -> None:
-    async with aiohttp.ClientSession() as session, asyncio.timeout(processes.HANGS):
-        while True:
-            async with session.get(f"{address}/health") as answer:
-                if holds(await answer.json()):
-                    return
-            await asyncio.sleep(0.02)
+    async def is_so() -> Any:
+        return holds(await health_of(address))
+
+    await until(is_so, every=0.02)
 
 
 async def test_other_servers_are_refused(config: Config) -> None:
@@ -501,8 +506,7 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
             assert len(served_plugin.built) == 6  # one workflow for all names of a model
             for n in range(6):
                 await ask(session, "plain", ServedPolicy(base_url=one.base_url, model=f"m{n}"))
-            await asyncio.sleep(0.05)
-            assert len(served_plugin.built) == 2 * 4
+            await until(lambda: len(served_plugin.built) == 2 * 4)
         assert served_plugin.built == []
 
 

@@ -15,7 +15,7 @@ import torch
 from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
-from waiting import until
+from waiting import turns, until
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
@@ -123,16 +123,16 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
 
 
 @pytest.mark.parametrize(("name", "prompt_length"), [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40)])
-async def test_logprobs_are_those_of_the_plain_model(folders, name, prompt_length):
+async def test_logprobs_are_those_of_the_plain_model_after_temperature(folders, name, prompt_length):
     prompt = [random.Random(2).randrange(256) for _ in range(prompt_length)]
     async with running(folders[name]) as engine:
         piece = (await engine.complete(asks(prompt, [params(3, 30, temperature=0.5, top_p=0.9)])))[0]
     ids = [*prompt, *(token.id for token in piece.tokens)]
     module = load_model(str(folders[name])).module
     with torch.no_grad():
-        expected = torch.log_softmax(module(torch.tensor([ids])).logits[0].float(), dim=-1)
+        expected = torch.log_softmax(module(torch.tensor([ids])).logits[0].float() / 0.5, dim=-1)
     for position, token in enumerate(piece.tokens, start=prompt_length - 1):
-        assert token.logprob == pytest.approx(expected[position, token.id].item(), abs=2e-5)
+        assert token.logprob == pytest.approx(expected[position, token.id].item(), abs=4e-5)
 
 
 async def test_bfloat16_is_served(folders):
@@ -179,7 +179,7 @@ async def test_requests_leave_and_join_while_others_sample(folders):
     """One long request must not hold up short ones that come after it."""
     async with running(folders["llama"]) as engine:
         long = asyncio.ensure_future(engine.complete(asks([1, 2, 3], [params(0, 900)])))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.num_requests[0] == 1)
         for seed in range(5):
             await engine.complete(asks([4, 5], [params(seed, 4)]))
         assert not long.done()
@@ -195,7 +195,7 @@ async def test_more_requests_than_slots_all_finish(folders):
 async def test_cancelled_requests_free_their_slots(folders):
     async with running(folders["llama"], max_batch=2) as engine:
         tasks = [asyncio.ensure_future(engine.complete(asks([n], [params(n, 1000)]))) for n in range(6)]
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.num_requests[0] >= 2)
         for task in tasks:
             task.cancel()
         stream = engine.stream(asks([1], [params(7, 1000)]))
@@ -219,7 +219,7 @@ async def test_requests_under_way_finish_with_the_weights_they_began_with(folder
                 parameter.mul_(1.3)
         reference = pairs((await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0])
         under_way = asyncio.ensure_future(engine.complete(asks([5, 6, 7], [params(1, 200)])))
-        await asyncio.sleep(0.03)
+        await until(lambda: engine.num_requests[0] == 1)
         await engine.publish(WeightVersion(1), changed)
         after = (await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0]
         before = (await under_way)[0]
@@ -315,7 +315,7 @@ async def test_what_was_finished_before_a_step_failed_is_told(folders):
             *(asyncio.wait_for(engine.complete(asks([1, 2], [params(0, n)])), HANGS) for n in (1, 5)),
             return_exceptions=True,
         )
-        await asyncio.sleep(0.05)
+        await until(lambda: sum(engine.num_requests) == 2)
         together.set()
         short, long = await both
         await holding
@@ -398,7 +398,7 @@ def test_drawn_frequencies_are_the_tempered_distribution(temperature):
     for token, probability in enumerate(expected):
         bound = 4.5 * math.sqrt(probability * (1 - probability) / count)
         assert abs(frequencies[token] / count - probability) <= bound
-    assert drawn.logprobs[0] == pytest.approx(torch.log_softmax(logits_V, -1)[drawn.tokens[0]].item())
+    assert drawn.logprobs[0] == pytest.approx(math.log(expected[drawn.tokens[0]]), abs=1e-6)
 
 
 def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
@@ -567,7 +567,7 @@ async def test_a_full_queue_refuses_requests_and_forgets_cancelled_ones(folders)
     prompt = list(range(9))
     async with running(folders["llama"], max_batch=1, max_in_flight=4) as engine:
         waiting = [asyncio.create_task(engine.complete(asks(prompt, [params(i, 900)]))) for i in range(4)]
-        await asyncio.sleep(0)
+        await turns(1)
         with pytest.raises(RequestRefused, match="4 completions are waiting already") as refused:
             await engine.complete(asks(prompt, [params(9, 1)]))
         assert refused.value.status == 429

@@ -9,7 +9,7 @@ from typing import Any
 
 import plain_parts
 import pytest
-from waiting import hang
+from waiting import hang, turns
 
 from insitu.collect import episodes
 from insitu.collect.collector import run_limited
@@ -236,7 +236,7 @@ class Halves(BaseEvaluator):
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(0.001)
+        await turns()
         self.running -= 1
         if item.id == 3:
             raise LookupError("3")
@@ -459,7 +459,7 @@ def names_of_tasks() -> set[str]:
 
 
 async def double(n: int) -> int:
-    await asyncio.sleep(0)
+    await turns(1)
     return 2 * n
 
 
@@ -484,7 +484,7 @@ async def test_tasks_are_taken_as_they_are_needed() -> None:
         received = 0
         async for _ in results:
             received += 1
-            await asyncio.sleep(0.001)
+            await turns()
             assert len(taken) <= received + 2 * 4
             if received == 20:
                 break
@@ -508,7 +508,7 @@ async def test_closing_early_leaves_no_task() -> None:
     async with aclosing(run_limited(range(10), wait, 4)) as results:
         async for result in results:
             assert result == 0
-            await asyncio.sleep(0)
+            await turns(1)
             break
     assert sorted(cancelled) == [1, 2, 3, 4]
     assert names_of_tasks() == set()
@@ -516,7 +516,7 @@ async def test_closing_early_leaves_no_task() -> None:
 
 async def test_an_exception_ends_it_and_leaves_no_task() -> None:
     async def fail(n: int) -> int:
-        await asyncio.sleep(0.001 if n == 3 else 60)
+        await (turns() if n == 3 else hang())
         raise KeyError(n)
 
     with pytest.raises(KeyError):
@@ -531,7 +531,7 @@ async def test_cancelling_the_consumer_cancels_everything() -> None:
                 await hang()
 
     task = asyncio.create_task(consume())
-    await asyncio.sleep(0.01)
+    await turns()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

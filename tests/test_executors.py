@@ -169,7 +169,7 @@ async def test_the_local_executor_may_be_named(tmp_path: Path, server: FakeOpenA
 def test_a_run_may_be_resumed_elsewhere(tmp_path: Path) -> None:
     before, now = load(tmp_path, {"_type": "policy"}), load(tmp_path, {"_type": "policy"}, executor=RAY)
     (tmp_path / "run.json").write_text(json.dumps({"config": resolved_config(before)}))
-    changes = check_same_run(tmp_path, now, None, force=False)
+    changes = check_same_run(tmp_path, now, {}, force=False)
     assert changes
     assert all(change.startswith("general.executor") for change in changes)
 
@@ -177,7 +177,7 @@ def test_a_run_may_be_resumed_elsewhere(tmp_path: Path) -> None:
 def test_secrets_of_the_workers_are_shown_nowhere(tmp_path: Path) -> None:
     variables = {"MY_PAT": "pat-of-the-worker-1", "LEVEL": 3}
     config = load(tmp_path, {"_type": "policy"}, executor={**RAY, "runtime_env": {"env_vars": variables}})
-    assert resolved_config(config)["general"]["executor"]["runtime_env"]["env_vars"] == {"MY_PAT": "***", "LEVEL": "3"}
+    assert resolved_config(config)["general"]["executor"]["runtime_env"]["env_vars"] == dict.fromkeys(variables, "***")
     assert " data=" not in repr(config)
 
 

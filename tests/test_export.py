@@ -94,10 +94,6 @@ def test_preferences_between_episodes(run: Path) -> None:
         }
     ]
     assert dropped == {"timeout": 1, "equal_scores": 1}
-    every, _ = export(run, "preferences", "--exhaustive")
-    assert [(e["score_chosen"], e["score_rejected"]) for e in every] == [(1.0, 0.0), (1.0, 0.5), (0.5, 0.0)]
-    assert len(export(run, "preferences", "--exhaustive", "--max_pairs", 2)[0]) == 2
-    assert len(export(run, "preferences", "--exhaustive", "--min_diff", 0.75)[0]) == 1
     reversed_, _ = export(run, "preferences", "--reward", "other")
     assert [(e["episode"], e["reward"], e["reward_from"]) for e in reversed_] == [("run_1/1/r1/2/0", 0.0, "other")]
 
@@ -123,7 +119,6 @@ def test_preferences_between_candidates(tmp_path: Path) -> None:
     assert [e["turn"] for e in lines] == ["turn 0"] * 3 + ["turn 1"]
     assert [("tools" in e, e["reward"]) for e in lines] == [(True, None)] * 3 + [(False, None)]
     assert dropped == {"timeout": 1}
-    assert len(export(run, "preferences", "--best_vs_worst")[0]) == 2
     nothing = show(run, "--format", "preferences", "--pairs", "episodes", "--output", tmp_path / "x", command="export")
     assert nothing.code == 1
     assert nothing.err.startswith(f"failed: nothing of {run} can be written as preferences: ")
@@ -131,7 +126,7 @@ def test_preferences_between_candidates(tmp_path: Path) -> None:
 
 
 def test_kto(run: Path) -> None:
-    """Labels by the mean of the row, or by a limit."""
+    """Labels by the mean of the row."""
     lines, dropped = export(run, "kto")
     assert [(e["label"], e["completion"][-1]["content"]) for e in lines] == [(True, "6"), (False, "7")]
     assert dropped == {"timeout": 1, "no_variance": 3}
@@ -142,8 +137,6 @@ def test_kto(run: Path) -> None:
         "tools": json.dumps(TOOLS),
         **origin(1, 1.0),
     }
-    lines, _ = export(run, "kto", "--desirable_above", 0.3)
-    assert [e["label"] for e in lines] == [True, True, False, False, False]
 
 
 def test_sft(run: Path) -> None:
@@ -153,6 +146,12 @@ def test_sft(run: Path) -> None:
     assert dropped == {"timeout": 1, "not_best": 3}
     assert len(export(run, "sft", "--best", 2)[0]) == 4
     assert len(export(run, "sft", "--best", 2, "--min-reward", 0.4)[0]) == 2
+
+
+def test_the_best_by_a_score_of_which_less_is_better(run: Path) -> None:
+    lines, dropped = export(run, "sft", "--reward", "-other", "--best", 1)
+    assert [(line["reward"], line["reward_from"]) for line in lines] == [(1.0, "-other"), (0.25, "-other")]
+    assert dropped["not_best"] == 3
 
 
 def test_openai(run: Path) -> None:

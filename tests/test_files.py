@@ -258,3 +258,12 @@ def test_a_new_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Mo
         with new_file(tmp_path / "x"):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_a_block_that_compresses_well_can_be_read_again(tmp_path: Path) -> None:
+    """Readers refuse blocks that grow too much, as those of others may be made to fill the memory."""
+    with closing(LineFile(tmp_path / "f", 0)) as file:
+        small = file.append(b'{"a": 1}\n', compressed=True)
+        large = file.append(b'{"a": "%s"}\n' % (b"x" * 2**26), compressed=True)
+    assert read_block(tmp_path / "f", small) == [{"a": 1}]
+    assert [len(record["a"]) for record in read_block(tmp_path / "f", large)] == [2**26]

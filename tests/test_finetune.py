@@ -1,6 +1,7 @@
 """Whole runs by the command line: real processes, the real backend, a real model; and what goes wrong in them."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
-from processes import HANGS, Process, forked_python, run_project, serving, start_project
+from processes import HANGS, Command, Process, forked_python, run_project, serving, start_project
 
 from insitu.runs.episodes import Selection
 from insitu.runs.files import INDEX
@@ -23,9 +24,7 @@ from insitu.runs.index_database import TrainingStatus
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a configuration, a plugin and six rows."""
-    digits_project(tmp_path)
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
-    return tmp_path
+    return digits_project(tmp_path, rows=6)
 
 
 def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -68,6 +67,7 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     assert len(calls) == 48
     assert all(len(c["token_ids"]) == len(c["logprobs"]) > 0 and c["functions"] for c in calls)
     assert {c["policy_version"] for c in calls} == {0, 1}
+    assert len({(c["policy_version"], c["weights"]) for c in calls}) == len({c["weights"] for c in calls}) == 2
 
     code, out, err = run_project(project, *options)
     assert code == 0, err
@@ -181,8 +181,61 @@ def test_all_evaluators_score_the_episodes_of_training(project: Path) -> None:
     assert metrics["scores"].keys() == {"score"}
 
 
-def test_a_run_at_temperature_0_says_why_nothing_differs(project: Path) -> None:
-    code, out, err = run_project(project, "-o", "llms.player.temperature", "0", "-o", "finetuning.num_epochs", "1")
+def test_groups_that_teach_nothing_are_those_without_advantages(tmp_path: Path) -> None:
+    """All episodes have the same reward, and those with several steps other returns."""
+    digits_project(tmp_path, workflow={"_type": "converse"})
+    write_rows(tmp_path, [{"say": f"Row {i}", "score": "0.5"} for i in range(4)])
+    code, out, err = run_project(tmp_path, *ONE_EPOCH, "-o", "trainers.grpo.credit", "step")
+    assert code == 0, err
+    (metrics,) = read_lines(tmp_path / "run/training_metrics.jsonl")
+    assert (metrics["reward_std"], metrics["filtered_groups"], metrics["frac_reward_zero_std"]) == (0, 4, 0)
+    assert "variance in 100 % of groups" in out
+
+
+ONE_EPOCH = ("-o", "finetuning.num_epochs", "1")
+
+
+def test_what_is_sampled_at_a_temperature_is_trained_at_it(project: Path) -> None:
+    """The agent sends one of its own for half of the rows; calls are stored with it and with the logprobs at it."""
+    write_rows(
+        project, [{"say": f"Row {i}", **({"sampling": {"temperature": 0.7}} if i % 2 else {})} for i in range(6)]
+    )
+    code, _, err = run_project(project, *ONE_EPOCH, "-o", "llms.player.temperature", "1.5")
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["logprob_gap"] < 1e-6
+    calls = read_lines(project / "run/calls.jsonl.gz")[1:]
+    assert {(c["sampling"]["temperature"], c["logprobs_temperature"]) for c in calls} == {(1.5, 1.5), (0.7, 0.7)}
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), [("temperature", 0, "above 0"), ("top_p", 0.9, "1")])
+def test_sampling_that_no_loss_models_is_refused_before_the_first_epoch(
+    project: Path, key: str, value: float, allowed: str
+) -> None:
+    code, _, err = run_project(project, "-o", f"llms.player.{key}", str(value))
+    assert (code, (project / "run").exists()) == (2, False), err
+    assert f"llms.player.{key} is {value}, but player is trained on what it samples" in err
+    assert f"allowed: {allowed} " in err
+
+
+def test_calls_that_no_loss_models_are_counted_and_not_trained(project: Path) -> None:
+    cut = [
+        {"say": "cut", "sampling": {"temperature": 2, "top_p": 0.99}},
+        {"say": "greedy", "sampling": {"temperature": 0}},
+    ]
+    write_rows(project, [*cut, {"say": "a"}, {"say": "b"}])
+    code, out, err = run_project(project, *ONE_EPOCH)
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    assert metrics["dropped"] == {"no_variance": 4, "unmodeled_sampling": 4}
+    assert metrics["untrained_calls/top_p"] == 4
+    assert metrics["episodes"] == 8
+    assert "epoch 1: 4 model calls are not trained, as they were sampled with top_p, which the loss does not mod" in out
+
+
+def test_an_agent_that_is_greedy_is_told_why_nothing_differs(project: Path) -> None:
+    write_rows(project, [{"say": f"Row {i}", "sampling": {"temperature": 0}} for i in range(6)])
+    code, out, err = run_project(project, *ONE_EPOCH)
     assert code == 1
     assert "GREEDY: 6 of 6 groups at temperature 0" in out
     for text in (out, err):
@@ -268,6 +321,14 @@ def test_what_cannot_be_trained_is_refused_before_the_earlier_run_is_moved(proje
     assert (project / "run/run.json").exists()
 
 
+def test_settings_of_two_components_are_refused_together(project: Path) -> None:
+    digits_project(project, model="./no/such/model")
+    code, _, err = run_project(project, "-o", "trajectory_builders.episodes.num_generations", "1")
+    assert code == 2
+    assert "trajectory_builders.episodes.num_generations is 1, but insitu_trainer compares" in err
+    assert "the trainer adapter's model: 'no/such/model' does not exist" in err
+
+
 def test_a_job_that_fails_ends_the_run_and_is_told_with_its_epoch_and_reason(project: Path) -> None:
     code, out, err = run_project(project, "-o", "trainer_adapters.backend.training.learning_rate", "1e30")
     assert code == 1
@@ -306,7 +367,7 @@ def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> No
     records = json.loads((project / "run/validation_history.json").read_text())
     assert all("error" in r and "avg_reward" not in r for r in records)
     assert [r["epoch"] for r in records] == [0, 1]  # before the first step and after the last, whatever the interval
-    assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: " in err
+    assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: 1 nan_score\n" in err
 
 
 def backend_of(process: Process) -> psutil.Process:
@@ -333,6 +394,47 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     statuses = Counter(selection.read(row).status for row in selection.find())
     assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}
     assert statuses[TrainingStatus.TRAINED] >= 4
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(project: Path) -> None:
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    with start_project(project) as process:
+        process.wait_until((project / "asked").exists)
+        process.stdout.close()
+        process.stdout = open(os.devnull)  # noqa: SIM115 (closed with the process)
+        _, err = process.communicate(HANGS)
+        assert (process.wait(), err) == (0, "")
+    assert len(read_lines(project / "run/training_metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "validation.jsonl"], ids=["first row", "first validation"])
+def test_a_run_that_is_ended_before_its_first_epoch_was_interrupted(project: Path, file: str) -> None:
+    write_rows(project, [{"say": "a"}], "validation.jsonl")
+    write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}], file)
+    with start_project(project, "--validation_dataset", "validation.jsonl") as process:
+        process.wait_until((project / "asked").exists)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(HANGS)
+        assert (process.wait(), err.strip()) == (130, "interrupted")
+    assert json.loads((project / "run/progress.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("nohup", [False, True], ids=["", "under nohup"])
+def test_a_run_whose_terminal_is_closed_ends_unless_it_is_under_nohup(project: Path, nohup: bool) -> None:
+    write_rows(project, [{"say": "a", "mark": "asked"}] * 2)
+    nothing = [os.open(os.devnull, os.O_RDWR)]
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " * nohup
+    code += "import sys; sys.argv = ['insitu', *sys.argv[1:]]; from insitu.cli import main; main()"
+    epochs = ("-o", "finetuning.num_epochs", "2" if nohup else "500")
+    arguments = ["-c", code, "finetune", "--config_file", "config.yml", *epochs]
+    command = Command(arguments, str(project), dict(os.environ), nothing * 3)
+    os.close(*nothing)
+    command.wait_until((project / "asked").exists)
+    command.send_signal(signal.SIGHUP)
+    assert command.wait(HANGS) == (0 if nohup else 130)
+    command.close()
+    status = json.loads((project / "run/progress.json").read_text())["status"]
+    assert status == ("completed" if nohup else "interrupted")
 
 
 def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(project: Path) -> None:
@@ -472,25 +574,11 @@ LIMITED = """if True:
     main()"""
 
 
-@pytest.mark.parametrize("command", ["finetune", "eval"])
-def test_a_run_that_needs_more_open_files_than_allowed_says_so_before_anything_starts(
-    project: Path, command: str
-) -> None:
-    def run(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
-        arguments = (command, "--config_file", "config.yml", "-o", "eval.general.max_concurrency", "30")
-        program = (forked_python(), "-c", LIMITED, str(soft), str(hard), forked_python(), *arguments)
-        return subprocess.run(program, cwd=project, capture_output=True, text=True)
-
-    refused = run(64, 64)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == (
-        "error: eval.general.max_concurrency is 30, which needs 70 open files, but this process is allowed 64: "
-        "raise the limit (ulimit -n 70) or set max_concurrency to at most 24\n"
-    )
-    assert not (project / "run").exists()
-    if command == "finetune":
-        done = run(64, 4096)  # the soft limit is raised
-        assert done.returncode == 0, done.stderr
+def test_a_low_limit_of_open_files_is_raised(project: Path) -> None:
+    arguments = ("finetune", "--config_file", "config.yml", "-o", "eval.general.max_concurrency", "30")
+    program = (forked_python(), "-c", LIMITED, "64", "4096", forked_python(), *arguments)
+    done = subprocess.run(program, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:

@@ -2,38 +2,27 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
 from anthropic import BadRequestError
+from factories import connected
 from fake_openai import FakeOpenAI, encode
 
 from insitu.agents.frameworks import ToolSteps, async_client, sync_client
 from insitu.collect.event_loop import run_async
 from insitu.integrations.frameworks import anthropic
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 
 def ask(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-@asynccontextmanager
-async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
-    config = OpenAIConfig(model_name="fake", base_url=server.base_url, max_retries=0, **settings)
-    plain = connect("player", config, "fake", server.base_url, "none")
-    try:
-        yield plain
-    finally:
-        await plain.aclose()
-
-
 async def test_a_request_gets_the_configured_model_and_parameters(server: FakeOpenAI) -> None:
-    async with model(server, temperature=0.5, top_p=0.9) as plain:
+    async with connected(server, max_retries=0, temperature=0.5, top_p=0.9) as plain:
         with EpisodeScope(training=True) as scope:
             said = await async_client(plain).chat.completions.create(
                 model="gpt-5", messages=ask("hi"), temperature=0.25
@@ -49,7 +38,7 @@ async def test_a_request_gets_the_configured_model_and_parameters(server: FakeOp
 async def test_sampling_parameters_that_an_agent_sends_itself(server: FakeOpenAI, forced: bool) -> None:
     """They take precedence, unless the block of the model overrides them; whichever client sends them."""
     configured = {"temperature": 0.5, "max_tokens": 40, "stop": ["x"]}
-    async with model(server, override_sampling=forced, **configured) as plain:
+    async with connected(server, max_retries=0, override_sampling=forced, **configured) as plain:
         with EpisodeScope(training=True) as scope:
             client = async_client(plain)
             await plain.complete(ask("hi"), temperature=0, top_p=0.9)
@@ -67,8 +56,21 @@ async def test_sampling_parameters_that_an_agent_sends_itself(server: FakeOpenAI
         assert [one["max_tokens"] for one in sent] == [40, None, None, 9, 9]
 
 
+async def test_an_agent_that_closes_a_client_closes_it_for_no_other_episode(server: FakeOpenAI) -> None:
+    async with connected(server, max_retries=0) as plain:
+        blocking = sync_client(plain)
+        for _ in range(2):
+            async with plain.client as client:
+                await client.chat.completions.create(model="m", messages=ask("hi"))
+            with blocking:
+                await asyncio.to_thread(blocking.chat.completions.create, model="m", messages=ask("hi"))
+        http_client = plain.http_client
+        assert (await plain.complete(ask("ho"))).choices[0].message.content == "echo: ho"
+    assert http_client.is_closed
+
+
 async def test_responses_are_translated(server: FakeOpenAI) -> None:
-    async with model(server, temperature=0.5) as plain:
+    async with connected(server, max_retries=0, temperature=0.5) as plain:
         client = async_client(plain)
         with EpisodeScope(training=True) as scope:
             said = await client.responses.create(model="gpt-5", input="hi")
@@ -86,7 +88,7 @@ async def test_responses_are_translated(server: FakeOpenAI) -> None:
 
 
 async def test_the_synchronous_client(server: FakeOpenAI) -> None:
-    async with model(server, max_tokens=50) as plain:
+    async with connected(server, max_retries=0, max_tokens=50) as plain:
         client = sync_client(plain)
         with EpisodeScope(training=True) as scope:
             said = client.chat.completions.create(model="gpt-5", messages=ask("hi"))
@@ -99,7 +101,7 @@ async def test_the_synchronous_client(server: FakeOpenAI) -> None:
 async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
     """They use another HTTP library than `openai` of release 2 does."""
     asked: Any = {"model": "claude", "max_tokens": 50, "messages": ask("hi")}
-    async with model(server, temperature=0.5) as plain:
+    async with connected(server, max_retries=0, temperature=0.5) as plain:
         client, blocking = anthropic.make_llm(plain), anthropic.sync_client(plain)
         with EpisodeScope(training=True) as scope:
             said = [await client.messages.create(**asked), blocking.messages.create(**asked)]
@@ -117,7 +119,7 @@ async def test_the_clients_of_anthropic(server: FakeOpenAI) -> None:
 
 
 async def test_synchronous_calls_are_as_many_at_once_as_are_made(server: FakeOpenAI) -> None:
-    async with model(server, timeout=25) as plain:
+    async with connected(server, max_retries=0, timeout=25) as plain:
         client = sync_client(plain)
         with EpisodeScope(training=True), ExitStack() as streams:
             for _ in range(101):  # one more than a pool of connections usually has

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from factories import connected
 from fake_openai import TOOL_CALL, FakeOpenAI, encode, logprob
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import RunnableLambda
@@ -17,18 +18,13 @@ from insitu.errors import CaptureError
 from insitu.integrations.frameworks.langchain import make_llm
 from insitu.schemas.steps import TraceMetadata
 from insitu.workflow.context import Context, EpisodeScope
-from insitu.workflow.llms import OpenAIConfig, connect
 from insitu.workflow.steps import call_metadata
 
 
 @asynccontextmanager
 async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ChatOpenAI]:
-    config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    plain = connect("player", config, "fake", server.base_url, "none")
-    try:
+    async with connected(server, **settings) as plain:
         yield make_llm(plain)
-    finally:
-        await plain.aclose()
 
 
 @tool

@@ -16,6 +16,7 @@ import anthropic
 import openai
 import psutil
 import pytest
+from factories import model_client
 from fake_openai import FakeOpenAI, encode, logprob
 from processes import HANGS
 from waiting import until
@@ -28,11 +29,6 @@ from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 LOOK = {"name": "look", "description": "Looks", "input_schema": {"type": "object", "properties": {}}}
-
-
-def model(server: FakeOpenAI, name: str = "player", **settings: Any) -> ModelClient:
-    config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    return connect(name, config, "fake", server.base_url, "none")
 
 
 @asynccontextmanager
@@ -107,7 +103,7 @@ KINDS = ("chat", "text", "responses", "messages")
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("dialect", KINDS)
 async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, streamed: bool) -> None:
-    async with gateway_to(model(server, temperature=0.5)) as gateway:
+    async with gateway_to(model_client(server, temperature=0.5)) as gateway:
         with EpisodeScope(training=True, seed=1) as scope, gateway.endpoint(scope) as door:
             assert await text_by(dialect, streamed, door, "hi") == "echo: hi"
     (call,) = scope.calls
@@ -122,7 +118,7 @@ async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, s
 
 
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("hi"), "logprobs": True, "return_token_ids": True}
             status, reply = await post(f"{door.openai_url}/chat/completions", asked)
@@ -133,7 +129,7 @@ async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, streamed: bool) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with claude(door) as client:
                 asked: dict[str, Any] = {"model": "claude", "max_tokens": 9, "tools": [LOOK]}
@@ -163,7 +159,7 @@ async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, s
 
 
 async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 first = await client.responses.create(model="x", input="hi", instructions="Be brief")
@@ -179,7 +175,7 @@ async def test_a_dialect_that_is_not_installed_is_refused(server: FakeOpenAI, mo
     for cached in (dialects, load_named):
         cached.cache_clear()
     try:
-        async with gateway_to(model(server)) as gateway:
+        async with gateway_to(model_client(server)) as gateway:
             with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
                 status, reply = await post(f"{door.openai_url}/responses", {"model": "x", "input": "hi"})
                 assert await text_by("messages", False, door, "hi") == "echo: hi"
@@ -197,7 +193,7 @@ async def test_several_models(server: FakeOpenAI) -> None:
     with FakeOpenAI(policy_version=None) as judge_server, FakeOpenAI() as other:
         judge = connect("judge", OpenAIConfig(model_name="big"), "big", judge_server.base_url, "none")
         options = {"aliases": {"gpt-4o": "judge"}, "upstream": Upstream(base_url=other.base_url)}
-        async with gateway_to(model(server), judge, **options) as gateway:
+        async with gateway_to(model_client(server), judge, **options) as gateway:
             with EpisodeScope(training=frozenset({"player"})) as scope, gateway.endpoint(scope) as door:
                 async with plain(door) as client:
                     for name in ("player", "fake", "judge", "big", "gpt-4o", "stranger"):
@@ -210,7 +206,7 @@ async def test_several_models(server: FakeOpenAI) -> None:
 
 
 async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 assert [m.id async for m in client.models.list()] == ["fake"]
@@ -222,7 +218,7 @@ async def test_what_is_no_call_is_forwarded(server: FakeOpenAI) -> None:
 @pytest.mark.parametrize("dialect", KINDS)
 async def test_a_refusal_has_the_shape_of_the_dialect(server: FakeOpenAI, dialect: str) -> None:
     error = anthropic.APIStatusError if dialect == "messages" else openai.APIStatusError
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             with pytest.raises(error, match="refused: status 418") as raised:
                 await text_by(dialect, False, door, "status 418")
@@ -236,7 +232,7 @@ async def test_a_refusal_has_the_shape_of_the_dialect(server: FakeOpenAI, dialec
 async def test_a_client_that_tries_again_makes_one_call(server: FakeOpenAI, dialect: str, streamed: bool) -> None:
     number = 1 + 2 * KINDS.index(dialect)
     text = f"fail {'0' * (number + streamed)}1"  # the server fails once for each text
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             assert await text_by(dialect, streamed, door, text) == f"echo: {text}"
     first, second = server.requests[-2:]
@@ -246,7 +242,7 @@ async def test_a_client_that_tries_again_makes_one_call(server: FakeOpenAI, dial
 
 
 async def test_a_request_that_cannot_be_trained_is_refused_and_the_episode_continues(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/completions", {"prompt": "hi", "echo": True})
             assert (status, "does not support `echo`" in answer["error"]["message"]) == (400, True)
@@ -273,7 +269,7 @@ async def test_a_silent_server_is_given_up_on_forwarded_requests_too() -> None:
 
 async def test_what_training_lacks_is_told() -> None:
     with FakeOpenAI(token_ids=False) as server:
-        async with gateway_to(model(server)) as gateway:
+        async with gateway_to(model_client(server)) as gateway:
             for streamed in (False, True):
                 with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
                     async with plain(door) as client:
@@ -302,7 +298,7 @@ async def test_what_training_lacks_is_told() -> None:
     ],
 )
 async def test_a_body_that_is_no_request(server: FakeOpenAI, body: bytes, said: str) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", body)
             assert status == 400
@@ -316,7 +312,7 @@ async def test_a_body_that_is_no_request(server: FakeOpenAI, body: bytes, said: 
 
 
 async def test_a_body_too_large(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             body = b" " * 50_000_000
             status, answer = await post(f"{door.openai_url}/chat/completions", io.BytesIO(body))
@@ -358,7 +354,7 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 async def test_keys_are_good_for_one_episode(server: FakeOpenAI) -> None:
     key = EpisodeKey("r", 0, "7", 0)
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as other, gateway.endpoint(other) as wrong:
             with EpisodeScope(key=key, training=True) as scope, gateway.endpoint(scope) as door:
                 await text_by("chat", False, door, "hi")
@@ -375,11 +371,12 @@ async def test_keys_are_good_for_one_episode(server: FakeOpenAI) -> None:
 
 
 async def test_an_answer_that_comes_after_the_end_is_nobodys(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("slow 0.3")}
+            received = len(server.requests)
             late = asyncio.create_task(post(f"{door.openai_url}/chat/completions", asked))
-            await asyncio.sleep(0.15)
+            await until(lambda: len(server.requests) > received)
         with EpisodeScope(training=True) as following, gateway.endpoint(following):
             assert (await late)[0] == 200
     assert (scope.calls, scope.ledger.late_calls, following.calls) == ([], 1, [])
@@ -388,15 +385,13 @@ async def test_an_answer_that_comes_after_the_end_is_nobodys(server: FakeOpenAI)
 @pytest.mark.parametrize("dialect", KINDS)
 async def test_a_server_killed_in_mid_stream(server: FakeOpenAI, dialect: str) -> None:
     kinds = (openai.APIError, anthropic.APIError)
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             known = set(server.connections)
             asking = asyncio.create_task(text_by(dialect, True, door, "stall"))
-            while not (new := server.connections - known):  # noqa: ASYNC110 (it is of another thread)
-                await asyncio.sleep(0.01)
+            await until(lambda: server.connections - known)
             await asyncio.sleep(0.5)  # the first piece is on its way
-            for transport in new:
-                server._loop.call_soon_threadsafe(transport.abort)
+            server.abort(server.connections - known)
             if dialect == "responses":  # its client gives the event as it is
                 with pytest.raises(AssertionError):
                     await asking
@@ -422,7 +417,7 @@ async def test_a_server_that_is_gone(server: FakeOpenAI) -> None:
             status, _ = await post(f"{door.openai_url}/embeddings", {"input": "hi"})
             assert status == 502
     assert scope.ledger.failed_attempts == {"ClientConnectorError": 1}
-    async with gateway_to(model(server, timeout=0.1)) as gateway:
+    async with gateway_to(model_client(server, timeout=0.1)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/chat/completions", {"messages": ask("slow 2")})
             assert (status, answer["error"]["code"]) == (504, "upstream")
@@ -431,16 +426,17 @@ async def test_a_server_that_is_gone(server: FakeOpenAI) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_agent_that_hangs_up(server: FakeOpenAI, streamed: bool) -> None:
     text = "stall" if streamed else "slow 0.4"
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             port = int(door.address.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = json.dumps({"model": "x", "messages": ask(text), "stream": streamed}).encode()
             head = f"POST /e/{door.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            received = len(server.requests)
             writer.write(head.encode() + body)
-            await (reader.readuntil(b'"ech"') if streamed else asyncio.sleep(0.2))
+            await (reader.readuntil(b'"ech"') if streamed else until(lambda: len(server.requests) > received))
             writer.transport.abort()
-            await asyncio.sleep(0.1)
+            await until(lambda: scope.calls or scope.ledger.failed_attempts)
             if streamed:
                 assert [(c.error, c.token_ids) for c in scope.calls] == [
                     ("the agent closed the connection", encode("ech"))
@@ -461,7 +457,7 @@ async def test_an_agent_that_hangs_up(server: FakeOpenAI, streamed: bool) -> Non
     ],
 )
 async def test_noise(server: FakeOpenAI, raw: bytes) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(door.address.rpartition(":")[2]))
             writer.write(raw)
@@ -472,7 +468,7 @@ async def test_noise(server: FakeOpenAI, raw: bytes) -> None:
 
 
 async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
 
         async def episode(number: int) -> EpisodeScope:
             with EpisodeScope(training=True, seed=number) as scope, gateway.endpoint(scope) as door:
@@ -489,7 +485,7 @@ async def test_episodes_at_once_keep_to_themselves(server: FakeOpenAI) -> None:
 
 
 async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         where = ("127.0.0.1", int(gateway.address.rpartition(":")[2]))
         with ExitStack() as waiting:  # none is accepted before all have come
             connections = [waiting.enter_context(socket.create_connection(where, timeout=HANGS)) for _ in range(400)]
@@ -500,7 +496,7 @@ async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
 
 
 async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked: Any = {"model": "x", "max_tokens": 9, "messages": ask("hi"), "cache_control": {"type": "ephemeral"}}
             status, _ = await post(f"{door.anthropic_url}/v1/messages", asked)

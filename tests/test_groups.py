@@ -33,6 +33,42 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
 
 
 @pytest.mark.parametrize(
+    ("sampling", "logprobs_temperature", "problem"),
+    [
+        ({}, None, None),
+        ({"temperature": 1}, None, None),
+        ({"temperature": 1.5, "top_p": 1, "top_k": -1}, 1.5, None),
+        ({"temperature": None, "top_p": None}, 1.0, None),
+        ({"temperature": 1.5}, None, "raw_logprobs"),  # a call that an earlier release has stored
+        ({"temperature": 1.5}, 1.0, "raw_logprobs"),
+        ({"temperature": 0}, 1.0, "greedy"),
+        ({"top_p": 0.9}, 1.0, "top_p"),
+        ({"top_k": 20}, 1.0, "top_k"),
+        ({"min_tokens": 2}, 1.0, "min_tokens"),
+    ],
+)
+def test_calls_whose_distribution_is_unknown_are_not_trained(
+    sampling: dict[str, Any], logprobs_temperature: float | None, problem: str | None
+) -> None:
+    """The other call of the episode is; an episode without one is dropped."""
+    kind = {"sampling": sampling, "logprobs_temperature": logprobs_temperature, "prompt_token_ids": [1]}
+    groups = [
+        Trajectory(reward=reward, id=f"{reward}", calls=[call(0, **kind), other], trained_calls=trained)
+        for reward, trained in ((0.0, [0, 1]), (1.0, [0]))
+        if (other := call(1, prompt_token_ids=[5]))
+    ]
+    collection = TrajectoryCollection(trajectories=[groups], run_id="r")
+    epoch = estimate_epoch(collection, GroupRelativeEstimator(CENTRED, Credit()))
+    kept = [(t.id, t.trained_calls, [*of_calls]) for t, of_calls in epoch.advantages]
+    if problem is None:
+        assert kept == [("0.0", [0, 1], [0, 1]), ("1.0", [0], [0])]
+    else:
+        assert kept == [("0.0", [1], [1])]
+        assert epoch.collection.dropped == {"unmodeled_sampling": 1}
+        assert epoch.metrics == {"untrained_calls": {problem: 2}}
+
+
+@pytest.mark.parametrize(
     ("targets", "model", "llms", "expected"),
     [
         (["<workflow>"], None, [], [0, 1, 2, 3]),

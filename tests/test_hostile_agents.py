@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from factories import read_lines, write_rows
+from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run_project, start_project, wait_until
-from test_external import project, running
+from test_external import running
 
 HOSTILE = """
 import http.client, json, os, signal, subprocess, sys, time, urllib.error, urllib.parse, urllib.request
@@ -75,9 +75,8 @@ print("|" + status(json.dumps(asked).encode()))
 
 def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     block = {"_type": "command", "command": [sys.executable, "agent.py"], "timeout": 15, "max_output": 10**6}
-    project(tmp_path, block)
+    digits_project(tmp_path, workflow=block, rows=12)
     (tmp_path / "agent.py").write_text(HOSTILE)
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(12)])
     code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
     assert code == 0, err
     reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "within timeout", 3: "by SIGSEGV"}
@@ -127,7 +126,7 @@ time.sleep(100)
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> None:
-    project(tmp_path, {"_type": "command", "command": [sys.executable, "agent.py"]})
+    digits_project(tmp_path, workflow={"_type": "command", "command": [sys.executable, "agent.py"]}, rows=2)
     (tmp_path / "agent.py").write_text(SLEEPER)
     (tmp_path / "pids").mkdir()
     programs = tmp_path / "pids"

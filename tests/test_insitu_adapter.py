@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "cispo_floor": 0.5,
     "dual_clip": None,
     "truncated_importance": 2.5,
-    "kl": {"beta": 0.013, "estimator": "k1"},
+    "kl": {"beta": 0.013, "estimator": "k1", "in_reward": True},
     "loss_agg_mode": "constant",
     "loss_scale_factor": 17.0,
     "method": "grpo",
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
     "num_iterations": 3,
     "micro_batch_tokens": 999,
     "gradient_checkpointing": True,
-    "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.1, "target_modules": ["q_proj"]},
+    "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.0, "target_modules": ["q_proj"]},
     "dpo": None,
     "kto": None,
 }
@@ -278,7 +278,7 @@ async def test_what_a_trainer_has_not_weighed_gets_the_default_advantages(backen
             assert [row["token_ids"] for row in rows] == [[1, 2, 3]] * 2
             assert rows[0]["advantages"][1] == -rows[1]["advantages"][1] > 0
         with pytest.raises(
-            TrajectoryError, match="1 of 1 trajectories cannot be trained; the first one: none of its 0"
+            TrajectoryError, match="1 of 1 trajectories cannot be trained; the first one: none of its calls"
         ):
             await adapter.submit(TrajectoryCollection(trajectories=[[Trajectory(reward=1)]], run_id="r"))
     assert list(backend.jobs) == ["r/submission 1", "r/submission 2"]

@@ -20,6 +20,7 @@ from insitu.cli import main
 from insitu.collect import event_loop
 from insitu.collect.conversations import GroupRecord
 from insitu.runs.episodes import token_texts
+from insitu.runs.records import training_records
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.finetuning import Trajectory
@@ -84,7 +85,8 @@ class Run:
     def weigh(self, advantages: dict[int, float | None], *episodes: Episode, dropped: str | None = None) -> None:
         collected = [trajectory(e) for e in episodes]
         reasons = {} if dropped is None else {str(t.id): dropped for t in collected}
-        self.store.append_advantages(1, collected, reasons, [(t, advantages) for t in collected if not reasons])
+        weighed = [(t, advantages) for t in collected if not reasons]
+        self.store.append("advantages.jsonl", training_records(1, collected, reasons, weighed))
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_an_episode_that_was_trained(run: Path) -> None:
         "episode run_1/1/r 1/0/0",
         "  ok  reward 0.5  7 prompt + 3 sampled tokens  policy version 3  1.50 s",
         "  group rewards: [0.5], -1",
-        "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
+        "  trained with 2 of 3 calls",
         "  answer: won",
         "",
         "calls",
@@ -201,12 +203,9 @@ def test_the_one_episode_that_is_left_is_shown(run: Path) -> None:
     assert show(run, "--sort", "reward", "--limit", "1").out.startswith("episode run_1/1/r 1/0/0\n")
 
 
-def test_a_selection_of_nothing_lists_what_there_is(run: Path) -> None:
-    assert show(run, "--outcome", "workflow_error").err == (
-        f"error: {run}: no episode has --outcome 'workflow_error'; available: ok (4), dropped (4), trained (2), "
-        "failed (2), timeout (2), no_variance (2), single_member (1)\n"
-    )
-    assert show(run, "--min_reward", "2").err == f"error: {run}: no episode has --min_reward 2.0; the highest is 0.5\n"
+def test_a_selection_of_nothing_is_refused(run: Path) -> None:
+    problem = f"error: {run}: no episode has --row 'r2' and --generation 4; without options, all are listed\n"
+    assert show(run, "--row", "r2", "--generation", 4).err == problem
 
 
 def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: Path) -> None:
@@ -217,7 +216,7 @@ def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: 
         "  attempt 3; earlier attempts failed",
         "  failed requests: 2 http 503",
         "  group rewards: 0.5, [-1]",
-        "  trained with 2 of 3 calls; credit step, discount 0.5, baseline mean, scale none",
+        "  trained with 2 of 3 calls",
     ]
     left_out = show(run, "--row", "r/3", "--generation", 1).out
     assert "  failed: timeout  reward none  " in left_out
@@ -246,7 +245,7 @@ def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     made.weigh({2: None}, episode(0, "r1"), episode(1, "r1"))
     made.store.close()
     shown = show(made.folder, "--row", "r1", "--generation", 1).out
-    assert "  trained with 1 of 3 calls, sent with the episode's reward; the server computed the advantages\n" in shown
+    assert "  sent with 1 of 3 calls\n" in shown
     parts = [line.partition("stop  ")[2] for line in shown.splitlines() if "tokens  stop" in line]
     assert parts == ["reward 0.25  context  row 1", "not trained", "reward 0  sent  row 1"]
     assert "rows by exact prefix; the server builds its own\n" in shown
@@ -267,32 +266,26 @@ def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "metrics", "advantages", "listed", "explanation"),
+    ("over", "metrics", "advantages", "status"),
     [
-        (False, {}, None, "not trained yet", "not trained yet: its epoch is running or was interrupted"),
-        (
-            False,
-            {},
-            {0: 1.0},
-            "not trained yet",
-            "not trained yet: its epoch is running or was interrupted",
-        ),
-        (True, {"job": "failed"}, {0: 1.0}, "job failed", "not trained: the job of epoch 1 is failed"),
-        (True, {}, None, "not recorded", "unknown whether it was trained: this run has no record of advantages"),
+        (False, {}, None, "not trained yet"),
+        (False, {}, {0: 1.0}, "not trained yet"),
+        (True, {"job": "failed"}, {0: 1.0}, "job failed"),
+        (True, {}, None, "not recorded"),
     ],
     ids=["collecting", "training", "failed job", "no record"],
 )
 def test_what_is_not_trained_is_not_told_as_trained(
-    tmp_path: Path, over: bool, metrics: Any, advantages: Any, listed: str, explanation: str
+    tmp_path: Path, over: bool, metrics: Any, advantages: Any, status: str
 ) -> None:
     made = Run(tmp_path / "run", over, **metrics)
     made.add("r1", episode(0, "r1"), episode(1, "r1"))
     if advantages is not None:
         made.weigh(advantages, episode(0, "r1"), episode(1, "r1"))
     made.store.close()
-    assert all(line.endswith(f"  {listed}") for line in show(made.folder).out.splitlines())
+    assert all(line.endswith(f"  {status}") for line in show(made.folder).out.splitlines())
     shown = show(made.folder, "--generation", 0).out
-    assert f"\n  {explanation}\n" in shown
+    assert f"\n  {status}\n" in shown
     rows = shown.partition("\nrows")[2]
     if advantages is None:
         assert rows == " if all calls were trained\n  row 1: calls 0, 2; 6 tokens, 3 of them sampled\n"
@@ -305,7 +298,7 @@ def test_a_run_without_a_record_of_its_advantages_is_read(run: Path) -> None:
     assert show(run).out.splitlines()[0].endswith("3 calls   not recorded")
     shown = show(run, "--row", "r 1", "--generation", 0)
     assert (shown.code, shown.err) == (0, "")
-    assert "has no record" in shown.out
+    assert "\n  not recorded\n" in shown.out
 
 
 def test_a_line_that_is_being_written_is_not_there_yet(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -342,32 +335,13 @@ def test_a_damaged_group_is_one_sentence(run: Path, name: str) -> None:
     assert re.fullmatch(rf"failed: {re.escape(str(run / name))}, bytes \d+ to {len(data)} are damaged: .+\n", shown.err)
 
 
-def test_some_calls_of_many_and_some_of_a_long_text(tmp_path: Path) -> None:
-    history: list[dict[str, Any]] = []
-    ids, calls = [0], []
-    for k in range(30):
-        history = [*history, user(f"turn {k} " + "x" * 3000 * (k == 20))]
-        calls.append(call(k, history, f"answer {k}", (ids, [k]), functions=("<workflow>",)))
-        history, ids = [*history, {"role": "assistant", "content": f"answer {k}"}], [*ids, k, 99]
+def test_a_long_text_is_cut(tmp_path: Path) -> None:
     made = Run(tmp_path / "run")
-    made.add("r1", episode(0, "r1", calls=calls, step_rewards=None))
+    named = call(0, [user("x" * 3000)], "answer", ([0], [1]), functions=("<workflow>",))
+    made.add("r1", episode(0, "r1", calls=[named], step_rewards=None))
     made.store.close()
-    shown = show(made.folder, "--calls", "20-21", "--tokens").out
-    assert [line.split()[0] for line in shown.splitlines() if " tokens  stop" in line] == ["20", "21"]
-    dialogue = shown[shown.index("conversation 1") : shown.index("\nrows")].splitlines()
-    assert dialogue[1] == "  ... 40 messages"
-    assert dialogue[2] == f"  user: turn 20 {'x' * (2000 - 8)} ... 1008 more characters (--full)"
-    assert dialogue[3:] == ["  assistant [call 20]: answer 20", "  user: turn 21 ", "  assistant [call 21]: answer 21"]
-    assert shown.splitlines()[-5:-1] == [
-        "    context, 1 token: 99",
-        "    call 20: 20 (-0.500)",
-        "    context, 1 token: 99",
-        "    call 21: 21 (-0.500)",
-    ]
-    assert "x" * 3000 in show(made.folder, "--calls", "20", "--full").out
-    assert "conversation 1\n  ... 58 messages\n  user: turn 29 \n" in show(made.folder, "--calls", "29-").out
-    assert show(made.folder, "--calls", "30-40").err == "error: --calls: the episode has calls 0 to 29\n"
-    assert "'x' is not a call or a range of calls, such as 4, 4-7 or 4-" in show(made.folder, "--calls", "x").err
+    assert f"  user: {'x' * 2000} ... 1000 more characters (--full)\n" in show(made.folder).out
+    assert "x" * 3000 in show(made.folder, "--full").out
 
 
 def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
@@ -447,14 +421,10 @@ def test_the_texts_of_tokens_are_together_that_of_all(text: str) -> None:
         assert "".join(token_texts(decode, damaged)) == decode(damaged)
 
 
-def test_what_is_not_there_is_told_with_what_is_near(run: Path) -> None:
+def test_what_is_not_there_is_refused(run: Path) -> None:
     for arguments, says in (
-        (("--row", "r1"), "no episode has --row 'r1'; similar: r 1\n"),
-        (("--row", "zzz"), "no episode has --row 'zzz'; available: r 1, r2, r/3"),
-        (("--epoch", 2, "--row", "r2"), "no episode has --epoch 2; available: 1"),
-        (("--row", "r2", "--generation", 4), "no episode with --row 'r2' has --generation 4; available: 0, 1"),
-        (("--episode", "1/r2/1"), "no episode has --episode '1/r2/1'; similar: run_1/1/r2/1/0"),
-        (("--episode", "run_1/1/r2/1/1"), "similar: run_1/1/r2/1/0, "),
+        (("--row", "r1"), "no episode has --row 'r1'; without"),
+        (("--min_reward", "2"), "no episode has --min_reward 2.0; without"),
     ):
         missing = show(run, *arguments)
         assert (missing.code, missing.out) == (2, "")
@@ -485,8 +455,6 @@ def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
     named = call(0, [user("run_1/1/train-01999/0/0")], "run_1/1/train-01999/0/0", ([1], [2]))
     made.add("last", episode(0, "last", calls=[named]))
     made.store.close()
-    missing = show(made.folder, "--episode", "run_1/1/train-1234/0/0").err
-    assert "similar: run_1/1/train-01234/0/0" in missing
     listed = show(made.folder, "--row", "train-01999").out
     assert listed.startswith("episode run_1/1/train-01999/0/0\n")
     assert "none: the token ids of these calls are unknown" in listed

@@ -45,8 +45,10 @@ ORDER = [
     "cli",
 ]
 INTEGRATIONS = PACKAGE / "integrations"
-SERVER_HALVES = ("art/server", "torchrun", "vllm")
-"""Integrations whose modules run in the backend's process."""
+SHARED = ("child_process",)
+"""Modules beside the integrations that these may import."""
+SERVER_HALVES = ("art/server", "torchrun", "vllm", *(f"{name}.py" for name in SHARED))
+"""What runs in the backend's process."""
 BACKEND_MAY = {"errors", "schemas", "wire", "disk", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
@@ -202,12 +204,15 @@ def is_server_half(path: Path) -> bool:
 
 @each_module
 def test_integrations_are_leaves(path: Path) -> None:
-    """Nothing imports one, except itself; a half that runs in the backend imports no more than the backend may."""
-    own = path.relative_to(INTEGRATIONS).parts[0] if path.is_relative_to(INTEGRATIONS) else ""
+    """Nothing imports one, except itself; a half that runs in the backend imports no more than the backend may.
+
+    What they share imports none of them.
+    """
+    allowed = {path.relative_to(INTEGRATIONS).parts[0], *SHARED} if path.is_relative_to(INTEGRATIONS) else set()
     for line, module in imports_of(path):
         parts = module.split(".")
         if parts[:2] == ["insitu", "integrations"]:
-            assert parts[2:3] == [own], f"line {line}: {module}"
+            assert parts[2] in allowed, f"line {line}: {module}"
         elif is_server_half(path) and parts[0] == "insitu" and len(parts) > 1:
             assert may_import("backend", parts[1]), f"line {line}: {module}"
 
@@ -315,3 +320,36 @@ def test_our_own_classes_are_not_mocked() -> None:
     word = "Magic" + "Mock|Async" + r"Mock|mock\.patch"
     found = {p.name for p in (ROOT / "tests").rglob("*.py") if re.search(word, p.read_text())}
     assert found <= {"test_nat_paths.py", "test_doc_plugin.py"}, "these do what plugins' own tests do"
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """The names of functions and classes, and of the variables and attributes that are assigned."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_tests_wait_for_conditions_and_use_the_public_surface() -> None:
+    """Sleeps, private names of ours, and patches of our modules become no more; `tests/support/waiting.py` waits."""
+    private = {name for path in MODULES for name in defined_names(parse(path)) if re.match(r"_[a-z]", name)}
+    sleeps, reads, patches = [], [], []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text()
+        sleeps += [line for line in text.splitlines() if "sleep" + "(" in line]
+        nodes, ours = [*ast.walk(ast.parse(text))], {"insitu", "nat"}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("insitu", "nat"):
+                ours |= {alias.asname or alias.name for alias in node.names}
+                reads += [f"{path.name}: {alias.name}" for alias in node.names if alias.name in private]
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr in private:
+                if ast.unparse(node.value) not in ("self", "cls", "super()"):
+                    reads.append(f"{path.name}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Call) and re.search(r"\.setattr$", ast.unparse(node.func)):
+                what = ast.unparse(node.args[0]).strip("'")
+                patches += [f"{path.name}: {what}"] if what.partition(".")[0] in ours else []
+    assert len(sleeps) <= 51, "\n".join(sleeps)
+    assert len(reads) <= 20, "\n".join(reads)
+    assert len(patches) <= 8, "\n".join(patches)

@@ -25,7 +25,9 @@ loss_settings = st.builds(
     clip_high=st.sampled_from([0.2, 0.28]),
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
     truncated_importance=st.sampled_from([None, 1.05, 2.0]),
-    kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1", "k3"])}),
+    kl=st.fixed_dictionaries(
+        {"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1_in_loss", "k2", "k3"])}
+    ),
     loss_agg_mode=st.sampled_from(["token", "sequence", "constant"]),
     loss_scale_factor=st.just(16.0),
 ) | st.builds(
@@ -251,6 +253,46 @@ def test_preference_losses_are_their_formulas(drawn, beta, smoothing):
     robust, plain = DPOSettings(beta=beta, loss_type="robust", label_smoothing=smoothing), DPOSettings(beta=beta)
     mean = (1 - smoothing) * dpo_loss(chosen, rejected, robust) + smoothing * dpo_loss(rejected, chosen, robust)
     assert torch.allclose(mean, dpo_loss(chosen, rejected, plain), rtol=1e-9, atol=1e-9)
+
+
+def test_a_kl_penalty_has_the_gradient_of_a_divergence_except_for_k1_in_the_loss():
+    """Expected exactly: a row for each token of a vocabulary, weighted by its probability under the policy."""
+    logits, ref_logits = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    policy, reference = (torch.distributions.Categorical(logits=each) for each in (logits, ref_logits))
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def of_penalty(**kl) -> torch.Tensor:
+        new_B1 = policy.logits[:, None]
+        old_B1, none_B1 = new_B1.detach(), torch.zeros(7, 1, dtype=torch.float64)
+        inputs = PolicyBatch(old_B1, old_B1, reference.logits[:, None], none_B1, none_B1 == 0, policy.probs.detach())
+        return gradient(policy_loss(new_B1, inputs, LossSettings(kl={"beta": 1.0, **kl})).loss)
+
+    kl_divergence = torch.distributions.kl_divergence
+    forward, backward = gradient(kl_divergence(policy, reference)), gradient(kl_divergence(reference, policy))
+    assert forward.abs().max() > 0.1
+    for kl, expected in (
+        ({"estimator": "k1_in_loss"}, torch.zeros_like(forward)),
+        ({"estimator": "k1", "in_reward": True}, forward),
+        ({"estimator": "k2"}, forward),
+        ({"estimator": "k3"}, backward),
+    ):
+        torch.testing.assert_close(of_penalty(**kl), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kl", "problem"),
+    [
+        ({"beta": 0.1, "estimator": "k1"}, "estimator: k1 as a term of the loss restrains nothing, as its expected gr"),
+        ({"beta": 0.1, "estimator": "k1_in_loss", "in_reward": True}, "k1_in_loss excludes in_reward: true; allowed"),
+    ],
+)
+def test_a_kl_penalty_that_restrains_nothing_is_refused(kl, problem):
+    with pytest.raises(ValueError, match=problem):
+        LossSettings(kl=kl)
+    assert LossSettings(kl={"estimator": "k1"}).kl.beta == 0  # measured only
 
 
 @settings(max_examples=100, deadline=None)

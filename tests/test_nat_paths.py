@@ -73,6 +73,8 @@ NAMES = {
     "nat.plugins.customizer": """DPOTrajectoryBuilderConfig NeMoCustomizerTrainer NeMoCustomizerTrainerConfig
         NeMoCustomizerTrainerAdapter NeMoCustomizerTrainerAdapterConfig NeMoCustomizerHyperparameters
         DPOSpecificHyperparameters NIMDeploymentConfig""",
+    "nat.plugins.customizer.register": "NeMoCustomizerTrainer DPOTrajectoryBuilder",
+    "nat.finetuning.utils.parsers.common": "",
     "nat.plugins.customizer.dpo": """DPOTrajectoryBuilderConfig NeMoCustomizerTrainer NeMoCustomizerTrainerConfig
         NeMoCustomizerTrainerAdapter NeMoCustomizerTrainerAdapterConfig NeMoCustomizerHyperparameters
         DPOSpecificHyperparameters NIMDeploymentConfig""",
@@ -82,7 +84,8 @@ NAMES = {
     "nat.plugins.customizer.dpo.register": "",
     "nat.plugins.customizer.dpo.trainer": "NeMoCustomizerTrainer",
     "nat.plugins.customizer.dpo.trainer_adapter": "NeMoCustomizerTrainerAdapter",
-    "nat.plugins.customizer.dpo.trajectory_builder": "DPOTrajectoryBuilderConfig",
+    "nat.plugins.customizer.dpo.trajectory_builder": """DPOTrajectoryBuilderConfig DPOTrajectoryBuilder CandidateStep
+        PreferencePair""",
     "nat.experimental.test_time_compute.models.ttc_item": "TTCItem",
     "nat.experimental.test_time_compute.models.stage_enums": "StageTypeEnum PipelineTypeEnum",
     "nat.experimental.test_time_compute.models.strategy_base": "StrategyBase",

@@ -206,7 +206,7 @@ def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, method):
 
 
 @each_method
-@pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.3}])
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_a_backend_started_again_continues_to_the_bit(llama, tmp_path, method, lora):
     rows, changes = sides(method), {"lora": lora, "mini_batch_size": 9, **METHODS[method]}
     never_stopped = Learners(Learner(llama, tmp_path / "a")).default
@@ -255,7 +255,7 @@ def test_a_job_does_without_the_model_that_training_started_from_unless_it_is_th
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-@pytest.mark.parametrize("lora", [None, LORA | {"dropout": 0.2}])
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_both_references_are_the_same_in_the_first_job(llama, tmp_path, method, lora):
     """The first steps know their reference without computing it; later passes meet it in other batches."""
     ends = []

@@ -54,6 +54,20 @@ CALLS_END = piece({}, finish="tool_calls")
 
 
 @asynccontextmanager
+async def server_of(answer: Any) -> AsyncIterator[str]:
+    """The address of a server that answers everything by `answer`."""
+    app = web.Application(client_max_size=2**26)
+    app.router.add_route("*", "/{tail:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def model_at(body: bytes, kind: str = "text/event-stream", status: int = 200) -> AsyncIterator[ModelClient]:
     """A model whose server answers everything with `body`."""
 
@@ -276,6 +290,8 @@ def logprobs(*values: Any) -> dict[str, Any]:
         ({"logprobs": logprobs(-1.0, 0.5, -1.0)}, "returned the logprob 0.5"),
         ({"logprobs": logprobs(-1.0, -math.inf, -1.0)}, "returned the logprob -inf"),
         ({"logprobs": logprobs(-1.0, "-1", -1.0)}, "returned the logprob '-1'"),
+        ({"logprobs_temperature": 0}, "returned logprobs_temperature 0; allowed: finite numbers above 0"),
+        ({"logprobs_temperature": "1"}, "returned logprobs_temperature '1'"),
         ({"logprobs": logprobs(-1.0)}, "returned 1 for 3 token ids"),
         ({"token_ids": [97, 98]}, "returned 3 for 2 token ids"),
         ({"token_ids": [97, -1, 99]}, "returned the token id -1"),
@@ -336,3 +352,36 @@ async def test_a_bad_request_is_the_fault_of_whoever_made_it(
     episode, transient = await attempted(body, "application/json", 400, **request_)
     assert (episode.reason, transient) == (reason, False)
     assert message in str(episode.error)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("by", ["an agent of this process", "the gateway"])
+async def test_a_redirect_to_another_server_gets_no_prompt(by: str, streamed: bool) -> None:
+    async def note(request: web.Request) -> web.Response:
+        got.append(await request.text())
+        return web.json_response({})
+
+    async def redirect(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": f"{elsewhere}/v1/chat/completions"})
+
+    got: list[str] = []
+    async with server_of(note) as elsewhere, server_of(redirect) as url:
+        config = OpenAIConfig(model_name="m", base_url=f"{url}/v1", max_retries=0)
+        llm = connect("player", config, "m", f"{url}/v1", "none")
+        async with gateway_to(llm) as gateway:
+            with EpisodeScope() as scope, gateway.endpoint(scope) as endpoint:
+                client = llm.client if by == "an agent of this process" else plain(endpoint).with_options(max_retries=0)
+                with pytest.raises(openai.APIError):
+                    await client.chat.completions.create(model="m", messages=ask("secret"), stream=streamed)
+                if client is not llm.client:
+                    await client.close()
+    assert got == []
+
+
+async def test_a_stream_without_line_ends_has_a_limit() -> None:
+    async with model_at(b"data: " + b"x" * (2**24 + 1)) as llm:
+        with EpisodeScope():
+            stream = await llm.client.chat.completions.create(model="m", messages=ask("hi"), stream=True)
+            with pytest.raises(openai.APIConnectionError) as raised:
+                await anext(aiter(stream))
+    assert "more than 16777216 bytes" in f"{raised.value!r} {raised.value.__cause__!r}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from factories import digits_project, read_lines, write_rows
+from factories import digits_project, read_lines
 from fake_openai import FakeOpenAI
 from processes import run_project
 
@@ -71,7 +71,7 @@ ANSWER, SCORE = {"function": "my_agent:answer", "model": "player"}, {"function":
 
 def project(folder: Path, workflow: dict[str, Any], score: dict[str, Any]) -> Path:
     """`digits_project` with an agent and a score of `my_agent`."""
-    digits_project(folder)
+    digits_project(folder, rows=6)
     (folder / "my_agent.py").write_text(AGENT)
     path = folder / "config.yml"
     config = yaml.safe_load(path.read_text())
@@ -79,7 +79,6 @@ def project(folder: Path, workflow: dict[str, Any], score: dict[str, Any]) -> Pa
     config["workflow"] = {"_type": "python", **workflow}
     config["eval"]["evaluators"]["score"] = {"_type": "python", **score}
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    write_rows(folder, [{"say": f"Row {i}"} for i in range(6)])
     return folder
 
 
@@ -94,8 +93,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> None:
     (registered := tmp_path / "registered").mkdir()
-    digits_project(registered)
-    write_rows(registered, [{"say": f"Row {i}"} for i in range(6)])
+    digits_project(registered, rows=6)
     expected = [line["avg_reward"] for line in metrics_of(registered)]
     for name, workflow, score in (
         ("async", {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:score"}),

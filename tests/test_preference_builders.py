@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,31 @@ from insitu.errors import ConfigError
 from insitu.plugin_api import (
     BaseEvaluator,
     Builder,
+    DPOItem,
+    EvalInput,
     EvalInputItem,
+    EvalOutput,
     EvalOutputItem,
+    EvaluationRunOutput,
     EvaluatorBaseConfig,
     EvaluatorInfo,
     FunctionBaseConfig,
+    IntermediateStep,
+    IntermediateStepPayload,
+    InvocationNode,
     LLMRef,
     PipelineTypeEnum,
     StageTypeEnum,
+    TTCEventData,
     TTCItem,
     TTCStrategyRef,
     register_evaluator,
     register_function,
 )
-from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.preferences.candidates import Targets, candidates_of
+from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
+from insitu.training.preference_builders import DPOTrajectoryBuilder, DPOTrajectoryBuilderConfig
 
 ROWS = 2
 
@@ -174,6 +186,57 @@ async def test_candidates_become_pairs_of_what_was_sampled(
         prompts = {tuple(t for t, m in zip(r.token_ids, r.loss_mask, strict=True) if not m) for r in pair.rows}
         assert len(prompts) == 1
     assert len({(p.metadata["row_id"], p.metadata["turn_id"]) for p in pairs}) == ROWS * 2
+
+
+def evaluated(*scores: float) -> EvaluationRunOutput:
+    """The output of an evaluation of one row with a turn of candidates with these scores."""
+    steps = [
+        IntermediateStep(
+            payload=IntermediateStepPayload(
+                event_type="TTC_END",
+                name="dpo_candidate_move",
+                metadata={"provided_metadata": {"place": k}},
+                data=TTCEventData(turn_id="t", candidate_index=k, input="2 + 2 =", output=str(k), score=score),
+            ),
+            function_ancestry=InvocationNode(function_id="f", function_name="adder"),
+        )
+        for k, score in enumerate(scores)
+    ]
+    item = EvalInputItem(id="row 1", input_obj="2 + 2 =", output_obj="4", trajectory=steps)
+    scored = EvalOutput(average_score=1.0, eval_output_items=[EvalOutputItem(id="row 1", score=1.0)])
+    return EvaluationRunOutput(eval_input=EvalInput(eval_input_items=[item]), evaluation_results=[("score", scored)])
+
+
+class OwnEvaluation(DPOTrajectoryBuilder):
+    async def run_eval(self) -> EvaluationRunOutput:
+        return evaluated(0.0, 1.0)
+
+
+async def test_a_builder_is_tested_alone_as_documented() -> None:
+    """The extending guide replaces `run_eval`, and calls the rest outside a run."""
+    replaced = DPOTrajectoryBuilder(trajectory_builder_config=DPOTrajectoryBuilderConfig())
+    replaced.run_eval = OwnEvaluation.run_eval.__get__(replaced)  # type: ignore[method-assign]
+    for builder in (replaced, OwnEvaluation(DPOTrajectoryBuilderConfig())):
+        await builder.initialize(FinetuneConfig(reward_function={"name": "score"}))
+        await builder.start_run("test-run")
+        assert "test-run" in builder.evaluation_runs
+        collection = await builder.finalize("test-run")
+        assert isinstance(collection, TrajectoryCollection)
+        assert builder.evaluation_runs == {}
+        [[pair]] = collection.trajectories
+        assert pair.episode == [DPOItem(prompt="2 + 2 =", chosen_response="1", rejected_response="0")]
+        assert pair.metadata["dpo_type"] == "preference_pair"
+        assert (pair.metadata["example_id"], pair.metadata["turn_id"]) == ("row 1", "t")
+
+
+async def test_the_documented_fields_of_candidates_and_pairs() -> None:
+    [item] = evaluated(0.0, 1.0).eval_input.eval_input_items
+    targets = Targets([], ["<workflow>"], text=True)
+    candidates, _ = candidates_of(item.trajectory, [], "dpo_candidate_move", targets)
+    [pair], _ = preference_pairs([replace(c, example_id="row 1") for c in candidates], PairOptions())
+    assert (pair.example_id, pair.turn_id, pair.prompt) == ("row 1", "t", "2 + 2 =")
+    assert (pair.chosen_response, pair.rejected_response, pair.score_diff) == ("1", "0", 1.0)
+    assert [c.raw_metadata["provided_metadata"]["place"] for c in (pair.chosen, pair.rejected)] == [1, 0]
 
 
 async def test_the_best_and_the_worst_episode_of_a_row_are_a_pair(write: Any, served: Served) -> None:

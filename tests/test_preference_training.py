@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from factories import read_lines
 from rich.console import Console
+from test_inspection import show
 from test_preference_builders import file
 from tiny_backend import Served
 
@@ -67,7 +68,7 @@ async def test_an_epoch_whose_candidates_are_alike_trains_nothing_and_the_run_co
     write: Any, served: Served
 ) -> None:
     path = project(write, served, "dpo", {"_type": "dpo_traj_builder", "min_score_diff": 99.0})
-    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference.*; the scores differ"):
+    with pytest.raises(TrajectoryError, match=r"^no epoch trained anything: .* small_difference "):
         await train(path)
     lines = read_lines(path.parent / "run/training_metrics.jsonl")
     assert [(line["epoch"], line["num_trajectories"], line["avg_reward"]) for line in lines] == [
@@ -78,7 +79,7 @@ async def test_an_epoch_whose_candidates_are_alike_trains_nothing_and_the_run_co
 
 async def test_candidates_that_cannot_be_compared_are_explained(write: Any, served: Served) -> None:
     path = project(write, served, "dpo", {"_type": "dpo_traj_builder"})
-    problem = r"^epoch 1: no preference pair can be trained on; dropped: 4 single_candidate; turns have one candidate"
+    problem = r"^epoch 1: no preference pair can be trained on; dropped: 4 single_candidate"
     with pytest.raises(TrajectoryError, match=problem):
         await train(path, ("ttc_strategies.sample.n", "1"))
 
@@ -98,6 +99,20 @@ async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Se
     path = project(write, served, "dpo", builder, workflow=ASK)
     lines, _ = await train(path, ("finetuning.reward_function.name", "score"))
     assert [line["pairs"] for line in lines] == [2, 2]
+    folder = path.parent / "run"
+    for line in lines:
+        listed = shown(folder, "--epoch", line["epoch"])
+        assert sorted(each for each in listed.values() if each.startswith("trained")) == [
+            *(["trained  chosen"] * 2),
+            *(["trained  rejected"] * 2),
+        ]
+        assert {each for each in listed.values() if not each.startswith("trained")} <= {"dropped: no_pair"}
+        chosen = next(name for name, status in listed.items() if status == "trained  chosen")
+        described = show(folder, "--episode", chosen).out
+        assert "trained with 2 of 2 calls as chosen\n" in described
+        assert "pair 0: chosen this episode (" in described
+        assert " rejected insitu_run_" in described
+        assert ", margin " in described
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,15 @@ async def test_episodes_are_trained_without_pairs(
         assert line["filtered_trajectories"] == expected - line["dropped"].get("no_variance", 0)
         assert line["dropped"].get("not_best", 0) == (2 * builder["num_generations"] - 2 if method == "sft" else 0)
         assert line["loss"] > 0
+    as_what = set(shown(path.parent / "run", "--outcome", "trained").values())
+    assert as_what <= ({"trained  best"} if method == "sft" else {"trained  desirable", "trained  undesirable"})
+    assert as_what
+
+
+def shown(folder: Path, *options: Any) -> dict[str, str]:
+    """What `insitu trajectories show` lists as the status of each episode."""
+    lines = (line.split("  ", 1) for line in show(folder, *options).out.splitlines())
+    return {name: rest.partition("call")[2].lstrip("s").strip() for name, rest in lines}
 
 
 SHOWN = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}'

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,7 +178,7 @@ def test_only_targeted_calls_have_candidates() -> None:
     calls = [call(0, "one"), call(1, "two", function="opponent")]
     candidates, dropped = read(steps, calls, trained=[0])
     assert [c.response for c in candidates] == ["one"]
-    assert dropped == {"untargeted_candidate": 2}
+    assert dropped == {"untargeted_candidate": 1, "unsampled_candidate": 1}
 
 
 def test_text_that_nobody_recorded_is_trained_as_text_where_every_model_is_trained() -> None:
@@ -187,6 +188,43 @@ def test_text_that_nobody_recorded_is_trained_as_text_where_every_model_is_train
     in_answer = Targets([], ["answer"], text=True)
     candidates, dropped = candidates_of(steps, [], "move", in_answer)
     assert ([c.response for c in candidates], dropped) == (["one"], {"untargeted_candidate": 1})
+
+
+def at(seconds: float, **data: Any) -> IntermediateStep:
+    """A candidate that is reported at this time."""
+    step = end(**data)
+    step.payload.event_timestamp = seconds
+    return step
+
+
+def game() -> tuple[list[IntermediateStep], list[ModelCall]]:
+    """A player with a model, then one without, who names the same numbers, then the first again."""
+    first = [at(2, turn_id="t0", input="you have 0", output=text, score=k) for k, text in enumerate("12")]
+    second = [at(4, turn_id="t1", input="you have 2", output=text, score=k) for k, text in enumerate("12")]
+    third = [at(6, turn_id="t2", input="you have 4", output=text, score=k) for k, text in enumerate("12")]
+    answers = [(1, "I add 1", "you have 0"), (1, "I add 2", "you have 0"), (5, "add 1", "now 4"), (5, "add 2", "now 4")]
+    calls = [call(k, text, [{"role": "user", "content": q}]) for k, (_, text, q) in enumerate(answers)]
+    timed = [replace(made, started=float(begun)) for made, (begun, _, _) in zip(calls, answers, strict=True)]
+    return [*first, *second, *third], timed
+
+
+def test_a_player_without_a_model_gets_no_call_of_another_player() -> None:
+    steps, calls = game()
+    candidates, dropped = read(steps, calls)
+    assert [(c.turn_id, c.call) for c in candidates] == [("t0", 0), ("t0", 1), ("t2", 2), ("t2", 3)]
+    assert dropped == {"unsampled_candidate": 2}
+
+
+def test_of_texts_those_of_every_player_are_candidates() -> None:
+    steps, calls = game()
+    targets = Targets([0, 1], ["<workflow>"], text=False, only_text=True)  # the calls of turn 2 are of another model
+    candidates, dropped = candidates_of(steps, calls, "move", targets)
+    assert dropped == {}
+    shown = [c.prompt if isinstance(c.prompt, str) else c.prompt[0]["content"] for c in candidates]
+    assert shown == ["you have 0"] * 2 + ["you have 2"] * 2 + ["now 4"] * 2
+    elsewhere = Targets([], ["answer"], text=False, only_text=True)
+    assert candidates_of(steps, [], "move", elsewhere)[1] == {}
+    assert candidates_of(steps, [], "move", elsewhere._replace(functions=["other"]))[1] == {"untargeted_candidate": 6}
 
 
 def test_rows_hold_the_sampled_tokens_or_else_the_messages() -> None:

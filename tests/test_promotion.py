@@ -1,4 +1,4 @@
-"""`insitu promote`: what replaces what, by which evidence, and back again."""
+"""`insitu promote`: what replaces what, and by which evidence."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded_run(tmp_path_factory.mktemp("elsewhere") / "run", WEAK, STRONG, dataset="f" * 64)
 
 
-def test_a_better_version_replaces_the_one_in_use_and_can_be_rolled_back(
+def test_a_better_version_replaces_the_one_in_use(
     middling: Path, strong: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     agent, versions = tmp_path / "agent", tmp_path / "agent.versions"
@@ -52,8 +52,7 @@ def test_a_better_version_replaces_the_one_in_use_and_can_be_rolled_back(
         "(95 % interval +0.1667 to +0.8333, p = 0.0312)",
     )
     assert agent.is_symlink()
-    first = token(agent)
-    assert torch.equal(first, token(middling / "backend/checkpoints/step_000001"))
+    assert torch.equal(token(agent), token(middling / "backend/checkpoints/step_000001"))
 
     code, text = promote(middling, agent)  # again: it is what is in use
     assert code == 1
@@ -68,27 +67,16 @@ def test_a_better_version_replaces_the_one_in_use_and_can_be_rolled_back(
     assert "1 against 0.5 on 12 held-out rows" in text
     assert "adjusted for the choice among 2 versions" in text
     assert text.endswith(f"the previous version is {versions}/000001")
-    second = token(agent)
-    assert torch.equal(second, token(strong / "backend/checkpoints/step_000001"))
+    assert torch.equal(token(agent), token(strong / "backend/checkpoints/step_000001"))
     record = json.loads((agent / "promotion.json").read_text())
     assert record["scores"] == dict.fromkeys(map(str, range(12)), 1.0)
     assert record["checkpoint"] == "step_000001"
 
-    assert promote("--rollback", agent) == (0, f"{agent} is now {versions}/000001")
-    assert torch.equal(token(agent), first)
-    code, text = promote("--rollback", agent)
-    assert (code, text) == (
-        1,
-        f"failed: {agent} cannot be rolled back: {versions}/000001 is the first version, or the one before is gone",
-    )
-
     code, text = promote(elsewhere, agent)  # scored on other rows than what is in use
     assert code == 0, text
     assert "1 against 0 on 12 held-out rows" in text
-    assert "000001 was scored on other rows; comparing with the weights before training" in text
-    assert sorted(path.name for path in versions.iterdir()) == ["000001", "000003"], "what was rolled back is deleted"
-    assert promote("--rollback", agent)[0] == 0
-    assert torch.equal(token(agent), first)
+    assert "000002 was scored on other rows; comparing with the weights before training" in text
+    assert sorted(path.name for path in versions.iterdir()) == ["000002", "000003"]
 
 
 def test_a_promotion_that_was_killed_leaves_nothing_behind(middling: Path, strong: Path, tmp_path: Path) -> None:
@@ -156,9 +144,6 @@ def test_what_is_no_evidence_is_said_in_a_sentence(strong: Path, tmp_path: Path)
         ),
         ((strong, tmp_path / "mine"), 2, "mine was not made by insitu promote; move it, or name another path"),
         ((strong, tmp_path / "link"), 2, "link is a link that insitu promote did not make; name another path"),
-        (("--rollback", agent), 2, f"error: DESTINATION: nothing was promoted to {agent}"),
-        ((strong,), 2, "Missing argument: insitu promote RUN_DIR DESTINATION"),
-        ((strong, agent, "--rollback", agent), 2, "--rollback DESTINATION takes no run and no other option"),
     ]
     for arguments, code, says in cases:
         done, text = promote(*arguments)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/tic_tac_toe/grpo.yml"
@@ -52,3 +55,29 @@ def test_two_epochs_of_the_quickstart(tmp_path: Path) -> None:
         assert abs(m["ratio_mean"] - 1) < 1e-3
         assert m["grad_norm"] > 0
     assert str(folder) in done.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize("minor", [11, 14])
+def test_make_quickstart_takes_the_python_that_is_there(tmp_path: Path, minor: int) -> None:
+    for name in ("make", "bash", "sh"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    python = tmp_path / f"python3.{minor}"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    command = ["make", "--dry-run", "--always-make", "VENV=elsewhere", "quickstart"]
+    environment = {"PATH": str(tmp_path)}
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    assert f"python3.{minor} -m venv elsewhere" in said.stdout
+
+
+def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
+    code = """if True:
+        import dataclasses, sys
+        sys.path.insert(0, "benchmarks")
+        import gpu
+        gpu.SMALL = dataclasses.replace(gpu.SMALL, tokens=40, requests=8)
+        print(gpu.report())"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "| one GRPO step of 64 episodes of 40 tokens |" in done.stdout

@@ -7,6 +7,7 @@ from typing import Any
 import plain_parts  # noqa: F401  (registers `parts`)
 import pytest
 from pydantic import Field
+from waiting import turns
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
@@ -22,14 +23,14 @@ events: list[str] = []
 
 class LoggedConfig(FunctionBaseConfig, name="logged"):
     needs: list[str] = Field(default_factory=list)
-    seconds: float = 0.0
+    turns: int = 0
     fails: int = 0
 
 
 @register_function(config_type=LoggedConfig)
 async def logged(config: LoggedConfig, builder: Builder) -> AsyncIterator[Any]:
     needed = [await builder.get_function(name) for name in config.needs]
-    await asyncio.sleep(config.seconds)
+    await turns(config.turns)
     if events.count(f"fail {config.fails}") < config.fails:
         events.append(f"fail {config.fails}")
         raise RuntimeError("not today")
@@ -37,7 +38,7 @@ async def logged(config: LoggedConfig, builder: Builder) -> AsyncIterator[Any]:
     async def answer(text: str) -> str:
         return " ".join([text, *[await f.ainvoke(text) for f in needed]])
 
-    label = f"seconds {config.seconds} needs {len(needed)}"
+    label = f"turns {config.turns} needs {len(needed)}"
     events.append(f"up {label}")
     yield answer
     events.append(f"down {label}")
@@ -53,16 +54,16 @@ def file(write: Any, **functions: dict[str, Any]) -> Config:
 
 
 async def test_concurrent_askers_get_the_one_object(write: Any) -> None:
-    async with Builder(file(write, f={"seconds": 0.01})) as builder:
+    async with Builder(file(write, f={"turns": 10})) as builder:
         found = await asyncio.gather(*(builder.get_function("f") for _ in range(20)))
         assert len({id(f) for f in found}) == 1
         assert await builder.get_function("f") is found[0]
-        assert events == ["up seconds 0.01 needs 0"]
-    assert events[1:] == ["down seconds 0.01 needs 0"]
+        assert events == ["up turns 10 needs 0"]
+    assert events[1:] == ["down turns 10 needs 0"]
 
 
 async def test_taken_down_in_reverse_also_when_the_block_fails(write: Any) -> None:
-    config = file(write, a={}, b={"needs": ["a"]}, c={"needs": ["b", "a"], "seconds": 0.001})
+    config = file(write, a={}, b={"needs": ["a"]}, c={"needs": ["b", "a"], "turns": 1})
 
     async def block() -> None:
         async with Builder(config) as builder:
@@ -78,7 +79,7 @@ async def test_taken_down_in_reverse_also_when_the_block_fails(write: Any) -> No
 
 
 async def test_a_failing_factory_fails_all_who_wait_and_may_be_tried_again(write: Any) -> None:
-    async with Builder(file(write, f={"fails": 1, "seconds": 0.01})) as builder:
+    async with Builder(file(write, f={"fails": 1, "turns": 10})) as builder:
         found = await asyncio.gather(*(builder.get_function("f") for _ in range(3)), return_exceptions=True)
         assert [type(e.__cause__) for e in found if isinstance(e, PluginError)] == [RuntimeError] * 3
         assert events == ["fail 1"]
@@ -86,22 +87,22 @@ async def test_a_failing_factory_fails_all_who_wait_and_may_be_tried_again(write
 
 
 async def test_who_waits_is_not_cancelled_with_who_builds(write: Any) -> None:
-    async with Builder(file(write, f={"seconds": 0.05})) as builder:
+    async with Builder(file(write, f={"turns": 50})) as builder:
         first = asyncio.create_task(builder.get_function("f"))
-        await asyncio.sleep(0.01)
+        await turns()
         second = asyncio.create_task(builder.get_function("f"))
-        await asyncio.sleep(0.01)
+        await turns()
         first.cancel()
         assert await (await second).ainvoke("x") == "x"
         assert first.cancelled()
 
 
 async def test_who_waits_may_be_cancelled_alone(write: Any) -> None:
-    async with Builder(file(write, f={"seconds": 0.05})) as builder:
+    async with Builder(file(write, f={"turns": 50})) as builder:
         first = asyncio.create_task(builder.get_function("f"))
-        await asyncio.sleep(0.01)
+        await turns()
         second = asyncio.create_task(builder.get_function("f"))
-        await asyncio.sleep(0.01)
+        await turns()
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
@@ -165,7 +166,7 @@ async def test_a_child_builder_shares_the_parents_trainer_adapter_and_leaves_it_
         async with Builder(file(write, f={}), parent=parent) as child:
             assert await child.get_trainer_adapter("a") is adapter
             await child.get_function("f")
-        assert events == ["up adapter", "up seconds 0.0 needs 0", "down seconds 0.0 needs 0"]
+        assert events == ["up adapter", "up turns 0 needs 0", "down turns 0 needs 0"]
     assert events[-1] == "down adapter"
 
 

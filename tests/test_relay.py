@@ -15,9 +15,11 @@ import anthropic
 import openai
 import pytest
 from aiohttp import web
+from factories import model_client
 from fake_openai import FakeOpenAI, encode, texts_of
 from processes import HANGS
-from test_gateway import ask, claude, gateway_to, model, plain, post, text_by
+from test_gateway import ask, claude, gateway_to, plain, post, text_by
+from waiting import until
 from yarl import URL
 
 from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Upstream
@@ -123,7 +125,7 @@ async def send_raw(door: EpisodeEndpoint, request: bytes) -> bytes:
     ],
 )
 async def test_a_call_is_recorded_however_its_address_is_put_together(server: Watched, path: str) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             assert (await ask_raw(door, path))[0] == 200
     assert [call.token_ids for call in scope.calls] == [encode("echo: hi")]
@@ -132,7 +134,7 @@ async def test_a_call_is_recorded_however_its_address_is_put_together(server: Wa
 @pytest.mark.parametrize("path", ["/../x", "/v1/../../health", "/%2e%2e/x", "/v1/..%2f..%2fhealth", "/v1/./train"])
 async def test_no_path_leads_out_of_the_address(server: Watched, path: str) -> None:
     before = len(server.seen)
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             status, answer = await ask_raw(door, path, "GET", None)
     assert (status, answer["error"]["code"]) == (400, "invalid_path")
@@ -140,7 +142,7 @@ async def test_no_path_leads_out_of_the_address(server: Watched, path: str) -> N
 
 
 async def test_other_methods_and_routes_go_on_untouched(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             odd = door.anthropic_url.replace(door.key, f"%{ord(door.key[0]):x}{door.key[1:]}")
             for method in ("GET", "HEAD", "OPTIONS", "DELETE", "PUT"):
@@ -161,7 +163,7 @@ async def test_other_methods_and_routes_go_on_untouched(server: Watched) -> None
 
 
 async def test_headers_are_those_for_the_other_side(server: Watched) -> None:
-    async with gateway_to(model(server, api_key="real")) as gateway:
+    async with gateway_to(model_client(server, api_key="real")) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             body = gzip.compress(b"anything")
             own = {"authorization": door.key, "x_api_key": door.key, "api_key": door.key, "x_goog_api_key": door.key}
@@ -180,7 +182,7 @@ async def test_headers_are_those_for_the_other_side(server: Watched) -> None:
 
 
 async def test_agents_do_not_train(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for path in (
                 "/v1/train/jobs",
@@ -192,7 +194,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
                 status, answer = await ask_raw(door, path)
                 assert (status, answer["error"]["code"]) == (403, "not_for_agents")
     with Watched() as other:
-        async with gateway_to(model(server), upstream=Upstream(base_url=other.base_url)) as gateway:
+        async with gateway_to(model_client(server), upstream=Upstream(base_url=other.base_url)) as gateway:
             with EpisodeScope() as scope, gateway.endpoint(scope) as door:
                 assert (await ask_raw(door, "/v1/train/jobs"))[0] == 200  # the key there is the agents' own
         assert other.seen[-1].path == "/v1/train/jobs"
@@ -216,7 +218,7 @@ async def test_agents_do_not_train(server: Watched) -> None:
     ids=itertools.count(),
 )
 async def test_compressed_requests(server: Watched, encoding: str, body: bytes, status: int, said: str) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             got, answer = await ask_raw(door, "/v1/chat/completions", body=body, content_encoding=encoding)
             assert got == status, answer
@@ -225,8 +227,17 @@ async def test_compressed_requests(server: Watched, encoding: str, body: bytes, 
     assert len(scope.calls) == 1 + (status == 200)
 
 
+async def test_compressed_requests_for_other_models_are_sent_on_unpacked(server: Watched) -> None:
+    with Watched() as other:
+        async with gateway_to(model_client(server), upstream=Upstream(base_url=other.base_url)) as gateway:
+            with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+                packed = gzip.compress(json.dumps({"model": "another", "messages": ask("hi")}).encode())
+                assert (await ask_raw(door, "/v1/chat/completions", body=packed, content_encoding="gzip"))[0] == 200
+        assert other.requests == [{"model": "another", "messages": ask("hi")}]
+
+
 async def test_chunks_that_are_none(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(door.address.rpartition(":")[2]))
             head = f"POST /e/{door.key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -248,7 +259,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_the_limit_is_exact(server: Watched, chunked: bool) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
                 body = padded(size)
@@ -284,7 +295,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
         connection.close()
         return status, body
 
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             url = f"{door.openai_url}/chat/completions"
             url = url.replace(door.key, "x" * 24) if way == "unknown key" else url
@@ -295,7 +306,7 @@ async def test_a_client_that_sends_all_before_it_reads_is_not_left_hanging(serve
 
 
 async def test_official_clients_know_what_was_too_large(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 for asking in (
@@ -316,7 +327,7 @@ async def test_official_clients_know_what_was_too_large(server: Watched) -> None
     ("status", "kind"), [(403, "permission_error"), (429, "rate_limit_error"), (529, "overloaded_error")]
 )
 async def test_errors_have_the_names_of_anthropics(server: Watched, status: int, kind: str) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with claude(door).with_options(max_retries=0) as client:
                 with pytest.raises(anthropic.APIStatusError) as raised:
@@ -326,7 +337,7 @@ async def test_errors_have_the_names_of_anthropics(server: Watched, status: int,
 
 @pytest.mark.parametrize("asked", [{"input": "hi"}, {"messages": ask("hi"), "max_tokens": 1}])
 async def test_several_choices_are_for_chats_and_texts(server: Watched, asked: dict[str, Any]) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             route = "responses" if "input" in asked else "messages"
             status, answer = await post(f"{door.openai_url}/{route}", {"model": "x", "n": 2, **asked})
@@ -335,7 +346,7 @@ async def test_several_choices_are_for_chats_and_texts(server: Watched, asked: d
 
 
 async def test_websockets_are_refused(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with aiohttp.ClientSession() as session:
                 for route in ("responses", "realtime"):
@@ -345,7 +356,7 @@ async def test_websockets_are_refused(server: Watched) -> None:
 
 
 async def test_a_slow_reader_slows_the_server_down(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             asked = {"model": "x", "messages": ask("endless"), "stream": True}
             async with aiohttp.ClientSession() as session:
@@ -356,7 +367,7 @@ async def test_a_slow_reader_slows_the_server_down(server: Watched) -> None:
                         held = server.sent
                         await asyncio.sleep(0.3)
                     assert 0 < held < 20_000_000
-            await asyncio.sleep(0.1)
+            await until(lambda: scope.calls)
             assert [call.error for call in scope.calls] == ["the agent closed the connection"]
 
 
@@ -365,7 +376,7 @@ async def test_an_agent_may_leave_after_the_last_piece(server: Watched, dialect:
     """Clients close the connection at `[DONE]`, which may be a while before the server ends the body."""
     what = {"prompt": "lingers"} if dialect == "text" else {"messages": ask("lingers")}
     route = "completions" if dialect == "text" else "chat/completions"
-    async with gateway_to(model(server)) as gateway, aiohttp.ClientSession() as session:
+    async with gateway_to(model_client(server)) as gateway, aiohttp.ClientSession() as session:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with session.post(f"{door.openai_url}/{route}", json={"stream": True, **what}) as answer:
                 await answer.content.readuntil(b"[DONE]")
@@ -376,7 +387,7 @@ async def test_an_agent_may_leave_after_the_last_piece(server: Watched, dialect:
 
 
 async def test_a_stream_that_brings_nothing(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with claude(door) as client:
                 with pytest.raises(anthropic.APIError, match="ended before all choices were finished"):
@@ -395,7 +406,7 @@ async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: st
     stream = GARBLED[text].startswith(b"data")
     route = {"chat": "chat/completions"}.get(dialect, dialect)
     asked = {"model": "x", "stream": stream} | ({"input": text} if dialect == "responses" else {"messages": ask(text)})
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             status, answer = await post(f"{door.openai_url}/{route}", asked)
             assert await text_by("chat", False, door, "hi") == "echo: hi"
@@ -407,7 +418,7 @@ async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: st
 
 
 async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:
                 asked: Any = {"model": "x", "input": "hi", "include": ["message.output_text.logprobs"]}
@@ -422,7 +433,7 @@ async def test_logprobs_of_a_streamed_response(server: Watched) -> None:
 
 async def test_no_key_is_logged(server: Watched, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with gateway_to(model(server)) as gateway:
+    async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
             for path in ("/v1/chat/completions", "/v1/models", "/v1/../x", "/v1/train/jobs", "/nothing"):
                 await ask_raw(door, path)

@@ -1,12 +1,12 @@
 """The console of a run and the numbers of an epoch."""
 
-import asyncio
 import io
 from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import turns, until
 
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
@@ -108,8 +108,9 @@ def test_the_line_of_an_epoch() -> None:
         "scores": {"right": 0.5, "short": None},
         "seconds": {"collect": 1.0, "train": 2.0, "validate": 0.0},
     }
+    cut_off = {"completions_mean_length": 8, "completions_clipped_ratio": 1.0}
     report.epoch(1, 2, metrics(**values), "episodes")
-    report.epoch(2, 2, metrics(avg_reward=1.0, scores={"right": 1.0}), "preference pairs")
+    report.epoch(2, 2, metrics(avg_reward=1.0, **cut_off, scores={"right": 1.0}), "preference pairs")
     report.end_run()
     first, scores, second = file.getvalue().splitlines()
     assert first.startswith(
@@ -118,13 +119,7 @@ def test_the_line_of_an_epoch() -> None:
     )
     assert first.endswith(" s left")
     assert scores == "  scores: right 0.5, short -"
-    assert second == "epoch 2/2  reward 1  8 preference pairs  0.0+0.0+0.0 s"
-
-
-async def turns() -> None:
-    """A few turns of the event loop, in which every timer that is due runs."""
-    for _ in range(5):
-        await asyncio.sleep(0)
+    assert second == "epoch 2/2  reward 1  8 preference pairs  length 8 (100 % cut off)  0.0+0.0+0.0 s"
 
 
 async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() -> None:
@@ -149,7 +144,6 @@ async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> Non
     report.begin_run(3)
     with report.phase("epoch 0: validating", 24):
         report.advance()
-        report._progress.refresh()
+        await until(lambda: "1/24" in file.getvalue())
     report.end_run()
     assert "0/3" in file.getvalue()
-    assert "1/24" in file.getvalue()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from factories import digits_project, read_lines, write_rows
+from factories import MODEL, digits_project, read_lines, write_rows
 from processes import HANGS, Process, forked_python, run, run_project, start_project, wait_until
 
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
@@ -34,7 +34,7 @@ CURRICULUM = (
 DPO = (
     *("-o", "trajectory_builders.episodes", "{_type: dpo_from_groups, num_generations: 4}"),
     *("-o", "trainers.grpo", "{_type: insitu_dpo_trainer}"),
-    *("-o", "trainer_adapters.backend.training", "{method: dpo, learning_rate: 1e-3, lora: {rank: 4, dropout: 0.1}}"),
+    *("-o", "trainer_adapters.backend.training", "{method: dpo, learning_rate: 1e-3, lora: {rank: 4}}"),
 )
 CREDIT_BY_STEP = (
     *("-o", "workflow", "{_type: converse, llm: player}"),
@@ -104,10 +104,7 @@ def is_exercised(method: str, ended: Outcome) -> bool:
 @pytest.fixture(scope="module", params=METHODS)
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    digits_project(folder)
-    write_rows(folder, [{"say": f"Row {i}"} for i in range(6)])
-    write_rows(folder, [{"say": f"Held out {i}"} for i in range(5)], "validation.jsonl")
+    folder = digits_project(tmp_path_factory.mktemp("uninterrupted"), rows=6, held_out=5)
     options = (*VALIDATION, *EPOCHS, *METHODS[request.param])
     started = time.monotonic()
     code, _, err = run_project(folder, *options)
@@ -308,9 +305,7 @@ def other_file_system() -> Iterator[Path]:
 
 
 def test_a_fork_on_another_file_system_of_a_run_that_was_warmed_up(tmp_path: Path, other_file_system: Path) -> None:
-    digits_project(tmp_path)
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(4)])
-    write_rows(tmp_path, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    digits_project(tmp_path, rows=4, held_out=3)
     shown = {"messages": [{"role": "user", "content": "Row 1"}, {"role": "assistant", "content": "99"}]}
     (tmp_path / "shown.jsonl").write_text(json.dumps(shown))
     options = (*VALIDATION, *EPOCHS, "-o", "trainers.grpo.sft", "{rows: shown.jsonl, epochs: 2}")
@@ -332,9 +327,7 @@ def test_a_fork_on_another_file_system_of_a_run_that_was_warmed_up(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    digits_project(folder)
-    write_rows(folder, [{"say": f"Row {i}"} for i in range(4)])
+    folder = digits_project(tmp_path_factory.mktemp("trained"), rows=4)
     code, _, err = run_project(folder, "-o", "finetuning.num_epochs", "1")
     assert code == 0, err
     return folder
@@ -362,6 +355,14 @@ def test_a_finished_run_continues_with_more_epochs(project: Path) -> None:
     progress = json.loads((folder / "progress.json").read_text())
     assert (progress["status"], progress["epoch"], progress["policy_version"]) == ("completed", 2, 2)
     assert not (project / "unused").exists()
+
+
+def test_a_finished_run_is_not_continued(project: Path) -> None:
+    before = {path: path.read_bytes() for path in (project / "run").rglob("*") if path.is_file()}
+    run_id = json.loads((project / "run/run.json").read_text())["run_id"]
+    done = run_project(project, "-o", "finetuning.num_epochs", "1", "--resume")
+    assert done == (0, f"run {run_id} in run is complete after epoch 1\n", "")
+    assert {path: path.read_bytes() for path in (project / "run").rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -> None:
@@ -439,6 +440,60 @@ def test_serious_changes_are_forced(project: Path) -> None:
     assert "changed since the run was started: trainer_adapters.backend.training.learning_rate" in out
     changes = [e["changes"] for e in read_lines(project / "run/events.jsonl")[1:] if e["event"] == "resumed"]
     assert any("learning_rate was 0.001 and is 0.5" in change for change in changes[0])
+
+
+def test_changed_inputs_are_noticed_when_a_run_continues(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    project = digits_project(tmp_path, rows=4, held_out=2, model="model")
+    code, _, err = run_project(project, *VALIDATION, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    started = json.loads((project / "run/run.json").read_text())
+    assert started["starting_model"]["file"] == str(project / "model")
+
+    config = project / "model/tokenizer.json"
+    config.write_text(config.read_text() + "\n")
+    write_rows(project, [{"say": "another row"}], "validation.jsonl")
+    code, _, err = run_project(project, *VALIDATION, "--resume")
+    assert code == 2
+    assert re.search("the held-out dataset .*validation.jsonl has changed", err)
+    assert f"the starting model {project / 'model'} has changed" in err
+
+    shutil.copytree(MODEL, tmp_path / "other")
+    other = ("-o", "trainer_adapters.backend.model", "other")
+    code, _, err = run_project(project, *VALIDATION, *other, "--resume", "--force")
+    assert code == 2
+    assert "error: --force: trainer_adapters.backend.model was 'model' and is 'other', but the run in run" in err
+    code, _, err = run_project(project, *VALIDATION, "--resume", "--force")
+    assert code == 0, err
+    scored = read_lines(project / "run/validation_scores.jsonl")[-1]["dataset"]
+    assert scored == hashlib.sha256((project / "validation.jsonl").read_bytes()).hexdigest()
+
+
+def test_validation_that_is_added_to_a_copied_run_names_the_epoch_and_weights_that_it_scores(project: Path) -> None:
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    rate = ("-o", "trainer_adapters.backend.training.learning_rate", "0")
+    code, out, err = run_project(project, *VALIDATION, *rate, "--resume", "--force")
+    assert code == 0, err
+    validations = json.loads((project / "run/validation_history.json").read_text())
+    assert [(record["epoch"], record["policy_version"]) for record in validations] == [(1, 1), (2, 2)]
+    assert "before" not in out
+    best = json.loads((project / "run/best.json").read_text())
+    assert (best["epoch"], best["checkpoint"]) == (1, "backend/checkpoints/step_000001")
+
+
+def test_the_best_version_may_be_that_of_the_warm_up(tmp_path: Path) -> None:
+    digits_project(tmp_path, held_out=3)
+    write_rows(tmp_path, [{"say": f"Row {i}", "score": 0.5} for i in range(3)])  # an epoch that teaches nothing
+    shown = {"messages": [{"role": "user", "content": "Row 1"}, {"role": "assistant", "content": "999999"}]}
+    (tmp_path / "shown.jsonl").write_text(json.dumps(shown))
+    sft = ("-o", "trainers.grpo.sft", "{rows: shown.jsonl, epochs: 20, learning_rate: 1e-2}")
+    _, _, err = run_project(tmp_path, *VALIDATION, *EPOCHS, *sft)
+    assert "no epoch trained" in err, err
+    best, warm_up = (json.loads((tmp_path / "run" / name).read_text()) for name in ("best.json", "warm_up.json"))
+    assert (best["policy_version"], best["checkpoint"]) == (1, "backend/checkpoints/step_000001")
+    assert warm_up["checkpoint"] == best["checkpoint"]
+    done = run("export", "run", "exported", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_that_make_no_sense(project: Path) -> None:

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from factories import digits_project, read_lines, write_rows
-from processes import run, run_project, start_project
+from factories import MODEL, digits_project, read_lines
+from processes import HANGS, run, run_project, serving, start_project
 from tiny_backend import Served
 
 PLUGIN = '''
@@ -66,6 +66,10 @@ async def passing(config, builder):
 class Scratch(Trainer):
     """Made without the built-in trainer."""
 
+    async def initialize(self, run_config):
+        Path("initializing").touch()
+        await super().initialize(run_config)
+
     async def run_epoch(self, epoch, run_id):
         return None
 
@@ -117,8 +121,7 @@ QUIET = (*OPTIONS, "-o", "trajectory_builders.episodes._type", "quiet")
 
 
 def new_project(folder: Path, **adapter: str) -> None:
-    digits_project(folder, **adapter)
-    write_rows(folder, [{"say": f"Row {i}"} for i in range(4)])
+    digits_project(folder, **adapter, rows=4)
     (folder / "quiet_plugin.py").write_text(PLUGIN)
 
 
@@ -202,7 +205,7 @@ def test_on_a_remote_backend_the_job_may_still_be_running(served: Served, tmp_pa
 )
 def test_a_trainer_with_its_own_run_has_to_say_that_it_continues(project: Path, trainer: str, continues: bool) -> None:
     before = os.listdir(project)
-    options = (*QUIET, "-o", "finetuning.num_epochs", "1", "-o", "trainers.grpo._type", trainer.lower(), "--force")
+    options = (*QUIET, "-o", "finetuning.num_epochs", "2", "-o", "trainers.grpo._type", trainer.lower(), "--force")
     code, out, err = run_project(project, *options, "--resume")
     if continues:
         assert code == 0, err
@@ -222,3 +225,14 @@ def test_a_builder_that_passes_meta_on_records_its_episodes(tmp_path: Path) -> N
     assert sum(group["num_episodes"] for group in groups) == epoch["num_trajectories"]
     advantages = {line["episode"] for line in read_lines(tmp_path / "run/advantages.jsonl")[1:]}
     assert advantages == {name for group in groups for name in group["episodes"]}
+
+
+def test_a_trainer_that_is_run_again_waits_for_the_backend_of_a_killed_run(project: Path) -> None:
+    folder = project / "run/backend"
+    with serving("backend", "--model", MODEL, "--port", 0, "--output_dir", folder) as (orphan, _):
+        with start_project(project, *OPTIONS, "-o", "trainers.grpo", "{_type: scratch}") as process:
+            process.wait_until((project / "initializing").exists)
+            orphan.terminate()
+            _, err = process.communicate(HANGS)
+    assert "is in use by" not in err
+    assert "failed: no epoch trained anything" in err

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import save_tiny_model
+from waiting import turns
 
 from insitu.backend import BackendOptions
 from insitu.backend.inference.sampler import GenerationRequest, SamplingParams, WeightVersion
@@ -146,7 +147,7 @@ async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Pa
             await train(client)
         request = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=200, ignore_eos=True))
         sampling = asyncio.create_task(backend.sampler.complete([request], WeightVersion(1)))
-        await asyncio.sleep(0)
+        await turns(1)
         job = backend.jobs.submit(None, settings, [row], keep=keep)
         assert job.task is not None
         await job.task

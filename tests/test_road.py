@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # What holds today.
-MAX_FILES = {"control plane": 36, "backend": 30}
-MAX_CALLS = {"control plane": 510}
+MAX_FILES = {"control plane": 37, "backend": 30}
+MAX_CALLS = {"control plane": 575}
 """Per episode of tic-tac-toe."""
 
 

@@ -48,6 +48,20 @@ def test_branches_part_and_the_shared_answer_is_trained_once() -> None:
     assert (other.token_ids, other.loss_mask, other.calls) == ([1, 2, 5, 6, 7, 8], [0, 0, 0, 1, 0, 1], [2, 3])
 
 
+def test_calls_of_another_temperature_are_rows_of_their_own() -> None:
+    """As far as they are trained; preferences compare sums of rows, at temperature 1."""
+    calls = [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 3, 4, 5], [6])]
+    for each, temperature in zip(calls, (1.5, None, 1.5), strict=True):
+        each.logprobs_temperature = temperature
+    first, second = rows_of(calls, dict.fromkeys(range(3), 1.0))
+    assert (first.temperature, first.loss_mask, first.calls) == (1.5, [0, 1, 0, 0, 0, 1], [0, 2])
+    assert (second.temperature, second.loss_mask, second.calls) == (1.0, [0, 0, 0, 1], [1])
+    (merged,) = rows_of(calls, {0: 1.0, 2: 1.0})
+    assert (merged.temperature, merged.loss_mask) == (1.5, [0, 1, 0, 0, 0, 1])
+    (whole,) = rows_of(calls, dict.fromkeys(range(3), 1.0), tempered=False)
+    assert (whole.temperature, whole.loss_mask) == (1.0, [0, 1, 0, 1, 0, 1])
+
+
 def test_of_several_rows_the_longest_is_continued() -> None:
     calls = [call(0, [1], [2]), call(1, [1], [2, 3]), call(2, [1, 2, 3, 4], [5])]
     one, other = rows_of(calls, dict.fromkeys(range(3), 1.0))

@@ -334,7 +334,7 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path.parent / "run/training_metrics.jsonl").read_text().splitlines()]
 
 
-async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
+async def test_a_curriculum_grows_from_epoch_to_epoch(
     write: Any, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = project(write, served, {"num_epochs": 2, "curriculum_learning": STEPS})
@@ -352,21 +352,6 @@ async def test_a_curriculum_goes_on_where_an_earlier_run_ended(
     trained = [{g[0].metadata["row_id"] for g in c.trajectories} for c in duo_plugin.collections]  # type: ignore[index]
     assert trained == [set(s["included_groups"]) for s in states]
     assert "curriculum 60 % (4 of 6 examples)" in capsys.readouterr().out
-
-    # the file lies in the folder that is about to be moved aside
-    go_on = ("trainers.t.curriculum_state", "run/curriculum_state.json")
-    await train(path, go_on, ("finetuning.num_epochs", "1"))
-    assert "the curriculum continues after epoch 2 of run/curriculum_state.json" in capsys.readouterr().out
-    (third,) = metrics_of(path)
-    assert (third["epoch"], third["curriculum_percentile"]) == (1, 0.9)
-    assert set(third["curriculum_state"]["included_groups"]) == {f"r{i}" for i in range(6)}
-    sums = json.loads((path.parent / "run/curriculum_state.json").read_text())["reward_sums"]
-    assert {count for _, count in sums.values()} == {3}
-
-    write('{"current_percentile": 0.3, "total_groups": 6, "included_groups": ["r1"]}', "old.json")
-    with pytest.raises(ConfigError, match=r"^trainers.t.curriculum_state: .*old.json holds no curriculum to continue"):
-        await train(path, ("trainers.t.curriculum_state", "old.json"))
-    assert len(metrics_of(path)) == 1  # nothing has been moved
 
 
 async def test_an_epoch_that_the_curriculum_leaves_empty_is_no_failure_unless_all_are(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -23,22 +24,21 @@ import processes
 import pytest
 import torch
 import yaml
-from factories import digits_project, write_rows
+from factories import digits_project, model_client, write_rows
 from processes import HANGS, forked_python
 from pydantic import ConfigDict, SecretStr
 from rich.table import Table
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_art_protocol import groups
 from test_gateway import gateway_to
-from test_gateway import model as gateway_model
 from tiny_backend import Served
 from tiny_models import save_tiny_model
 
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
 from insitu.config import load_config
-from insitu.config.resolved import resolved_config
-from insitu.config.yaml_loader import _Loader
+from insitu.config.resolved import resolved_config, without_secrets
+from insitu.config.yaml_loader import parse_yaml
 from insitu.errors import BackendError, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, FunctionBaseConfig, register_function
 from insitu.remote.attempt_records import ServedPolicy
@@ -145,7 +145,7 @@ def test_the_backend_of_a_run_has_a_token(harmless: Path, tmp_path: Path) -> Non
 
 
 async def test_the_gateway_looks_keys_up_by_their_hash(server: Any) -> None:
-    async with gateway_to(gateway_model(server)) as gateway, httpx.AsyncClient() as client:
+    async with gateway_to(model_client(server)) as gateway, httpx.AsyncClient() as client:
         with EpisodeScope() as scope, gateway.endpoint(scope) as endpoint:
             tables = [table for table in vars(gateway).values() if isinstance(table, dict)]
             assert not any(endpoint.key in table for table in tables)
@@ -195,9 +195,8 @@ def test_no_source_reads_pickles_or_runs_text() -> None:
 
 
 def test_the_yaml_loader_makes_plain_values_only() -> None:
-    assert issubclass(_Loader, yaml.SafeLoader)
-    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
-        yaml.load("!!python/object/apply:os.getcwd []", _Loader)
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
+        parse_yaml("!!python/object/apply:os.getcwd []")
 
 
 class Trap:
@@ -306,6 +305,45 @@ def test_model_folders_that_could_run_code_are_refused(
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not trap.exists()
+
+
+def test_a_pattern_of_an_adapter_that_takes_for_ever_is_refused(harmless: Path, tmp_path: Path) -> None:
+    """It would be matched in the server's process, which could do nothing else."""
+    shutil.copytree(harmless, tmp_path / "models")
+    set_in(tmp_path / "models/adapter/adapter_config.json", target_modules="((\\w|\\.)+)+!")
+    save_file({}, tmp_path / "models/adapter/adapter_model.safetensors")
+    with pytest.raises(BackendError, match=r"adapter_config.json: a pattern takes more than 10 s to match: \(\("):
+        load_model(str(tmp_path / "models/adapter"), "cpu")
+
+
+TEMPLATE = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}x"
+
+
+def test_a_chat_template_that_loops_stops_its_own_request_only(harmless: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(harmless / "model", tmp_path / "model"))
+    ordinary = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text("{% if messages[0].content == 'loop' %}" + TEMPLATE + "{% else %}")
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write(ordinary + "{% endif %}")
+    options = ["--model", folder, "--port", 0, "--output_dir", tmp_path / "out", "--threads", 1]
+    with (
+        processes.serving("backend", *options) as (_, address),
+        httpx.Client(base_url=address, timeout=HANGS) as client,
+    ):
+
+        def say(text: str) -> httpx.Response:
+            body = {"model": "policy", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+            return client.post("/v1/chat/completions", json=body)
+
+        with ThreadPoolExecutor() as threads:
+            looping = threads.submit(say, "loop")
+            answered = 0
+            while not looping.done():
+                assert (client.get("/health").status_code, say("hi").status_code) == (200, 200)
+                answered += 1
+        assert answered > 2
+        assert looping.result().status_code == 400
+        assert "the chat template cannot render these messages: it has not ended within 10 s" in looping.result().text
 
 
 @pytest.mark.parametrize("spoil", [code_beside, pickle_instead], ids=["code", "pickle"])
@@ -649,6 +687,79 @@ def test_a_secret_that_cannot_be_recognised_is_hidden_by_its_key(
         (warning,) = warnings
         problem = "a secret that is a number or shorter than 8 characters is hidden only where settings are shown"
         assert f"config.yml: {named}: {problem}" in warning
+
+
+@pytest.mark.usefixtures("no_secrets")
+@pytest.mark.parametrize("key", ["env", "headers", "env_vars", "default_headers"])
+def test_what_goes_to_another_program_is_secret_whatever_its_key(
+    write: Any, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    sent = {
+        "GITHUB_TOKEN": "ghp_0123456789abcdef",
+        "Private-Token": "glpat-0123456789",
+        "Ocp-Apim-Subscription-Key": "0f1e2d3c4b5a69788796a5b4c3d2e1f0",
+        "Proxy": "Token abc-0123456789",
+        "PIN": "47-11",
+        "MODE": "production",
+        "Accept": "application/json",
+        "NAMED": "${HOME}",
+    }
+    config = load_config(write({"functions": {"m": {"_type": "any_keys", "deeper": {key: sent}}}}))
+    assert set(resolved_config(config)["functions"]["m"]["deeper"][key].values()) == {"***"}
+    assert without_secrets({key: sent})[key]["NAMED"] == "${HOME}"
+    assert redact("production application/json 47-11") == "production application/json 47-11"
+    for secret in (*[*sent.values()][:3], "abc-0123456789"):
+        assert redact(f"<{secret}>") == "<***>"
+    assert not caplog.records
+    write({"workflow": {"_type": "command", "command": ["true"], "llm": "m", "env": {"PIN": 4711}}, "llms": LLMS})
+    with pytest.raises(ConfigError, match=r"workflow\.env\.PIN") as raised:
+        load_config(write({"workflow": {"_type": "command", "command": ["x"], "llm": "m", "env": {"PIN": 4711}}}))
+    assert "4711" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["command", "http"])
+def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp_path: Path, kind: str) -> None:
+    digits_project(tmp_path, model=str(harmless / "model"))
+    config = yaml.safe_load((tmp_path / "config.yml").read_text())
+    key, block = {
+        "command": ("env", {"command": ["sh", "-c", "echo $PLAIN; echo $PLAIN >&2; exit $STATUS"]}),
+        "http": ("headers", {"url": "http://127.0.0.1:9/"}),
+    }[kind]
+    config["workflow"] = {"_type": kind, "llm": "player", key: {"PLAIN": VALUES["SEARCH"], "STATUS": "0"}, **block}
+    config["finetuning"]["num_epochs"] = 1
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    write_rows(tmp_path, [{"say": "hi"}])
+    done = processes.run("-vv", "finetune", "--config_file", "config.yml", folder=tmp_path)
+    shown = processes.run("runs", "show", "run", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert (tmp_path / "run/run.json").is_file()
+    check_no_leaks(tmp_path, done.stdout + shown.stdout, done.stderr + shown.stderr)
+
+
+def test_a_run_may_keep_no_token_ids(harmless: Path, tmp_path: Path) -> None:
+    """They decode to what is hidden in texts. It trains as without."""
+    trained = []
+    for redacted in ([], ["token_ids"]):
+        folder = tmp_path / str(len(redacted))
+        folder.mkdir()
+        digits_project(folder, model=str(harmless / "model"))
+        config = yaml.safe_load((folder / "config.yml").read_text())
+        config["finetuning"] |= {"redact": redacted, "num_epochs": 1}
+        (folder / "config.yml").write_text(yaml.safe_dump(config))
+        write_rows(folder, [{"say": "hi"}, {"say": "ho"}])
+        done = processes.run("finetune", "--config_file", "config.yml", folder=folder)
+        assert done.returncode == 0, done.stderr
+        calls = [
+            json.loads(line) for line in gzip.decompress((folder / "run/calls.jsonl.gz").read_bytes()).splitlines()
+        ]
+        kept = {name for call in calls for name in ("token_ids", "prompt_token_ids") if call.get(name) is not None}
+        assert kept == (set() if redacted else {"token_ids", "prompt_token_ids"})
+        trained.append(load_file(next((folder / "run").glob("backend/checkpoints/*1/*model.safetensors"))))
+        shown = processes.run("trajectories", "show", "run", folder=folder)
+        assert shown.returncode == 0, shown.stderr
+    first, second = trained
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_an_error_in_the_file_does_not_show_a_short_password(write: Any) -> None:

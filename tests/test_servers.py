@@ -20,7 +20,6 @@ import yaml
 from processes import HANGS, forked_python
 from test_art_protocol import MODEL
 from test_endpoint import key, openai_at
-from tiny_models import save_tiny_model
 from waiting import until
 
 from insitu.backend import BackendOptions, server
@@ -36,13 +35,8 @@ from insitu.wire.http_server import MAX_DEPTH, MAX_VALUES, listening, parse_json
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 JSON = {"Content-Type": "application/json"}
 PLUGINS = {"PYTHONPATH": str(Path(__file__).with_name("support"))}
-LOADED = MODEL | {"base_model": "model"}
+LOADED = MODEL | {"base_model": "tiny"}
 DEEP = b"[" * 900 + b"]" * 900
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("servers") / "model")
 
 
 @pytest.fixture(scope="module")

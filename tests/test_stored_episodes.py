@@ -1,13 +1,17 @@
 """Trajectory builders that read the episodes of an earlier run instead of running the workflow."""
 
 import json
+import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import read_lines
+from factories import MODEL, digits_project, read_lines, write_rows
+from processes import run_project
+from safetensors.torch import load_file, save_file
 from test_inspection import Run, episode
 from test_preference_builders import ROWS, file
 from tiny_backend import Served
@@ -49,7 +53,9 @@ async def collected(path: Path, run_id: str, folder: Path) -> list[TrajectoryCol
 def without_names(trajectory: Trajectory) -> dict[str, Any]:
     rows = [row.model_dump(exclude={"episode", "pair"}) for row in trajectory.rows]
     name = str(trajectory.id).partition("/")[2]
-    return {**dict(trajectory), "id": name, "rows": rows}
+    about = trajectory.metadata or {}
+    sides = {key: about[key].partition("/")[2] for key in ("chosen_episode", "rejected_episode") if key in about}
+    return {**dict(trajectory), "id": name, "rows": rows, "metadata": about | sides}
 
 
 def compared(collections: list[TrajectoryCollection]) -> list[Any]:
@@ -117,6 +123,9 @@ async def test_another_score_is_the_reward(write: Any, served: Served, tmp_path:
     rewards = [t.reward for c in again for group in c.trajectories for t in group]
     assert rewards == [9.0] + [7.0] * (len(names) - 2)
     assert [c.dropped for c in again] == [{"evaluator_error": 1}, {}]
+    stored["episodes_from"]["reward"] = "-other"  # of which less is better
+    again = await collected(project(write, served, stored), "less", tmp_path / "less")
+    assert [t.reward for c in again for group in c.trajectories for t in group] == [-reward for reward in rewards]
     stored["episodes_from"]["reward"] = "score"
     recorded = await collected(project(write, served, stored), "third", tmp_path / "third")
     assert compared(recorded) == compared(first)
@@ -200,6 +209,35 @@ async def test_trainers_train_recorded_episodes(
     assert settings["targets"] == {"functions": ["<workflow>"], "model": "player", "llms": ["player"]}
 
 
+def test_episodes_of_other_weights_with_the_same_version_are_refused(tmp_path: Path) -> None:
+    """Those that differ where no digest looks are trained, with a warning."""
+    digits_project(tmp_path)
+    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(3)])
+    stored = ("-o", "trajectory_builders.episodes.episodes_from", "first")
+    one_epoch = ("-o", "finetuning.num_epochs", "1")
+    code, _, err = run_project(tmp_path, *one_epoch)
+    assert code == 0, err
+    (tmp_path / "run").rename(tmp_path / "first")
+
+    def trained_from(model: str, step: Callable[[int], int]) -> tuple[int, str, str]:
+        """Another model: each tensor with all elements larger but each `step`-th."""
+        shutil.copytree(MODEL, tmp_path / model)
+        weights = tmp_path / model / "model.safetensors"
+        tensors = load_file(weights)
+        for tensor in tensors.values():
+            kept = tensor.flatten()[:: step(tensor.numel())].clone()
+            tensor.mul_(1.1).view(-1)[:: step(tensor.numel())] = kept
+        save_file(tensors, weights, {"format": "pt"})
+        return run_project(tmp_path, *one_epoch, *stored, "-o", "trainer_adapters.backend.model", model)
+
+    code, _, err = trained_from("other", lambda size: size)
+    assert code == 1
+    assert re.search(r"was sampled at weights \w{16}, the backend serves weights \w{16} as the same version, 0;", err)
+    code, out, err = trained_from("alike", lambda size: max(1, size // 256))
+    assert code == 0, err
+    assert re.search(r"epoch 1: WARNING: logprob_gap is 0.\d+, above 0.005: the log-probabilities of the sampler", out)
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_preferences_are_valid_without_a_reward_function(
     write: Any,
@@ -226,5 +264,4 @@ def test_preferences_are_valid_without_a_reward_function(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert said[3:] == ["episodes: those of first" if stored else f"rows: {ROWS}", "training: player, 1 epoch"]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("is valid")

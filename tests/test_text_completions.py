@@ -1,17 +1,15 @@
 """Text completions are recorded, stored, shown and trained as chats are, from any client."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import orjson
 import pytest
-from factories import digits_project, read_lines, write_rows
+from factories import connected, digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode, logprob
-from processes import forked_python, run_project
+from processes import FORK_SERVER, forked_python, run_project
 from test_backend_inference import TOKEN, backend
 from test_inspection import show
 from tiny_models import save_tiny_model
@@ -25,17 +23,7 @@ from insitu.integrations.nat.base_parser import parse_to_openai_messages
 from insitu.runs.episodes import Selection
 from insitu.runs.records import call_records, restore_calls
 from insitu.workflow.context import EpisodeScope
-from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
-
-
-@asynccontextmanager
-async def model(server: FakeOpenAI, **settings: Any) -> AsyncIterator[ModelClient]:
-    config = OpenAIConfig(model_name="fake", base_url=server.base_url, **settings)
-    plain = connect("player", config, "fake", server.base_url, "none")
-    try:
-        yield plain
-    finally:
-        await plain.aclose()
+from insitu.workflow.llms import ModelClient
 
 
 async def complete(plain: ModelClient, prompt: Any, **more: Any) -> Any:
@@ -52,7 +40,7 @@ def user(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_of_a_training_episode(server: FakeOpenAI, stream: bool) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True, seed=1) as scope:
             if stream:
                 chunks = await streamed(plain, "hi", temperature=0.5, stream_options={"include_usage": True})
@@ -79,7 +67,7 @@ async def test_a_call_of_a_training_episode(server: FakeOpenAI, stream: bool) ->
 
 
 async def test_what_was_asked_for_is_seen(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             extra = {"return_token_ids": True}
             choice = (await complete(plain, "hi", logprobs=0, extra_body=extra)).choices[0]
@@ -96,7 +84,7 @@ async def test_what_was_asked_for_is_seen(server: FakeOpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_prompts_with_several_choices(server: FakeOpenAI, stream: bool) -> None:
     prompts = ["a", "b", encode("a")]
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             await (streamed if stream else complete)(plain, prompts, n=2)
             await complete(plain, "next")
@@ -110,7 +98,7 @@ async def test_several_prompts_with_several_choices(server: FakeOpenAI, stream: 
 
 
 async def test_attempts_and_seeds_are_as_for_chats(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True, seed=5) as scope:
             await complete(plain, "fail 2")
             with pytest.raises(openai.BadRequestError):
@@ -129,7 +117,7 @@ async def test_attempts_and_seeds_are_as_for_chats(server: FakeOpenAI) -> None:
 async def test_what_cannot_be_trained_is_told(stream: bool) -> None:
     for lacking in ("token_ids", "logprobs"):
         with FakeOpenAI(**{lacking: False}) as server:
-            async with model(server) as plain:
+            async with connected(server) as plain:
                 with EpisodeScope(training=True) as scope, pytest.raises(CaptureError, match="training needs the"):
                     await (streamed if stream else complete)(plain, "hi")
                 assert scope.ledger.capture_error is not None
@@ -139,7 +127,7 @@ async def test_what_cannot_be_trained_is_told(stream: bool) -> None:
 
 
 async def test_the_client_of_a_framework_gets_the_configured_parameters(server: FakeOpenAI) -> None:
-    async with model(server, temperature=0.5, logprobs=True, top_logprobs=2) as plain:
+    async with connected(server, temperature=0.5, logprobs=True, top_logprobs=2) as plain:
         with EpisodeScope(training=True) as scope:
             await async_client(plain).completions.create(model="gpt-3.5-turbo-instruct", prompt="hi")
     sent = server.requests[-1]
@@ -148,7 +136,7 @@ async def test_the_client_of_a_framework_gets_the_configured_parameters(server: 
 
 
 async def test_a_prompt_that_goes_on_from_an_answer_is_one_row(server: FakeOpenAI) -> None:
-    async with model(server) as plain:
+    async with connected(server) as plain:
         with EpisodeScope(training=True) as scope:
             first = (await complete(plain, "hi")).choices[0].text
             ids = {"return_token_ids": True}
@@ -221,14 +209,13 @@ print(ask(openai.OpenAI(), "gpt-3.5-turbo-instruct", json.load(sys.stdin)["quest
 @pytest.mark.parametrize("way", ["in process", "through the gateway"])
 def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     """Two prompts an episode, the second of which goes on from the first answer, against a log of what was sampled."""
-    block = (
-        {"_type": "texts"} if way == "in process" else {"_type": "command", "command": [forked_python(), "agent.py"]}
-    )
+    program = {"_type": "command", "command": [forked_python(), "agent.py"], "pass_env": [FORK_SERVER]}
+    block = {"_type": "texts"} if way == "in process" else program
     (tmp_path / "texts_plugin.py").write_text(IN_PROCESS)
     (tmp_path / "agent.py").write_text(PROGRAM)
     write_rows(tmp_path, [{"say": f"Row {i}: 1 2 3 "} for i in range(2)])
     log = tmp_path / "samples.jsonl"
-    with backend(save_tiny_model(tmp_path / "model"), token=TOKEN, log_samples=log) as (_, address):
+    with backend(save_tiny_model(tmp_path / "model"), log, token=TOKEN) as (_, address):
         digits_project(tmp_path, workflow=block, plugin="texts_plugin", url=address, api_key=TOKEN)
         code, _, err = run_project(tmp_path)
     assert code == 0, err

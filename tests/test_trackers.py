@@ -75,9 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    write_rows(digits_project(folder), [{"say": f"Row {i}"} for i in range(3)])
-    return folder
+    return digits_project(tmp_path_factory.mktemp("project"), rows=3)
 
 
 def finetune(folder: Path, site: Path, *options: str) -> Any:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from insitu.backend.learner.batches import Row, optimizer_steps
+from insitu.backend.learner.batches import Row, collate, optimizer_steps
 from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import load_model
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -85,13 +86,15 @@ def preferences(seed: int = 0) -> list[Row]:
     return made
 
 
-def token_logprobs(module, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-    logits = module(input_ids=torch.tensor(tokens.tolist())[None]).logits[0]
+def token_logprobs(module, tokens: np.ndarray, positions: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    logits = module(input_ids=torch.tensor(tokens.tolist())[None]).logits[0] / temperature
     return torch.stack([logits[at - 1].log_softmax(-1)[int(tokens[at])] for at in positions.tolist()])
 
 
 def token_loss(new, old, rollout, ref, advantage: float, s: TrainingSettings):
     """One token of `docs/reference/losses.md`, written with scalars."""
+    if s.kl.in_reward:
+        advantage -= s.kl.beta * {"k1": old - ref, "k2": (ref - old) ** 2 / 2}[s.kl.estimator]
     ratio = torch.exp(new - old)
     if s.objective == "cispo":
         loss = -min(max(ratio.item(), s.cispo_floor), s.cispo_cap) * advantage * new
@@ -101,15 +104,16 @@ def token_loss(new, old, rollout, ref, advantage: float, s: TrainingSettings):
             loss = torch.min(loss, torch.tensor(-advantage * s.dual_clip))
     if s.truncated_importance:
         loss = loss * min(math.exp(old - rollout), s.truncated_importance)
-    if s.kl.beta:
+    if s.kl.beta and not s.kl.in_reward:
         d = ref - new
-        loss = loss + s.kl.beta * (-d if s.kl.estimator == "k1" else torch.exp(d) - d - 1)
+        k = {"k1_in_loss": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1}[s.kl.estimator]
+        loss = loss + s.kl.beta * k
     return loss
 
 
 def logprobs_under(module, rows: list[Row]) -> list[list[float]]:
     with torch.no_grad():
-        return [token_logprobs(module, row.token_ids, row.positions).tolist() for row in rows]
+        return [token_logprobs(module, row.token_ids, row.positions, row.temperature).tolist() for row in rows]
 
 
 def policy_gradient(module, reference, rows: list[Row], s: TrainingSettings):
@@ -121,7 +125,7 @@ def policy_gradient(module, reference, rows: list[Row], s: TrainingSettings):
     def step_loss(chosen: list[int]) -> torch.Tensor:
         episodes: dict[str, list] = {}
         for index in chosen:
-            new = token_logprobs(module, rows[index].token_ids, rows[index].positions)
+            new = token_logprobs(module, rows[index].token_ids, rows[index].positions, rows[index].temperature)
             for k in range(len(new)):
                 given = new[k], old[index][k], float(rows[index].rollout_logprobs[k]), ref[index][k]
                 loss = token_loss(*given, float(rows[index].advantages[k]), s)
@@ -257,11 +261,18 @@ def agrees(got, wanted, since) -> bool:
     [
         {},
         {"loss_agg_mode": "sequence"},
-        {"loss_agg_mode": "constant", "loss_scale_factor": 7.0, "kl": {"beta": 0.3, "estimator": "k1"}},
+        {"loss_agg_mode": "constant", "loss_scale_factor": 7.0, "kl": {"beta": 0.3, "estimator": "k1_in_loss"}},
+        {"kl": {"beta": 0.3, "estimator": "k2"}},
+        {"kl": {"beta": 0.3, "estimator": "k1", "in_reward": True}},
+        {
+            "kl": {"beta": 0.3, "estimator": "k2", "in_reward": True},
+            "old_logprobs": "rollout",
+            "truncated_importance": None,
+        },
         {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
         {"old_logprobs": "rollout", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
     ],
-    ids=["token", "sequence", "constant-k1", "cispo", "sampled"],
+    ids=["token", "sequence", "constant-k1", "k2", "k1-in-reward", "k2-in-reward", "cispo", "sampled"],
 )
 def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
     settings = TrainingSettings(**(EVERYTHING | changes), micro_batch_tokens=micro_batch_tokens)
@@ -272,6 +283,34 @@ def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micr
     plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
     assert trained.metrics["steps"] == 6
     assert agrees(trained.module, plain, since=loaded.module)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 16384])
+def test_logits_are_divided_by_the_temperature_of_each_row(loaded, tmp_path, micro_batch_tokens):
+    """Rows with the same tokens and other temperatures among them; the KL divergence is that of tempered policies."""
+    settings = TrainingSettings(**EVERYTHING, micro_batch_tokens=micro_batch_tokens)
+    data = [replace(row, temperature=(1.5, 0.7, 1.0)[index % 3]) for index, row in enumerate(rows(loaded.module))]
+    trained = learnt(loaded, tmp_path / "0", data, settings)
+
+    plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
+    plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
+    assert agrees(trained.module, plain, since=loaded.module)
+
+    sampled = [np.array(each, np.float32) for each in logprobs_under(loaded.module, data)]
+    data = [replace(row, rollout_logprobs=each) for row, each in zip(data, sampled, strict=True)]
+    once = settings.model_copy(update={"num_iterations": 1, "mini_batch_size": None})
+    metrics = learnt(loaded, tmp_path / "1", data, once).metrics
+    assert metrics["logprob_gap"] < 1e-6
+    batch = collate(data, loaded.device)
+    for computer in (LogprobComputer(loaded), LogprobComputer(loaded, chunk_elements=1)):
+        computed = batch.to_rows(computer(loaded.module, batch).logprobs_N.detach())
+        np.testing.assert_allclose(computed[batch.mask_BK], np.concatenate(sampled), atol=1e-5)
+    distributions = [
+        torch.distributions.Categorical(logits=logits[row.positions - 1] / row.temperature)
+        for row in data
+        for logits in loaded.module(input_ids=torch.tensor(row.token_ids.tolist())[None]).logits.detach()
+    ]
+    assert metrics["entropy"] == pytest.approx(torch.cat([d.entropy() for d in distributions]).mean().item(), rel=1e-5)
 
 
 def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from waiting import turns
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, PluginError, WorkflowError
@@ -198,12 +199,12 @@ async def test_suppressions_nest_and_overlap(loggers: list[logging.Logger]) -> N
 async def test_many_tasks_suppress_at_once(loggers: list[logging.Logger]) -> None:
     before = state(loggers)
 
-    async def quiet(seconds: float) -> None:
+    async def quiet(number: int) -> None:
         async with suppress_logs("quiet"):
-            await asyncio.sleep(seconds)
+            await turns(number)
             assert not loggers[1].isEnabledFor(logging.WARNING)
 
-    await asyncio.gather(*(quiet(0.001 * (7 * n % 10)) for n in range(10)))
+    await asyncio.gather(*(quiet(7 * n % 10) for n in range(10)))
     assert state(loggers) == before
 
 

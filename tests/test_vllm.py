@@ -18,9 +18,9 @@ from factories import MODEL, ROOT
 from processes import run, wait_until
 from pydantic import ValidationError
 
-from insitu.backend.child_process import ChildProcess
 from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.errors import BackendError
+from insitu.integrations.child_process import ChildProcess
 from insitu.integrations.vllm.fleet import AFFINITY, BLOCK, PrefixRouter
 from insitu.integrations.vllm.replica import request_body, sampled_tokens
 from insitu.integrations.vllm.servers import visible_devices
@@ -221,7 +221,7 @@ def test_a_bound_command_ends_with_its_parent_and_leaves_nothing_behind(tmp_path
     script = f"""if True:
         import os, sys, time
         from pathlib import Path
-        from insitu.backend.child_process import ChildProcess
+        from insitu.integrations.child_process import ChildProcess
         code = {sleeper!r} + "; print('up', flush=True); time.sleep(600)"
         ChildProcess([sys.executable, "-c", code], Path("log"), os.environ, bound=True)
         time.sleep(600)"""

@@ -13,7 +13,7 @@ import pytest
 from fake_vllm import FakeVllm, sampling
 from processes import HANGS
 from tiny_models import save_tiny_model
-from waiting import until
+from waiting import turns, until
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import (
@@ -29,7 +29,6 @@ from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.protocols import ServedModels
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
-from insitu.integrations.vllm.fleet import cancelled
 from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.schemas.training_jobs import JobState, LoRASettings, SamplerOptions, TrainingSettings
 
@@ -89,6 +88,22 @@ async def test_an_answer_of_an_unexpected_shape_is_an_error_of_the_server(
     async with sampling(loaded, tmp_path) as parts:
         parts.vllm.faults += [{"body": body}] * MAX_ATTEMPTS
         with pytest.raises(BackendUnavailable, match=r"returned unexpected data|sampled from other weights"):
+            await complete(parts.sampler)
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob"),
+    [(-1, -1.0), ("1", -1.0), (2**63, -1.0), (10**9, -1.0), (True, -1.0), (1.0, -1.0), (1, 0.5), (1, "-1"), (1, None)],
+)
+async def test_tokens_that_no_model_samples_are_never_returned(
+    loaded: LoadedModel, tmp_path: Path, token: Any, logprob: Any
+) -> None:
+    entry = {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+    choice = {"token_ids": [token] * 3, "logprobs": {"content": [entry] * 3}, "finish_reason": "length"}
+    body = {"model": "base", "choices": [{"index": 0, "weight_versions": [{"version": "default"}], **choice}]}
+    async with sampling(loaded, tmp_path) as parts:
+        parts.vllm.faults += [{"body": body}] * MAX_ATTEMPTS
+        with pytest.raises(BackendUnavailable, match=r"vLLM returned the (token|log-probability)"):
             await complete(parts.sampler)
 
 
@@ -159,8 +174,7 @@ async def test_full_weights_are_replaced_when_completions_have_ended(loaded: Loa
         publishing = asyncio.create_task(parts.sampler.publish(parts.make(1, FULL)))
         await until(lambda: parts.sampler.version == 1)
         later = asyncio.create_task(complete(parts.sampler))
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
         assert not parts.vllm.loaded
         assert await parts.sampler.versions_in_use("") == {0, 1}
         parts.vllm.gate.set()
@@ -260,8 +274,7 @@ async def test_a_version_that_is_deleted_while_it_is_loaded_fails_its_own_call_o
         parts.folder_of = without_first
         async with parts.sampler.fleet.replicas[0].lock:
             asked = asyncio.create_task(complete(parts.sampler, WeightVersion(1)))
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await turns(10)
             deleted = True
         with pytest.raises(RequestRefused, match="version 1 was deleted"):
             await asked
@@ -355,14 +368,11 @@ async def test_a_server_that_answers_nonsense_is_taken_back_when_it_recovers(
 
 async def test_a_server_is_taken_back_however_often_it_could_not_be_used(loaded: LoadedModel, tmp_path: Path) -> None:
     async with sampling(loaded, tmp_path) as parts:
-        servers, (replica,) = parts.sampler.fleet, parts.sampler.fleet.replicas
+        (replica,) = parts.sampler.fleet.replicas
         replica.failures = 2000
         await replica.leave_out("a test")
         assert (await complete(parts.sampler)).version == 0
-        await cancelled(servers._watching)  # the next check is the only one
-        await replica.leave_out("another test")
-        await servers._check(replica)
-        assert replica.ready, "the delay after earlier failures has ended with them"
+        assert (replica.failures, replica.retry_at) == (0, 0.0), "the delay after earlier failures has ended with them"
 
 
 async def test_servers_get_absolute_paths(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from waiting import turns
 
 from insitu.capture.ledger import current_call_site
 from insitu.errors import PluginError, WorkflowError
@@ -165,7 +166,7 @@ async def test_callable_objects_and_bound_methods() -> None:
 
 async def letters(text: str) -> Any:
     for letter in text:
-        await asyncio.sleep(0)
+        await turns(1)
         yield letter
 
 
@@ -305,9 +306,9 @@ async def test_an_end_from_another_task_closes_its_start() -> None:
 async def test_parallel_tasks_have_their_own_place() -> None:
     async def work(name: str) -> str:
         started = push("TASK_START", name=name)
-        await asyncio.sleep(0.001)
+        await turns(3)
         inner = push("CUSTOM_START", name=f"in {name}")
-        await asyncio.sleep(0)
+        await turns(1)
         push("TASK_END", name=name, UUID=started.UUID)
         return f"{started.UUID} {inner.UUID}"
 
@@ -382,9 +383,9 @@ async def test_steps_outside_an_episode_reach_subscribers_and_are_not_kept() -> 
 
 async def test_concurrent_episodes_never_see_one_another() -> None:
     async def work(n: int) -> int:
-        await asyncio.sleep(0)
+        await turns(1)
         push("CUSTOM_START", name=f"step {n}")
-        await asyncio.gather(*(asyncio.create_task(asyncio.sleep(0)) for _ in range(3)))
+        await asyncio.gather(*(asyncio.create_task(turns(1)) for _ in range(3)))
         return Context.get().input_message
 
     async def episode(n: int) -> EpisodeScope:
@@ -456,7 +457,7 @@ async def test_in_training_a_step_reward_passes_over_calls_outside_the_target_fu
 async def test_a_step_reward_goes_to_the_latest_call_of_the_running_function() -> None:
     async def player(n: int) -> None:
         scope.ledger.record([call(n)], current_call_site.get())
-        await asyncio.sleep(0.001 * (3 - n))
+        await turns(3 - n)
         Context.get().reward(n)
 
     with EpisodeScope() as scope:

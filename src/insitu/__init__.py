@@ -2,6 +2,21 @@
 
 from typing import TYPE_CHECKING, Any
 
+from insitu.errors import BackendError as BackendError
+from insitu.errors import BackendUnavailable as BackendUnavailable
+from insitu.errors import CaptureError as CaptureError
+from insitu.errors import ConfigError as ConfigError
+from insitu.errors import EpisodeTimeout as EpisodeTimeout
+from insitu.errors import InputError as InputError
+from insitu.errors import InsituError as InsituError
+from insitu.errors import JobFailed as JobFailed
+from insitu.errors import JobLost as JobLost
+from insitu.errors import PluginError as PluginError
+from insitu.errors import RequestRefused as RequestRefused
+from insitu.errors import Stalled as Stalled
+from insitu.errors import TrajectoryError as TrajectoryError
+from insitu.errors import WorkflowError as WorkflowError
+
 if TYPE_CHECKING:
     from insitu.api.calls import evaluate as evaluate
     from insitu.api.calls import finetune as finetune

@@ -47,7 +47,7 @@ def users_place(stack: Iterable[tuple[str, int]]) -> str:
     frames = [*stack]
     foreign = [frame for frame in frames if not frame[0].startswith(_OURS)]
     user = [frame for frame in foreign if _LIBRARY not in frame[0]]
-    installed = [(found[1], frame) for frame in foreign if (found := _PACKAGES.search(frame[0]))]
+    installed = [(match[1], frame) for frame in foreign if (match := _PACKAGES.search(frame[0]))]
     if not user:
         user = [frame for package, frame in installed if package == installed[0][0]]
     last = (user or foreign or frames)[-1:]

@@ -27,7 +27,7 @@ from insitu.registry import (
 )
 from insitu.schemas.components import *
 from insitu.schemas.episodes import DropReason as DropReason, Episode as Episode
-from insitu.schemas.episodes import ModelCall as ModelCall, TrainingRow as TrainingRow
+from insitu.schemas.episodes import ModelCall as ModelCall, Needs as Needs, TrainingRow as TrainingRow
 from insitu.schemas.evaluation import *
 from insitu.schemas.finetuning import *
 from insitu.schemas.parts import TokenBatch as TokenBatch, TokenLoss as TokenLoss

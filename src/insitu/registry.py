@@ -65,13 +65,13 @@ def _built_in() -> dict[str, dict[str, str]]:
         points = distribution("insitu").entry_points
     except PackageNotFoundError as error:
         raise PluginError("insitu is not installed (pip install -e .): its components cannot be found") from error
-    found: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, str]] = {}
     for point in points:
         if point.group.startswith("insitu."):
-            found.setdefault(point.group.removeprefix("insitu."), {})[point.name] = point.value
-    if not found:
+            modules.setdefault(point.group.removeprefix("insitu."), {})[point.name] = point.value
+    if not modules:
         raise PluginError("insitu's installed metadata lacks its components: reinstall it (pip install -e .)")
-    return found
+    return modules
 
 
 LLM = Kind("llms", LLMBaseConfig)
@@ -127,19 +127,21 @@ class Registry:
             )
         if not issubclass(config_type, kind.base):
             raise PluginError(f"{config_type.__name__} ({name}) is not a {kind.base.__name__}")
-        known = self._known.get((kind.section, name))
+        registration = self._known.get((kind.section, name))
         if name in kind.built_in:
             if not kind.replaceable and not _is_own(config_type):
                 raise PluginError(f"{name!r} of {kind.section} is built into insitu; {config_type} needs another name")
-            if known is not None and _is_own(config_type) and not _is_own(known.config_type):
+            if registration is not None and _is_own(config_type) and not _is_own(registration.config_type):
                 return
-            if known is not None and _is_own(known.config_type):
-                known = None
-        if known is not None and _qualified_name(known.config_type) != _qualified_name(config_type):
-            clash = f"two components of {kind.section} are called {name!r}: {known.config_type} and {config_type}"
+            if registration is not None and _is_own(registration.config_type):
+                registration = None
+        if registration is not None and _qualified_name(registration.config_type) != _qualified_name(config_type):
+            clash = (
+                f"two components of {kind.section} are called {name!r}: {registration.config_type} and {config_type}"
+            )
             if not self._loading:
                 raise PluginError(clash)
-            if known.installed:  # otherwise the program's own registration wins
+            if registration.installed:  # otherwise the program's own registration wins
                 logger.warning("%s; neither can be used while both are installed", clash)
                 self._clashes[kind.section, name] = clash
             return

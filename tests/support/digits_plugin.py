@@ -1,9 +1,9 @@
 """A small workflow for tests of whole runs: the model answers, the evaluator likes large digits.
 
 A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
-step reward; "raise", "hang" and "block" fail each in its way; "mark" is a file that gets a character for each episode;
-"score" is what the evaluator gives, "nan" and "none" among it, or "hang". What hangs ends once the file `released` is
-there.
+step reward; "sampling" are parameters of the agent's own request; "raise", "hang" and "block" fail each in its way;
+"mark" is a file that gets a character for each episode; "score" is what the evaluator gives, "nan" and "none" among it,
+or "hang". What hangs ends once the file `released` is there.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def ask(config: AskConfig, builder: Builder):
             )
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         else:
-            text = (await llm.complete(messages)).choices[0].message.content
+            text = (await llm.complete(messages, **question.get("sampling", {}))).choices[0].message.content
         if "earn" in question:
             Context.get().reward(question["earn"])
         if "raise" in question:
@@ -76,7 +76,7 @@ async def converse(config: ConverseConfig, builder: Builder):
             texts.append((await llm.complete(messages)).choices[0].message.content)
             messages.append({"role": "assistant", "content": texts[-1]})
             context.reward(mean_digit(texts[-1]))
-        return "|" + " ".join(texts)
+        return f"{question.get('score', '')}|" + " ".join(texts)
 
     yield FunctionInfo.from_fn(answer, description="talks to the model")
 

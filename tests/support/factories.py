@@ -7,15 +7,19 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from fake_nemo import CONFIG as CUSTOMIZATION_CONFIG
 from fake_nemo import FakeNeMo
+from fake_openai import FakeOpenAI
+
+if TYPE_CHECKING:
+    from insitu.workflow.llms import ModelClient
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/tic_tac_toe/model"
@@ -23,6 +27,23 @@ MODEL = ROOT / "examples/tic_tac_toe/model"
 
 
 # messages and calls
+
+
+def model_client(server: FakeOpenAI | str, name: str = "player", **settings: Any) -> "ModelClient":
+    from insitu.workflow.llms import OpenAIConfig, connect
+
+    base_url = server if isinstance(server, str) else server.base_url
+    config = OpenAIConfig(model_name="fake", base_url=base_url, **settings)
+    return connect(name, config, "fake", base_url, "none")
+
+
+@asynccontextmanager
+async def connected(server: FakeOpenAI | str, **settings: Any) -> "AsyncIterator[ModelClient]":
+    client = model_client(server, **settings)
+    try:
+        yield client
+    finally:
+        await client.aclose()
 
 
 def sampled(logprobs: dict[str, Any]) -> list[float]:
@@ -129,9 +150,18 @@ def pip_install(source: Path, folder: Path) -> Path:
 
 
 def digits_project(
-    folder: Path, *, workflow: dict[str, Any] | None = None, plugin: str = "digits_plugin", **adapter: Any
+    folder: Path,
+    *,
+    workflow: dict[str, Any] | None = None,
+    plugin: str = "digits_plugin",
+    rows: int = 0,
+    held_out: int = 0,
+    **adapter: Any,
 ) -> Path:
-    """A training run on `digits_plugin`, to be run by `processes.run_project`; `adapter` is where the model is."""
+    """A training run on `digits_plugin`, to be run by `processes.run_project`; `adapter` is where the model is.
+
+    `rows` in `rows.jsonl`, which the run trains on, and `held_out` in `validation.jsonl`.
+    """
     training = {"learning_rate": 1e-3, "mini_batch_size": 16}
     config = {
         "general": {"seed": 3, "plugins": [plugin]},
@@ -162,6 +192,9 @@ def digits_project(
     }
     (folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / "digits_plugin.py").write_text((ROOT / "tests/support/digits_plugin.py").read_text())
+    for name, say, count in (("rows.jsonl", "Row", rows), ("validation.jsonl", "Held out", held_out)):
+        if count:
+            write_rows(folder, [{"say": f"{say} {i}"} for i in range(count)], name)
     return folder
 
 

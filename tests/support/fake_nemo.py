@@ -24,9 +24,10 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from aiohttp import web
+from waiting import until
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-State = str | tuple[str, float | None]
+State = str | tuple[str, float | None] | None
 
 CONFIG = "meta/llama-3.2-1b-instruct@v1.0.0+A100"
 HYPERPARAMETERS = {"training_type", "finetuning_type", "epochs", "batch_size", "learning_rate", "seed", "dpo"}
@@ -158,8 +159,7 @@ class FakeNeMo:
         response = await handler(request)
         if re.search(self._held, asked):
             self.held += 1
-            while not self._released.is_set():  # noqa: ASYNC110 (it is set by another thread)
-                await asyncio.sleep(0.01)
+            await until(self._released.is_set)
         return response
 
     # Entity Store, Customizer, Deployment Management
@@ -252,7 +252,7 @@ class FakeNeMo:
     def _job_body(self, number: str) -> dict[str, Any]:
         job = {key: value for key, value in self.jobs[number].items() if key not in ("script", "problem", "name")}
         state, problem = self.jobs[number]["script"][0], self.jobs[number]["problem"]
-        status, percentage = (state, None) if isinstance(state, str) else state
+        status, percentage = state if isinstance(state, tuple) else (state, None)
         details = {"created_at": _now(), "updated_at": _now(), "status": status, "steps_completed": 4}
         if percentage is not None:
             details["percentage_done"] = percentage

@@ -17,6 +17,7 @@ from collections import Counter
 from typing import Any, Self
 
 from aiohttp import web
+from waiting import hang
 
 
 class FakeOpenAI:
@@ -51,6 +52,11 @@ class FakeOpenAI:
     def __exit__(self, *exc_info: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+
+    def abort(self, connections: set[Any]) -> None:
+        """Cuts these connections, as a server does that is killed."""
+        for transport in connections:
+            self._loop.call_soon_threadsafe(transport.abort)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -169,7 +175,7 @@ class FakeOpenAI:
                     self._add_prompt(body, choice, text)
                 await send([choice])
                 if text == "stall":
-                    await asyncio.sleep(30)
+                    await hang()
             reason = "tool_calls" if text == "tool" else "stop"
             await send([{"index": index, **({"delta": {}} if is_chat else {"text": ""}), "finish_reason": reason}])
         if (body.get("stream_options") or {}).get("include_usage"):

@@ -190,7 +190,8 @@ class FakeVllm:
             return web.json_response(fault["body"])
         if body["model"] not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist")
-        entries = self._sample(body["token_ids"], body["sampling_params"]["max_tokens"])
+        params = body["sampling_params"]
+        entries = self._sample(body["token_ids"], params["max_tokens"], params.get("temperature") or 1.0)
         tags = [{"version": tag, "start": 0, "end": 1} for tag in fault.get("tags", [self.tag])]
         if not body["stream"]:
             choice = {**_choice(entries), "finish_reason": "length", "weight_versions": tags}
@@ -214,11 +215,12 @@ class FakeVllm:
         scores = [None, *({str(ids[i + 1]): {"logprob": float(logprobs[i, ids[i + 1]])}} for i in range(len(ids) - 1))]
         return web.json_response({"prompt_logprobs": scores})
 
-    def _sample(self, prompt: list[int], count: int) -> list[dict[str, Any]]:
+    def _sample(self, prompt: list[int], count: int, temperature: float) -> list[dict[str, Any]]:
         ids, entries = list(prompt), []
         with torch.inference_mode():
             for _ in range(count):
-                logprobs = torch.log_softmax(self.module(input_ids=torch.tensor([ids])).logits[0, -1].float(), -1)
+                logits = self.module(input_ids=torch.tensor([ids])).logits[0, -1].float()
+                logprobs = torch.log_softmax(logits / temperature, -1)
                 ids.append(int(logprobs.argmax()))
                 entries.append({"token_id": ids[-1], "logprob": float(logprobs.max()), "rank": 1, "top_logprobs": []})
         return entries

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
+LOGGED_BACKEND = TESTS / "logged_backend.py"
+"""A script in place of the command `backend`; its first argument is the file that gets a line per completion."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """The models are tiny, and several processes share the cores. The threads of OpenMP do not survive a fork."""
-_ADDRESS = "INSITU_TEST_FORK_SERVER"
+FORK_SERVER = "INSITU_TEST_FORK_SERVER"
 """The environment variable by which the pytest workers find the fork server of their controller."""
 HANGS = 600
 """Seconds after which a command counts as hanging, on a machine however busy."""
@@ -39,20 +41,19 @@ def fork_server() -> Iterator[None]:
         command = [sys.executable, TESTS / "fork_server.py", address, python]
         environment = os.environ | ONE_THREAD
         with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment) as process:
-            while not os.path.exists(address):
-                assert process.poll() is None
-                time.sleep(0.01)
-            os.environ[_ADDRESS] = address
+            wait_until(lambda: os.path.exists(address) or process.poll() is not None)
+            assert process.poll() is None
+            os.environ[FORK_SERVER] = address
             try:
                 yield
             finally:
-                del os.environ[_ADDRESS]
+                del os.environ[FORK_SERVER]
                 process.communicate()
 
 
 def forked_python() -> str:
     """A Python for scripts and for `-c CODE`, in which everything has been imported already."""
-    return str(Path(os.environ[_ADDRESS]).with_name("python"))
+    return str(Path(os.environ[FORK_SERVER]).with_name("python"))
 
 
 def install_forked_command(path: Path) -> None:
@@ -73,7 +74,7 @@ class Command:
 
     def __init__(self, arguments: list[str], folder: str, environment: dict[str, str], descriptors: list[int]) -> None:
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(os.environ[_ADDRESS])
+        self._server.connect(os.environ[FORK_SERVER])
         request = {"arguments": arguments, "folder": folder, "environment": environment}
         socket.send_fds(self._server, [json.dumps(request).encode() + b"\n"], descriptors)
         self.returncode: int | None = None
@@ -148,7 +149,8 @@ class Process(Command):
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            super().__init__(["-m", "insitu", *arguments], folder, environment, [nothing, out_end, err_end])
+            program = [] if arguments[0].endswith(".py") else ["-m", "insitu"]
+            super().__init__([*program, *arguments], folder, environment, [nothing, out_end, err_end])
         finally:
             for descriptor in (nothing, out_end, err_end):
                 os.close(descriptor)
@@ -183,7 +185,7 @@ class Process(Command):
 
 
 def start(*arguments: Any, folder: Path | None = None, **variables: str) -> Process:
-    """`insitu` with these arguments, in `folder`, with these environment variables besides ours."""
+    """`insitu` with these arguments (or a script that comes first), in `folder`, with these variables besides ours."""
     return Process([*map(str, arguments)], str(folder or Path.cwd()), {**os.environ, **variables})
 
 

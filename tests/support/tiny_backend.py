@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from processes import serving
+from processes import LOGGED_BACKEND, serving
 from tiny_models import save_tiny_model
 
 
@@ -27,6 +27,6 @@ class Served:
 def tiny_backend(folder: Path) -> Iterator[Served]:
     model = save_tiny_model(folder / "model")
     log = folder / "log"
-    options = {"model": model, "port": 0, "token": Served.token, "output_dir": folder / "out", "log_samples": log}
-    with serving("backend", *(t for k, v in options.items() for t in (f"--{k}", v))) as (_, address):
+    options = {"model": model, "port": 0, "token": Served.token, "output_dir": folder / "out"}
+    with serving(LOGGED_BACKEND, log, *(t for k, v in options.items() for t in (f"--{k}", v))) as (_, address):
         yield Served(address, log)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import LOGGED_BACKEND
 from wiretap import Wiretap
 
 HERE = Path(__file__).parent
@@ -19,8 +20,10 @@ each_release = pytest.mark.parametrize("release", RELEASES)
 
 
 @contextmanager
-def backend(model: Path, folder: Path, *options: str) -> Iterator[str]:
-    command = [Path(sys.executable).with_name("insitu"), "backend", "--model", model, "--port", "0"]
+def backend(model: Path, folder: Path, *options: str, log: Path | None = None) -> Iterator[str]:
+    """A backend's address; `log` gets what it samples."""
+    insitu = [Path(sys.executable).with_name("insitu"), "backend"]
+    command = [*(insitu if log is None else [sys.executable, LOGGED_BACKEND, log]), "--model", model, "--port", "0"]
     with subprocess.Popen([*command, "--output_dir", folder, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             ready = re.search(r"ready at (\S+)", process.stdout.readline())

@@ -40,5 +40,5 @@ def tool_model(tmp_path_factory) -> Path:
 def looker(tool_model, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     """The address of a backend that serves it, and the log of what it has sampled."""
     folder = tmp_path_factory.mktemp("backend")
-    with backend(tool_model, folder, "--log_samples", str(folder / "samples.jsonl")) as address:
+    with backend(tool_model, folder, log=folder / "samples.jsonl") as address:
         yield address, folder / "samples.jsonl"

@@ -15,7 +15,7 @@ from tiny_models import save_tiny_model
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     log = folder / "log"
-    with backend(save_tiny_model(folder / "model"), folder, "--token", Served.token, "--log_samples", log) as address:
+    with backend(save_tiny_model(folder / "model"), folder, "--token", Served.token, log=log) as address:
         yield Served(address, log)
 
 

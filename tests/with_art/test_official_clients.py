@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import art_runs
 import pytest
 from words_model import save_words_model
 
@@ -30,14 +29,8 @@ def model(tmp_path_factory) -> Path:
 def backend(model, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     """A backend's address and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("backend")
-    command = [Path(sys.executable).with_name("insitu"), "backend", "--model", model, "--port", "0"]
-    with subprocess.Popen([*command, "--output_dir", folder], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready, "the backend did not start"
-            yield ready[1], folder
-        finally:
-            process.terminate()
+    with art_runs.backend(model, folder) as address:
+        yield address, folder
 
 
 @pytest.mark.parametrize("release", ["0.5.4", "0.5.18"])

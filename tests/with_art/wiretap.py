@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
+from waiting import until
 
 
 class Wiretap:
@@ -119,8 +120,7 @@ class Wiretap:
 
     async def _wait_for_the_client_to_die(self, request: web.Request) -> web.Response:
         self.held = True
-        while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110 (no event)
-            await asyncio.sleep(0.01)
+        await until(lambda: request.transport is None or request.transport.is_closing())
         return web.Response()
 
 

@@ -18,10 +18,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from insitu.collect.conversations import GroupRecord
-from insitu.runs.records import RunProgress
+from insitu.runs.records import RunProgress, training_records
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.preference_builders import DPOFromGroupsConfig, episode_pairs
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tic_tac_toe/model"
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><b>bold</b> &amp; \u202eabc"
@@ -197,7 +199,7 @@ class MadeRun:
         self.run_id = f"insitu_run_{folder.name}"
         self.chance = random.Random(seed)
         self.store = RunStore(folder)
-        self._trained: list[tuple[Trajectory, dict[int, float]]] = []
+        self.with_advantages: list[tuple[Trajectory, dict[int, float]]] = []
         self._validations: list[dict[str, Any]] = []
         checkpoint = folder / "backend/checkpoints/step_000001"
         checkpoint.mkdir(parents=True)
@@ -209,6 +211,7 @@ class MadeRun:
             "trainer_adapters": {"backend": {"_type": "insitu_trainer_adapter", "model": "Qwen/Qwen2.5-0.5B-Instruct"}},
         }
         settings = {"insitu": "0.1.0", "epochs": epochs, "seed": seed, "credit": "episode", "discount": 1.0}
+        settings |= {"episodes_per_epoch": 16}
         computed = {"targets": targets, "advantages": advantages, "training": {"method": "grpo"}, "config": config}
         self.store.write("run.json", {"run_id": self.run_id, **settings, **computed})
         self.progress("running", 0)
@@ -247,22 +250,44 @@ class MadeRun:
             for episode in scored
         ]
         dropped = Counter({DropReason.TIMEOUT: len(episodes) - len(scored)} if len(scored) < len(episodes) else {})
-        self.store.append_group(GroupRecord(row, episodes, trajectories, dropped), epoch)
+        question = members[0][0].messages[0]["content"] if members[0][0].messages else "nothing was asked"
+        asked = EvalInputItem(id=row, input_obj=question, expected_output_obj=f"the answer to {row}")
+        self.store.append_group(GroupRecord(row, episodes, trajectories, dropped), epoch, asked)
         rewards = [float(episode.reward or 0) for episode in scored]
         deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             advantage = (reward - statistics.fmean(rewards)) / (deviation + 1e-6)
-            self._trained.append(
+            self.with_advantages.append(
                 (trajectory, {position: advantage for position, call in enumerate(trajectory.calls) if call.token_ids})
             )
 
-    def end_epoch(self, epoch: int) -> None:
-        trajectories = [trajectory for trajectory, _ in self._trained]
-        self.store.append_advantages(epoch, trajectories, {}, self._trained)
-        self.store.append(
-            "training_metrics.jsonl", [self._metrics(epoch, [float(each.reward) for each in trajectories])]
+    def pairs(self, epoch: int, row: str, members: Sequence[tuple[Conversation, float]]) -> None:
+        """A row whose episodes are compared: the best is chosen over each of the others, which are rejected."""
+        episodes = [
+            Episode(EpisodeKey(self.run_id, epoch, row, n), Outcome.OK, calls=talk.calls, reward=reward, output="said")
+            for n, (talk, reward) in enumerate(members)
+        ]
+        played = [
+            Trajectory.model_construct(id=e.key.text(), reward=e.reward, calls=e.calls, trained_calls=[0])
+            for e in episodes
+        ]
+        group = GroupRecord(row, episodes, played, Counter())
+        made = episode_pairs(group, DPOFromGroupsConfig(exhaustive_pairs=True))
+        self.store.append_group(
+            made, epoch, EvalInputItem(id=row, input_obj="What is 17 * 3?", expected_output_obj="51")
         )
-        self._trained = []
+        metrics = self._metrics(epoch, [float(each.reward) for each in made.trajectories])
+        self.store.append("advantages.jsonl", training_records(epoch, made.trajectories, {}, []))
+        self.store.append("training_metrics.jsonl", [metrics | {"pairs": len(made.trajectories)}])
+        self.progress("running", epoch)
+
+    def end_epoch(self, epoch: int, **metrics: Any) -> None:
+        trajectories = [trajectory for trajectory, _ in self.with_advantages]
+        self.store.append("advantages.jsonl", training_records(epoch, trajectories, {}, self.with_advantages))
+        self.store.append(
+            "training_metrics.jsonl", [self._metrics(epoch, [float(each.reward) for each in trajectories]) | metrics]
+        )
+        self.with_advantages = []
         self.progress("running", epoch)
 
     def validate(self, epoch: int, score: float) -> None:
@@ -358,6 +383,38 @@ def every_kind(folder: Path, calls: int = 200) -> Path:
     return run.end()
 
 
+def preferences(folder: Path) -> Path:
+    """Two rows of three episodes, of which two pairs each are trained."""
+    run = MadeRun(folder, epochs=2)
+    for epoch in (1, 2):
+        talks = [short(run.chance, each) for each in range(4)]
+        run.pairs(epoch, "row-000", [*zip(talks, (1.0, 0.5, 0.0, 0.5), strict=True)])
+    return run.end()
+
+
+def bad(folder: Path) -> Path:
+    """A run that hardly learns."""
+    run = MadeRun(folder, epochs=10)
+    run.group(1, "row-000", [(short(run.chance, each), float(each % 2)) for each in range(7)])
+    said = ["3 x timeout: EpisodeTimeout: no answer within 60 s"]
+    run.end_epoch(1, filtered_trajectories=1, completions_clipped_ratio=1.0, warnings=said)
+    return run.end("interrupted", epoch=1)
+
+
+SIZE = 10_000_000
+
+
+def huge(folder: Path) -> Path:
+    """A tool that returned ten million characters."""
+    run = MadeRun(folder)
+    text = "".join(f"line {number:07d} of the log\n" for number in range(SIZE // 24 + 1))[: SIZE - 7] + "THE END"
+    talk = Conversation(run.chance).add("user", "Read the log.").call("", tool_calls=[_tool_call("read", file="log")])
+    talk.add("tool", text, tool_call_id="call_read", name="read").call("It ends.")
+    run.group(1, "row-000", [(talk, 1.0)])
+    run.end_epoch(1)
+    return run.end()
+
+
 def not_begun(folder: Path) -> Path:
     """No epoch is complete yet."""
     run = MadeRun(folder, epochs=15)
@@ -391,6 +448,9 @@ def corrupted(folder: Path) -> Path:
 RUNS = {
     "learning": learning,
     "every_kind": every_kind,
+    "preferences": preferences,
+    "bad": bad,
+    "huge": huge,
     "not_begun": not_begun,
     "failed": failed,
     "corrupted": corrupted,

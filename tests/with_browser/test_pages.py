@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from conftest import Open, save
 from made_runs import HOSTILE, HOSTILE_ROW
 from playwright.sync_api import expect
@@ -21,13 +22,18 @@ PAGES: dict[str, tuple[str, dict[str, str | int]]] = {
     "run-not-begun": ("/run", {"run": "not_begun"}),
     "run-failed": ("/run", {"run": "failed"}),
     "run-corrupted": ("/run", {"run": "corrupted"}),
+    "run-of-preferences": ("/run", {"run": "preferences", "list": "episodes"}),
+    "run-bad": ("/run", {"run": "bad"}),
+    "no-page": ("/nothing", {}),
     "comparison": ("/run", {"run": "learning", "compare": "failed"}),
     "group": ("/group", {"run": "learning", "epoch": 3, "row": "row-001"}),
     "group-of-two": ("/group", {"run": "every_kind", "epoch": 1, "row": "tools"}),
+    "group-of-pairs": ("/group", {"run": "preferences", "epoch": 1, "row": "row-000"}),
     "group-of-64": ("/group", {"run": "every_kind", "epoch": 1, "row": "many"}),
     "group-failed": ("/group", {"run": "every_kind", "epoch": 1, "row": "failed"}),
     "group-corrupted": ("/group", {"run": "corrupted", "epoch": 3, "row": "row-001"}),
     "episode": ("/episode", {"run": "learning", "episode": "insitu_run_learning/3/row-001/0/0"}),
+    "episode-of-pairs": ("/episode", {"run": "preferences", "episode": "insitu_run_preferences/1/row-000/1/0"}),
     "episode-tools": ("/episode", episode("tools")),
     "episode-parts": ("/episode", episode("parts")),
     "episode-hostile": ("/episode", episode(HOSTILE_ROW)),
@@ -42,8 +48,10 @@ PAGES: dict[str, tuple[str, dict[str, str | int]]] = {
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_its_width(open_page: Open, name: str, width: int, scheme: str) -> None:
     path, query = PAGES[name]
-    page = open_page(path, width=width, scheme=scheme, **query)
+    page = open_page(path, width=width, scheme=scheme, refused=name == "no-page", **query)
     expect(page.locator("#live")).to_have_class("on")
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    assert [(each["id"], [node["html"][:200] for node in each["nodes"]][:5]) for each in found] == []
     save(page, f"{name}-{width}-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.title().endswith("insitu")
@@ -90,7 +98,7 @@ def test_a_run_says_how_it_does(open_page: Open) -> None:
     score = page.get_by_role("img", name=re.compile("^Held-out score and training reward"))
     expect(score).to_have_attribute("aria-label", re.compile("held-out score: 0.310 at epoch 0, 0.810 at epoch 15"))
     expect(page.get_by_role("region", name="Left out")).to_contain_text("timeout")
-    page.get_by_text("Settings that differ from the defaults").click()
+    page.get_by_text("Settings of the file").click()
     expect(page.locator("#part-settings")).to_contain_text("Qwen/Qwen2.5-0.5B-Instruct")
 
 
@@ -155,7 +163,10 @@ def test_what_differs_between_the_episodes_of_a_group(open_page: Open) -> None:
     page = open_page("/group", run="every_kind", epoch=1, row="tools")
     expect(page.get_by_text("2 messages at the start, the same in these 2 episodes")).to_be_visible()
     beside = page.get_by_role("region", name="Dialogues side by side")
-    expect(beside.locator("ins").filter(has_text="error")).to_be_visible()
+    marks = beside.locator("mark")
+    expect(marks.filter(has_text="error")).to_be_visible()
+    colours = marks.evaluate_all("marks => marks.map(mark => getComputedStyle(mark).backgroundColor)")
+    assert len({*colours}) == 1, "what differs is marked alike on both sides"
     expect(page.locator(".episodes")).to_contain_text("+0.71")
 
 

@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from factories import customizer_project
 from fake_nemo import FakeNeMo
+from processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ("1.4.0", "1.5.0")
@@ -90,9 +90,8 @@ def test_ctrl_c_cancels_the_job(release: str, tmp_path: Path, nemo: FakeNeMo) ->
     nemo.script = ["running"]
     customizer_project(tmp_path, nemo)
     process = start(release, tmp_path)
-    while not nemo.requested("GET .*jobs/cust-0"):
-        assert process.poll() is None, finish(process)
-        time.sleep(0.05)
+    wait_until(lambda: nemo.requested("GET .*jobs/cust-0") or process.poll() is not None)
+    assert process.poll() is None, finish(process)
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert (code, nemo.jobs["cust-0"]["script"][-1]) == (130, "cancelled"), err
@@ -103,9 +102,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(release: str, tmp_path:
     nemo.hold("POST .*jobs$")
     customizer_project(tmp_path, nemo)
     process = start(release, tmp_path)
-    while not nemo.held:
-        assert process.poll() is None, finish(process)
-        time.sleep(0.05)
+    wait_until(lambda: nemo.held or process.poll() is not None)
+    assert process.poll() is None, finish(process)
     process.kill()
     finish(process)
     nemo.release()

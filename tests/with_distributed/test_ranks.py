@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from factories import digits_project, read_lines, write_rows
+from factories import digits_project, read_lines
 from fake_vllm import sampling
 from processes import TESTS, wait_until
 from safetensors.torch import load_file
@@ -57,8 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
     **LOSSES,
     "rollout": {"old_logprobs": "rollout", "clip_low": 0.1},
     "truncated": {"truncated_importance": 1.5, "dual_clip": 3.0},
-    "kl-k1": {"kl": {"beta": 0.1, "estimator": "k1"}},
+    "kl-k1": {"kl": {"beta": 0.1, "estimator": "k1", "in_reward": True}},
     "kl-k3": {"kl": {"beta": 0.1}},
+    "kl-k2": {"kl": {"beta": 0.1, "estimator": "k2"}},
     **PREFERENCES,
     "dpo-job_start": {
         "method": "dpo",
@@ -97,7 +98,9 @@ def _row(rng: Any, length: int, method: str, index: int, side: int) -> Row:
     logprobs, weights = rng.normal(-3, 0.3, count).astype(np.float32), rng.normal(0, 1, count).astype(np.float32)
     preferred = side == 0 if method in ("dpo", "kto") else None
     return Row(
-        tokens, positions, logprobs, weights, f"e{index}-{side}" if method == "kto" else f"e{index}", pair, preferred
+        *(tokens, positions, logprobs, weights),
+        *(f"e{index}-{side}" if method == "kto" else f"e{index}", pair, preferred),
+        temperature=1.5 if method == "grpo" and side else 1.0,
     )
 
 
@@ -340,8 +343,7 @@ def finetune(folder: Path, *options: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: bool) -> None:
-    digits_project(tmp_path)
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    digits_project(tmp_path, rows=6)
     slow = ("-o", "trainer_adapters.backend.training.learning_rate", "1e-4")
     adapters = ("-o", "trainer_adapters.backend.training.lora", '{"rank": 4}') if lora else ()
     metrics = []
@@ -358,8 +360,7 @@ def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: boo
 
 
 def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
-    digits_project(tmp_path)
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    digits_project(tmp_path, rows=6)
     options = ("-o", "trainer_adapters.backend.learner.processes", "2", "-o", "finetuning.num_epochs", "500")
     with finetune(tmp_path, *options) as process:
         wait_until((tmp_path / "run/training_metrics.jsonl").exists)

@@ -15,6 +15,7 @@ from typing import Any
 
 from factories import read_lines
 from looker import answer_of
+from processes import LOGGED_BACKEND
 from tiny_models import byte_tokenizer
 
 from insitu.runs.records import restore_calls
@@ -90,10 +91,10 @@ def finetune(
 
 @contextmanager
 def _backend(model: Path, folder: Path) -> Iterator[str]:
-    options = ["--model", model, "--port", "0", "--output_dir", folder, "--log_samples", folder / "samples.jsonl"]
+    options = ["--model", model, "--port", "0", "--output_dir", folder]
     folder.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "insitu", "backend", *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, LOGGED_BACKEND, folder / "samples.jsonl", *options], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None

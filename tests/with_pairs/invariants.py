@@ -6,6 +6,7 @@ import json
 import os
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,32 +41,50 @@ def check_secrets(folder: Path) -> None:
 
 
 def check_accounting(project: Project, folder: Path) -> None:
-    """Each planned episode is recorded once, and is in its group or dropped there for a reason."""
-    episodes = Counter((e["epoch"], e["row_id"]) for e in read_lines(folder / "episodes.jsonl.gz")[1:])
+    """Each planned episode is recorded once, and is in its group or in a pair, or dropped there for a reason."""
+    recorded = read_lines(folder / "episodes.jsonl.gz")[1:]
+    episodes = Counter((e["epoch"], e["row_id"]) for e in recorded)
     groups = read_lines(folder / "groups.jsonl")[1:]
     assert {(g["epoch"], g["row_id"]): g["num_episodes"] for g in groups} == episodes
     assert set(episodes.values()) == {GENERATIONS}
     assert set(Counter(epoch for epoch, _ in episodes).values()) == {ROWS}
-    if project.case["method"] != "dpo of turns":
-        for group in groups:
+    for group in groups:
+        if project.makes_pairs:
+            of_row = [e for e in recorded if (e["epoch"], e["row_id"]) == (group["epoch"], group["row_id"])]
+            left_out = [e for e in of_row if e["episode"] not in group.get("paired", ())]
+            assert all(e["reason"] for e in left_out), group
+        else:
             assert len(group["episodes"]) + sum(group["dropped"].values()) == GENERATIONS, group
 
 
 def check_what_was_trained(project: Project, folder: Path) -> None:
-    """Page, `trajectories show`, the table and the metrics call the same episodes trained, with the same advantages."""
+    """Page, `trajectories show`, the table and the metrics call the same episodes trained, with the same advantages.
+
+    Without advantages they call them the same sides of the same pairs, or desirable, undesirable or the best.
+    """
     recorded = {e["episode"]: e for e in read_lines(folder / "episodes.jsonl.gz")[1:]}
     trained = {name for name, status in shown_statuses(folder).items() if status == "trained"}
-    page, advantages = page_statuses(folder)
+    page, advantages, sides = page_statuses(folder)
     assert {name for name, status in page.items() if status == "trained"} == trained
     table = table_of(folder)
     in_table = {row["episode"]: json.loads(row["advantages"]) for row in table if row["dropped"] is None}
-    assert {name: values for name, values in in_table.items() if values} == advantages
+    sides_in_table = {row["episode"]: [s for s in json.loads(row["sides"]) if not s["dropped"]] for row in table}
+    if project.is_group_relative:
+        assert {name: values for name, values in in_table.items() if values} == advantages
+    else:
+        assert not any(advantages.values())
+        assert {name: found for name, found in sides_in_table.items() if found} == sides
+        assert sides.keys() == trained
     for metrics in metrics_of(folder):
         of_epoch = {name for name in trained if recorded[name]["epoch"] == metrics["epoch"]}
-        assert len(of_epoch) == (metrics.get("episodes") or 0), metrics
-        tokens = sum(tokens_of(folder, of_epoch, advantages))
-        if project.is_group_relative and metrics["job"] is not None:
-            assert tokens == metrics["tokens"]
+        if metrics["job"] is None:
+            assert not of_epoch, metrics
+            continue
+        if project.makes_pairs:
+            assert len({side["pair"] for name in of_epoch for side in sides[name]}) == metrics["pairs"], metrics
+        else:
+            assert len(of_epoch) == metrics["episodes"], metrics
+        assert sum(tokens_of(folder, of_epoch, advantages, sides)) == metrics["tokens"], metrics
 
 
 def shown_statuses(folder: Path) -> dict[str, str]:
@@ -75,8 +94,8 @@ def shown_statuses(folder: Path) -> dict[str, str]:
     return {parts[0]: "trained" if "trained" in map(str.strip, parts) else parts[-1].strip() for parts in lines}
 
 
-def page_statuses(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The status of each episode on the page, and the advantages by call of the trained ones."""
+def page_statuses(folder: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+    """The status of each episode on the page; of the trained ones the advantages by call, or the sides."""
     with serving("view", folder, "--port", "0") as (_, address):
 
         def ask(path: str) -> Any:
@@ -86,10 +105,16 @@ def page_statuses(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         episodes = ask("/api/episodes?limit=1000")["episodes"]
         statuses = {episode["episode"]: episode["status"] for episode in episodes}
         details = {e: ask(f"/api/episode?episode={quote(e)}") for e, s in statuses.items() if s == "trained"}
-    return statuses, {
-        name: {str(call["index"]): call["advantage"] for call in detail["calls"] if call.get("advantage") is not None}
-        for name, detail in details.items()
-    }
+    return (
+        statuses,
+        {
+            name: {
+                str(call["index"]): call["advantage"] for call in detail["calls"] if call.get("advantage") is not None
+            }
+            for name, detail in details.items()
+        },
+        {name: kept for name, detail in details.items() if (kept := [s for s in detail["sides"] if not s["dropped"]])},
+    )
 
 
 def table_of(folder: Path) -> list[dict[str, Any]]:
@@ -99,14 +124,15 @@ def table_of(folder: Path) -> list[dict[str, Any]]:
     return polars.read_parquet(file).to_dicts()
 
 
-def tokens_of(folder: Path, episodes: set[str], advantages: dict[str, Any]) -> list[int]:
-    """The number of sampled tokens of each trained call."""
-    calls = read_lines(folder / "calls.jsonl.gz")[1:]
-    return [
-        len(call["token_ids"])
-        for call in calls
-        if call["episode"] in episodes and str(call["index"]) in advantages[call["episode"]]
-    ]
+def tokens_of(
+    folder: Path, episodes: set[str], advantages: dict[str, Any], sides: dict[str, list[dict[str, Any]]]
+) -> Iterator[int]:
+    """The number of sampled tokens of each trained call, once for each pair that it is in."""
+    calls = {(c["episode"], c["index"]): len(c["token_ids"] or ()) for c in read_lines(folder / "calls.jsonl.gz")[1:]}
+    for name in episodes:
+        trained = [int(index) for index in advantages[name]]
+        trained += [index for side in sides.get(name, ()) for index in side["calls"]]
+        yield from (calls[name, index] for index in trained)
 
 
 def check_gap(folder: Path) -> None:
@@ -120,7 +146,7 @@ def check_weights(project: Project, folder: Path) -> None:
         return
     best = json.loads((folder / "best.json").read_text())
     target = folder.parent / f"{folder.name}-exported"
-    done = run("export", folder / "best", "--output_dir", target, "--force", folder=project.folder)
+    done = run("export", folder, target, "--checkpoint", "best", folder=project.folder)
     if best["checkpoint"] is None:
         assert done.returncode != 0, "the initial weights are not a version of the run"
         return

@@ -232,6 +232,10 @@ class Project:
         return ROWS * GENERATIONS
 
     @property
+    def makes_pairs(self) -> bool:
+        return self.case["method"].startswith("dpo")
+
+    @property
     def is_group_relative(self) -> bool:
         return self.case["method"] in GROUP_RELATIVE
 

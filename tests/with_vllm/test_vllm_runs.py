@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from factories import digits_project, read_lines, write_rows
+from factories import digits_project, read_lines
 from processes import TESTS, wait_until
 from tiny_models import save_tiny_model
 from vllm_server import EXAMPLES, VllmServer
@@ -138,8 +138,7 @@ def vllm_processes(run: Path) -> list[psutil.Process]:
 def test_a_vllm_that_the_backend_starts(tmp_path: Path) -> None:
     """It is started again after its death, and nothing of it outlives the backend."""
     model = save_tiny_model(tmp_path / "model", **HEADS)
-    digits_project(tmp_path, model=str(model))
-    write_rows(tmp_path, [{"say": f"Row {i}"} for i in range(6)])
+    digits_project(tmp_path, model=str(model), rows=6)
     run = tmp_path / "run"
     options = {
         "trainer_adapters.backend.sampler": json.dumps({"_type": "vllm", "args": {"enforce-eager": True}}),

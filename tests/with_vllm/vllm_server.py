@@ -12,12 +12,13 @@ from pathlib import Path
 
 from processes import wait_until
 
-from insitu.backend.child_process import ChildProcess
+from insitu.integrations.child_process import ChildProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CPU = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64", "--max-model-len", "256")
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
-COMPLETE = (*CPU, *ADAPTERS, "--enable-scale-out", "--max-logprobs", "21")
+PROCESSED = ("--logprobs-mode", "processed_logprobs")
+COMPLETE = (*CPU, *ADAPTERS, *PROCESSED, "--enable-scale-out", "--max-logprobs", "21")
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 TAUGHT_STEPS = 80
 

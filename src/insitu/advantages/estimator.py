@@ -1,6 +1,7 @@
 """The advantages and training rows of an epoch: sampled tokens are the trained tokens."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -18,6 +19,21 @@ from insitu.advantages.credit import (
 from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM."""
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+}
+"""Parameters that change the distribution sampled from, unless they have one of these values."""
 
 
 class EstimatedEpoch(NamedTuple):
@@ -133,23 +149,53 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
     groups: list[list[Trajectory]] = []
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
+    untrained: Counter[str] = Counter()
     for group in collection.trajectories:
         estimated = estimator.estimate(group) if len(group) > 1 else None
         if estimated is None:
             reason = DropReason.NO_VARIANCE if len(group) > 1 else DropReason.SINGLE_MEMBER
             reasons |= dict.fromkeys(map(id, group), reason)
             continue
-        groups.append([_with_rows(t, of_calls) for t, of_calls in zip(group, estimated, strict=True)])
-        advantages += zip(groups[-1], estimated, strict=True)
-    return EstimatedEpoch(collection.without(reasons).model_copy(update={"trajectories": groups}), advantages)
+        trained = []
+        for t, of_calls in zip(group, estimated, strict=True):
+            problems = {k: problem for k in of_calls if (problem := sampling_problem(t.calls[k])) is not None}
+            untrained.update(problems.values())
+            if problems and len(problems) == len(of_calls):
+                reasons[id(t)] = DropReason.UNMODELED_SAMPLING
+                continue
+            kept = {k: a for k, a in of_calls.items() if k not in problems}
+            trained.append((_with_rows(t.model_copy(update={"trained_calls": [*kept]}) if problems else t, kept), kept))
+        groups += [[t for t, _ in trained]] if trained else []
+        advantages += trained
+    collection = collection.without(reasons).model_copy(update={"trajectories": groups})
+    return EstimatedEpoch(collection, advantages, {"untrained_calls": dict(untrained)} if untrained else {})
+
+
+def sampling_problem(call: ModelCall) -> str | None:
+    """Why a call cannot be trained by its policy gradient, if so: it was not sampled from the softmax of the logits
+    divided by its temperature, or its log-probabilities are those of another temperature (`raw_logprobs`).
+    """
+    if (problem := truncation(call.sampling)) is not None:
+        return problem
+    divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
+    return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
+
+
+def truncation(sampling: Mapping[str, Any]) -> str | None:
+    """`greedy`, or the parameter by which the tokens are not sampled from the softmax of logits / temperature."""
+    temperature = sampling.get("temperature")
+    if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
+        return "greedy"
+    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
+    return next(cuts, None)
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
     """A copy with training rows; the trajectory itself if the backend computes its advantages."""
-    known = {index: advantage for index, advantage in advantages.items() if advantage is not None}
-    if not known:
+    numbers = {index: advantage for index, advantage in advantages.items() if advantage is not None}
+    if not numbers:
         return trajectory
-    return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, known, trajectory.id or "")})
+    return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, numbers, trajectory.id or "")})
 
 
 def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
@@ -164,13 +210,17 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
 
 
 def rows_of(
-    calls: Sequence[ModelCall], advantages: Mapping[int, float | list[float]], episode: str = ""
+    calls: Sequence[ModelCall],
+    advantages: Mapping[int, float | list[float]],
+    episode: str = "",
+    *,
+    tempered: bool = True,
 ) -> list[TrainingRow]:
     """The training rows of one episode; `advantages` has those of each trained call, or of each of its tokens.
 
     A call extends the longest row that is an exact token prefix of its prompt, or else starts a new row. So every
     sampled token is trained in exactly one row and is context elsewhere. Calls without an advantage are context; rows
-    without a trained token are left out.
+    without a trained token are left out. If rows are `tempered`, the trained calls of each have the same temperature.
     """
     rows: list[TrainingRow] = []
     for index, call in enumerate(calls):
@@ -179,10 +229,12 @@ def rows_of(
                 raise TrajectoryError(f"episode {episode}: call {call.index} is trained but has no token ids")
             continue
         prompt, sampled = call.prompt_token_ids, call.token_ids
+        temperature = (call.logprobs_temperature if tempered and index in advantages else None) or 1.0
         row, start = None, -1
         for other in rows:
             length = len(other.token_ids)
-            if start < length <= len(prompt) and prompt[:length] == other.token_ids:
+            alike = index not in advantages or other.temperature == temperature or not any(other.loss_mask)
+            if alike and start < length <= len(prompt) and prompt[:length] == other.token_ids:
                 row, start = other, length
         if row is None:
             start = 0
@@ -199,6 +251,8 @@ def rows_of(
                     f"episode {episode}: call {call.index} has {count} sampled tokens and {present} logprobs"
                 )
             logprobs = call.logprobs
+        if index in advantages and temperature != 1:
+            row.temperature = temperature
         row.token_ids += prompt[start:] + sampled
         row.loss_mask += [0] * len(context) + [int(index in advantages)] * count
         row.logprobs += context + logprobs

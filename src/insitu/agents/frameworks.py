@@ -27,13 +27,14 @@ Model calls are recorded as LLM_ steps automatically. `push` is for frameworks t
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from insitu.gateway.translation import translating_transport
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
-from insitu.workflow.llms import ModelClient, http_library
+from insitu.workflow.llms import ModelClient, http_library, lasting
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -42,16 +43,16 @@ if TYPE_CHECKING:
 def async_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """An `AsyncClient` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = http.AsyncClient(transport=translating_transport(http)(llm), follow_redirects=True)
-    llm.closers.append(client.aclose)
+    client = lasting(http.AsyncClient)(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(partial(http.AsyncClient.aclose, client))
     return client
 
 
 def sync_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """A `Client` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = http.Client(transport=translating_transport(http)(llm), follow_redirects=True)
-    llm.closers.append(client.close)
+    client = lasting(http.Client)(transport=translating_transport(http)(llm), follow_redirects=True)
+    llm.closers.append(partial(http.Client.close, client))
     return client
 
 
@@ -93,38 +94,45 @@ def push(
 class _Run(NamedTuple):
     scope: EpisodeScope
     name: str | None
-    arguments: Any
+    input: Any
 
 
-class ToolSteps:
-    """Reports the tool runs of a framework as steps of the episode they started in. Run ids are globally unique."""
+class RunSteps:
+    """Reports runs of a framework as steps of the episode they started in. Run ids are globally unique."""
+
+    types: tuple[IntermediateStepType, IntermediateStepType]
+    """Of the start and of the end."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
         self._open: dict[str, _Run] = {}
 
+    def _start(self, run_id: object, name: str | None, given: Any, metadata: TraceMetadata | None) -> None:
+        if (scope := current_scope()) is not None:
+            self._open[str(run_id)] = _Run(scope, name, given)
+            push(self._framework, self.types[0], run_id, name, StreamEventData(input=given), scope, metadata=metadata)
+
+    def _end(self, run_id: object, error: str | None, metadata: dict[str, Any], data: Any, **others: Any) -> None:
+        """Pushes name and input as in the start, with the error or `metadata`. Ignores runs without a start."""
+        if (run := self._open.pop(str(run_id), None)) is not None:
+            data = StreamEventData(**{"input": run.input, **data})
+            fields: Any = {"error": error} if error is not None else TraceMetadata.model_construct(**metadata)
+            push(self._framework, self.types[1], run_id, run.name, data, run.scope, metadata=fields, **others)
+
+
+class ToolSteps(RunSteps):
+    """Reports the tool runs of a framework."""
+
+    types = IntermediateStepType.TOOL_START, IntermediateStepType.TOOL_END
+
     def start(self, run_id: object, name: str | None, arguments: Any, info: Any = None) -> None:
-        scope = current_scope()
-        if scope is None:
-            return
-        self._open[str(run_id)] = _Run(scope, name, arguments)
         metadata = TraceMetadata.model_construct(tool_inputs=arguments, tool_info=info)
-        data = StreamEventData(input=arguments)
-        push(self._framework, IntermediateStepType.TOOL_START, run_id, name, data, scope, metadata=metadata)
+        self._start(run_id, name, arguments, metadata)
 
     def end(self, run_id: object, output: Any = None, error: object = None, arguments: Any = None) -> None:
-        """Pushes TOOL_END, with name and arguments as in TOOL_START. Ignores runs without a start.
-
-        `arguments` replaces those of the start, for frameworks that only know them at the end.
-        """
-        run = self._open.pop(str(run_id), None)
-        if run is None:
-            return
-        metadata: Any = {"error": repr(error)}
-        if error is None:
-            metadata = TraceMetadata.model_construct(tool_outputs=output)
-        data = StreamEventData(input=run.arguments if arguments is None else arguments, output=output)
-        push(self._framework, IntermediateStepType.TOOL_END, run_id, run.name, data, run.scope, metadata=metadata)
+        """Ignores runs without a start. `arguments` replaces those of the start, where only the end knows them."""
+        data = {"output": output} if arguments is None else {"output": output, "input": arguments}
+        self._end(run_id, None if error is None else repr(error), {"tool_outputs": output}, data)
 
     @contextmanager
     def around(self, name: str, arguments: Any) -> Iterator["Returned"]:

@@ -137,25 +137,25 @@ class PythonConfig(FunctionBaseConfig, name="python"):
 
 
 def parameters(
-    function: Callable[..., Any], where: str, given: Collection[str], offered: Collection[str]
+    function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str]
 ) -> tuple[str | None, list[str]]:
     """The parameter for the input, and those of `offered` that the function has.
 
-    Raises ConfigError if it has none for one of `given`, or needs one that nobody fills.
+    Raises ConfigError if it has none for one of `names`, or needs one that nobody fills.
     """
-    known = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    for name in given:
-        if name not in known and not takes_any:
-            raise ConfigError(not_found(f"{where}: the parameter", name, known))
-    positional = [n for n, each in known.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    first = next((name for name in positional if name not in given and name not in offered), None)
-    filled = {first, *given, *offered}
-    for name, each in known.items():
+    signature = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
+    for name in names:
+        if name not in signature and not takes_any:
+            raise ConfigError(not_found(f"{where}: the parameter", name, signature))
+    positional = [n for n, each in signature.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    first = next((name for name in positional if name not in names and name not in offered), None)
+    filled = {first, *names, *offered}
+    for name, each in signature.items():
         is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         if each.default is each.empty and not is_variable and name not in filled:
             raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}")
-    return first, [name for name in offered if name in known]
+    return first, [name for name in offered if name in signature]
 
 
 @register_function(config_type=PythonConfig)
@@ -173,8 +173,8 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
         return
     if "model" not in {*models, *config.arguments} and "model" in inspect.signature(code).parameters:
         raise ConfigError(_no_model(where, config.function, builder))
-    given = {**config.arguments, **models}
-    first, from_episode = parameters(code, f"{where} ({config.function})", given, _FROM_EPISODE)
+    settings = {**config.arguments, **models}
+    first, from_episode = parameters(code, f"{where} ({config.function})", settings, _FROM_EPISODE)
     builds = bool(models) and first is None and not from_episode
     blocking = is_blocking(code) and not builds
     arguments = config.arguments | {key: await _model(builder, ref, config, blocking) for key, ref in models.items()}
@@ -187,8 +187,8 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
 
 
 def _no_model(where: str, what: str, builder: Builder) -> str:
-    known = ", ".join(builder.config.names(LLM)) or "none"
-    return f"{where}.model is missing: {what} takes a model; available under llms: {known}"
+    names = ", ".join(builder.config.names(LLM)) or "none"
+    return f"{where}.model is missing: {what} takes a model; available under llms: {names}"
 
 
 def _asking(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], framework: str | None) -> Any:

@@ -7,8 +7,10 @@ The keywords become the settings that a YAML file would hold, which are checked 
 
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +21,16 @@ from rich.console import Console
 from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
+from insitu.collect.datasets import dataset_file
 from insitu.collect.event_loop import run_anywhere
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
-from insitu.errors import ConfigError
-from insitu.runs.store import set_aside
+from insitu.disk.folder_lock import FolderLock
+from insitu.errors import ConfigError, InsituError
+from insitu.runs.reader import RunReader
+from insitu.runs.replay import dataset_record, held_out_record
+from insitu.runs.resume import check_same_run, find_run
+from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import check_run, evaluation_main, finetuning_main
@@ -83,14 +90,12 @@ def finetune(
     output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
     project.set("finetuning.enabled", True)
     project.set_keywords(keywords)
+    # checked twice, and an iterator gives its rows once
+    train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))
     checked = partial(_checked, project, train, held_out, sections)
-    with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
-        config_of_draft = checked(Path(draft))
-        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config_of_draft)))
-    if not resume:
-        set_aside(output)
-    request = FinetuneRunConfig(config_file=checked(output), resume=resume)
-    run_anywhere(lambda: finetuning_main(request, console or results_console()))
+    with _in_words_of_python(project):
+        request = _request(checked, output, resume)
+        run_anywhere(lambda: finetuning_main(request, console or results_console()))
     return Run(output)
 
 
@@ -124,10 +129,25 @@ def evaluate(
     project = _project(agent, score, config, caller, framework, None)
     output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
     project.set_keywords(keywords)
-    request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
-    return Evaluation(output, run_anywhere(lambda: evaluation_main(request, weights, printed, printed)))
+    with _in_words_of_python(project):
+        request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
+        done = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
+    return Evaluation(output, done)
+
+
+@contextmanager
+def _in_words_of_python(project: Project) -> Iterator[None]:
+    """In the body, errors name the keywords of the call, and no file that it has written itself."""
+    try:
+        yield
+    except InsituError as error:
+        text = str(error).replace(f"{project.output / _CONFIG}:\n  ", "").replace(f"{project.output / _CONFIG}: ", "")
+        for key, keyword in project.keywords().items():
+            text = re.sub(rf"(?<![\w./]){re.escape(key)}(?![\w/]|\.\w)", keyword, text)
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def _project(
@@ -164,8 +184,8 @@ def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapp
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    known = inspect.signature(function).parameters
-    return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _set_scores(project: Project, score: Any, reward: str | None, caller: Mapping[str, Any]) -> None:
@@ -190,22 +210,56 @@ def _name_of(agent: Any) -> str:
     return "run" if agent is None else str(name).strip("<>")
 
 
-def _output(project: Project, key: str, given: str | os.PathLike[str] | None, default: str) -> Path:
+def _output(project: Project, key: str, path: str | os.PathLike[str] | None, default: str) -> Path:
     """The output folder: the one given, that of the settings, or the default."""
-    output = Path(given if given is not None else project.get(key) or default).expanduser()
+    output = Path(path if path is not None else project.get(key) or default).expanduser()
     project.set(key, str(output))
     return output.resolve()
 
 
-def _checked(project: Project, rows: Rows, held_out: Rows, sections: Mapping[str, Any], folder: Path) -> Config:
-    """The checked settings, as a file and with its rows in the output folder."""
+def _request(checked: Callable[..., Config], output: Path, resume: bool) -> FinetuneRunConfig:
+    """The run in `output`, whose files are written once nothing refuses it."""
+    with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
+        config = checked(Path(draft))
+        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config, resume=resume)))
+        continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
+    if not resume:
+        set_aside(output)
+    with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
+        return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)
+
+
+def _inputs(config: Config, run: Path) -> dict[str, Any]:
+    """The datasets of a call that continues `run`, as run.json names them."""
+    recorded = RunReader(run).settings(required=True)
+    own = config.eval.dataset is not None and not recorded.get("episodes_from")  # else those of the run replayed
+    dataset = dataset_record(dataset_file(config)[0]) if own else recorded.get("dataset")
+    return {"dataset": dataset, "held_out": held_out_record(config)}
+
+
+def _checked(
+    project: Project,
+    rows: Rows,
+    held_out: Rows,
+    sections: Mapping[str, Any],
+    folder: Path,
+    continued: Mapping[str, Any] | None = None,
+) -> Config:
+    """The checked settings, as a file and with its rows in the output folder.
+
+    With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
+    before anything is written.
+    """
     project.output = folder
     project.dataset(rows, "rows")
     if (file := project.rows(held_out, "held_out")) is not None:
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
     project.set("general.folder", os.path.relpath(project.folder, folder))
-    project.write_rows()
+    folder.mkdir(parents=True, exist_ok=True)
     config = check_config(project.settings, folder / _CONFIG)
+    if continued is not None:
+        check_same_run(folder, config, continued, force=False)
+    project.write_rows()
     project.write_settings(folder / _CONFIG)  # checked first, which makes its secrets known
     return config

@@ -42,6 +42,7 @@ KEYS = {
     "validation_interval": "finetuning.validation.interval",
 }
 """Keywords and the keys of a file that they stand for."""
+_OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
 
@@ -85,9 +86,15 @@ class Project:
 
     def set_keywords(self, values: Mapping[str, Any]) -> None:
         """Sets the keys that the keywords of a call stand for, unless they are None."""
+        for key, name in self.keywords().items():
+            if name in values:
+                self.set(key, values[name])
+
+    def keywords(self) -> dict[str, str]:
+        """By what a file or the command line calls them: what the keywords of a call are called."""
         names = {kind: self.block(kind) for kind in _NAMES} | {"student": f"llms.{self.student}"}
-        for name, value in values.items():
-            self.set(KEYS[name].format(**names), value)
+        keys = {key.format(**names): name for name, key in KEYS.items()}
+        return keys | {"finetuning.output_dir": "output_dir", "eval.general.output_dir": "output_dir"} | _OPTIONS
 
     def block(self, kind: str) -> str:
         """The dotted key of the block that the section `finetuning` names as its `kind` of component."""
@@ -151,7 +158,6 @@ class Project:
 
     def write_rows(self) -> None:
         """Writes the rows that were not given as files into the output folder."""
-        self.output.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             write_file(self.output / name, content)
 

@@ -4,7 +4,6 @@ server       creates the parts, listens and stops; http: routes and their OpenAP
 protocols/   the HTTP interfaces, one package each: openai, native (training jobs)
 inference/   sampling: from token ids to completions
 learner/     training: from rows to new weights
-child_process  commands that work for the backend
 compute      the thread that touches the weights, shared by inference and training
 model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
 """
@@ -99,7 +98,6 @@ class BackendOptions:
         (), "URLs of running vLLM servers, separated by commas.", callback=_addresses
     )
     sampler_api_key: str | None = field(default=None, repr=False)
-    log_samples: Path | None = _option(None, "Append a JSON line per completion.", type=_PATH)  # noqa: RUF009
     keep_last: int = _option(3, "Checkpoints to keep, the latest ones.", type=_COUNT)
     keep_every: int | None = _option(None, "Also keep every Nth checkpoint; 1 keeps all.", type=_COUNT)
     allow_code: Path | None = _option(  # noqa: RUF009

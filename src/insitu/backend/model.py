@@ -3,8 +3,11 @@
 import contextlib
 import json
 import logging
+import re
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,8 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
     if adapter:
         from peft import PeftModel
 
+        settings = json.loads((Path(source) / "adapter_config.json").read_text())
+        check_patterns(f"{source}/adapter_config.json", settings, module)
         with wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
@@ -104,8 +109,8 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
         raise BackendError(f"{source} is a file; a model is a folder with a config.json, or a hub name")
     if not (folder / "adapter_config.json").exists():
         if not (folder / "config.json").exists():
-            found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-            raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {found}")
+            names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {names}")
         return source, False
     with wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -115,6 +120,39 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
     relative = folder / base
     return (str(relative) if not Path(base).exists() and relative.exists() else base), True
+
+
+_MATCHING = """import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    for name in names:
+        re.fullmatch(pattern, name), re.match(rf"(.*\\.)?({pattern})$", name)
+"""
+_MATCHING_SECONDS = 10.0
+
+
+def check_patterns(where: str, settings: Mapping[str, Any], module: nn.Module) -> None:
+    """Raises BackendError for patterns of LoRA adapters that take long for the names of a model's modules.
+
+    In another process: peft would match them in this one, which nothing could interrupt, nor answer requests meanwhile.
+    """
+    values = [settings.get(key) for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")]
+    texts = [text for value in values for text in ([value] if isinstance(value, str) else value or ())]
+    patterns = [text for text in texts if re.fullmatch(r"[\w.-]*", str(text)) is None]
+    if not patterns:
+        return
+    given = json.dumps([patterns, [name for name, _ in module.named_modules()]]).encode()
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHING],
+            input=given,
+            timeout=_MATCHING_SECONDS,
+            check=False,  # peft says what is wrong with a pattern
+            stderr=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"a pattern takes more than {_MATCHING_SECONDS:g} s to match: {patterns[0]:.80}"
+        raise BackendError(f"{where}: {problem}") from None
 
 
 def _config(base: str) -> PreTrainedConfig:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import tempfile
 import threading
@@ -37,6 +36,7 @@ from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, SamplerOptions
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening
+from insitu.wire.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
@@ -160,7 +160,7 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
-    """Serves until SIGTERM, SIGINT or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
+    """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
         loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype)
         backend = create_backend(loaded, options, output_dir)
@@ -179,17 +179,18 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _stop_event(parent_pid: int | None) -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM, SIGINT or the parent's end sets."""
+    """An event that a signal which ends a command, or the parent's end, sets."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
+    names = stop_signals()
+    for name in names:
         loop.add_signal_handler(name, stopped.set)
     if parent_pid is not None:
         threading.Thread(target=_watch_parent, args=(parent_pid, loop, stopped), daemon=True).start()
     try:
         yield stopped
     finally:
-        for name in (signal.SIGTERM, signal.SIGINT):
+        for name in names:
             loop.remove_signal_handler(name)
 
 

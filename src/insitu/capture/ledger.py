@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from insitu.errors import CaptureError
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import ModelCall, Needs
 from insitu.schemas.steps import ROOT_INVOCATION, IntermediateStepCategory, InvocationNode
 
 
@@ -80,13 +80,13 @@ class CallLedger:
     """The model calls of one episode, or of a plain run; agents may call from several threads.
 
     `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
-    keys of `llms`; they need logprobs, and token ids if `needs_token_ids`. `on_call` is called with each recorded call.
+    keys of `llms`; each must have what training `needs`. `on_call` is called with each recorded call.
     """
 
     name: str = "the current run"
     seed: int = 0
     training: bool | Collection[str] = False
-    needs_token_ids: bool = True
+    needs: Needs = Needs.TOKEN_IDS
     on_call: OnCall | None = None
 
     def __post_init__(self) -> None:
@@ -111,7 +111,9 @@ class CallLedger:
         self._lock = threading.Lock()
 
     def is_trained(self, llm: str | None) -> bool:
-        """Whether calls to this key of `llms` are trained."""
+        """Whether calls to this key of `llms` are trained on their tokens."""
+        if self.needs is Needs.TEXT:
+            return False
         return self.training if isinstance(self.training, bool) else llm in self.training
 
     def begin_call(self, prompt_key: bytes, choices: int, server: str, llm: str | None = None) -> PendingCall:

@@ -25,9 +25,9 @@ import orjson
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.connection import choice_tokens, parse_lenient_json
-from insitu.wire.http_format import MALFORMED, error_message, error_param
+from insitu.wire.http_format import MALFORMED, error_message, error_param, parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -214,13 +214,16 @@ class Exchange:
 
     def _strip(self, body: dict[str, Any]) -> bool:
         """Removes what only insitu requested from a response, or an event of a stream; returns whether it changed."""
-        changed = self._strips_token_ids and body.pop("prompt_token_ids", None) is not None
+        names = ("prompt_token_ids", "weights") if self._strips_token_ids else ()
+        changed = len([name for name in names if body.pop(name, None) is not None]) > 0
         for choice in body.get("choices") or ():
             for name in ("token_ids", "prompt_token_ids") if self._strips_token_ids else ():
                 changed |= choice.pop(name, None) is not None
-            if self._strips_logprobs and choice.get("logprobs") is not None:
-                choice["logprobs"] = None
-                changed = True
+            if self._strips_logprobs:
+                changed |= choice.pop("logprobs_temperature", None) is not None
+                if choice.get("logprobs") is not None:
+                    choice["logprobs"] = None
+                    changed = True
         return changed
 
     def _rejected_option(self, error: bytes) -> str | None:
@@ -315,12 +318,14 @@ class Exchange:
                 token_ids=token_ids,
                 logprobs=logprobs,
                 finish_reason=choice.get("finish_reason"),
-                policy_version=int(version) if version.isdecimal() else None,
+                policy_version=parse_count(version),
                 functions=self._site.invocation.names,
                 started=self._started_at,
                 ended=ended,
                 usage=response.get("usage"),
                 error=error,
+                logprobs_temperature=choice.get("logprobs_temperature"),
+                weights=weights if isinstance(weights := response.get("weights"), str) else None,
             )
             calls.append(call)
         return calls
@@ -330,7 +335,7 @@ class Exchange:
         if logprobs is None:
             raise self._missing_error("logprobs", "did not return them")
         if call.token_ids is None or call.prompt_token_ids is None:
-            if self._ledger.needs_token_ids:
+            if self._ledger.needs is Needs.TOKEN_IDS:
                 raise self._missing_error("token ids", "did not return them")
         elif len(logprobs) != len(call.token_ids):
             raise self._missing_error("logprobs", f"returned {len(logprobs)} for {len(call.token_ids)} token ids")
@@ -342,6 +347,10 @@ class Exchange:
         if not are_numbers or not math.isfinite(sum(logprobs)) or max(logprobs, default=0) > _ROUNDING:
             bad = next(p for p in logprobs if type(p) not in (int, float) or not -math.inf < p <= _ROUNDING)
             raise self._capture_error(f"{self._source} returned the logprob {bad!r}; allowed: finite, at most 0")
+        divisor = call.logprobs_temperature
+        if divisor is not None and not (type(divisor) in (int, float) and 0 < divisor < math.inf):
+            problem = f"returned logprobs_temperature {divisor!r:.80}; allowed: finite numbers above 0"
+            raise self._capture_error(f"{self._source} {problem}")
 
     @property
     def _source(self) -> str:

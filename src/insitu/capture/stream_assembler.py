@@ -4,9 +4,10 @@ import codecs
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import orjson
 
-from insitu.wire.connection import parse_lenient_json
+from insitu.wire.connection import MAX_LINE, parse_lenient_json
 from insitu.wire.http_format import DONE, error_message
 
 
@@ -33,6 +34,8 @@ class StreamAssembler:
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of the stream; returns the bytes to forward."""
         *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+        if len(self._partial_line) > MAX_LINE:
+            raise aiohttp.ClientPayloadError(f"a line of the stream has more than {MAX_LINE} bytes")
         output = bytearray()
         for line in lines:
             line = line.removeprefix(codecs.BOM_UTF8) + b"\n"
@@ -64,7 +67,7 @@ class StreamAssembler:
     def _add_event(self, event: dict[str, Any]) -> bool:
         """Adds an event to the response; returns whether the event was changed."""
         self.error = self.error or error_message(event)
-        for field in ("prompt_token_ids", "policy_version", "usage"):
+        for field in ("prompt_token_ids", "policy_version", "weights", "usage"):
             if event.get(field) is not None:
                 self._top_level_fields[field] = event[field]
         changed = False
@@ -80,7 +83,7 @@ class StreamAssembler:
         delta: dict[str, Any] = {"content": text} if isinstance(text, str) else chunk_choice.get("delta") or {}
         changed = any(part.get("index") is None for part in delta.get("tool_calls") or ())
         merge_delta(choice["message"], delta)
-        for field in ("finish_reason", "prompt_token_ids"):
+        for field in ("finish_reason", "prompt_token_ids", "logprobs_temperature"):
             if chunk_choice.get(field) is not None:
                 choice[field] = chunk_choice[field]
         if chunk_choice.get("token_ids") is not None:

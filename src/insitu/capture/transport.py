@@ -66,7 +66,8 @@ class _RecordingTransport:
                 received = b"" if streams else await answer.read()
             except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
                 self._fail(exchange, request, error)
-            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _REWRITTEN]
+            left_out = _left_out(request, answer.status, answer.headers)
+            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in left_out]
             extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
             if streams:
                 stream = self.stream(answer, answer.headers, exchange, request, cleanup.pop_all())
@@ -88,13 +89,16 @@ class _RecordingTransport:
         )
         try:
             answer = self._sync_transport.handle_request(request)
+            left_out = _left_out(request, answer.status_code, answer.headers)
             if exchange.streamed and answer.status_code < 400:
+                for name in left_out & {b"location"}:
+                    del answer.headers[name.decode()]
                 answer.stream = self.stream(answer.stream, answer.headers, exchange)
                 return answer
             received = answer.read()
         except BaseException as error:  # always re-raised
             self._fail(exchange, request, error)
-        headers = [pair for pair in answer.headers.raw if pair[0].lower() not in _REWRITTEN]
+        headers = [pair for pair in answer.headers.raw if pair[0].lower() not in left_out]
         return self._completed(exchange, answer.status_code, answer.headers, headers, received, answer.extensions)
 
     def _completed(
@@ -203,6 +207,14 @@ class _RecordedStream:
     def _end(self, error: str | None = None) -> None:
         if self.exchange is not None:
             self.exchange.end(self.headers, error)
+
+
+def _left_out(request: Any, status: int, headers: Mapping[str, str]) -> frozenset[bytes]:
+    """Headers that the client does not get; for a redirect to another server, `Location`: it would send the prompt."""
+    asked = URL(str(request.url))
+    if 300 <= status < 400 and (where := headers.get("Location")) and asked.join(URL(where)).origin() != asked.origin():
+        return frozenset((*_REWRITTEN, b"location"))
+    return frozenset(_REWRITTEN)
 
 
 def new_session(*, through_proxies: bool) -> aiohttp.ClientSession:

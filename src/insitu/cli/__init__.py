@@ -21,7 +21,6 @@ _COMMANDS = {
     "promote": "Export the best version of a run if it beats what it replaces.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
-    "info": "List the registered components and their keys.",
 }
 
 
@@ -68,11 +67,11 @@ def insitu(verbose: int) -> None:
 def _warn_of_original_toolkit() -> None:
     """Prints a note if `nat.*` is the original toolkit, because its plugins do not register with insitu."""
     try:
-        found = importlib.util.find_spec("nat.builder") or importlib.util.find_spec("nat")
+        spec = importlib.util.find_spec("nat.builder") or importlib.util.find_spec("nat")
     except ModuleNotFoundError:
         return
-    if found is not None and type(found.loader).__module__ != "nat":
-        where = next(iter(found.submodule_search_locations or ()), found.origin)
+    if spec is not None and type(spec.loader).__module__ != "nat":
+        where = next(iter(spec.submodule_search_locations or ()), spec.origin)
         print(f"note: nat.* is another toolkit ({where}): insitu does not load plugins written for it", file=sys.stderr)
 
 

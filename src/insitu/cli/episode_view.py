@@ -10,6 +10,7 @@ import click
 from insitu.collect.conversations import conversations
 from insitu.runs.episodes import RecordedEpisode, token_texts
 from insitu.runs.index_database import TrainingStatus
+from insitu.runs.records import SIDES
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
 _TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)
@@ -18,7 +19,6 @@ _TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)
 class View(NamedTuple):
     """What to print of an episode."""
 
-    calls: Container[int]
     tokens: bool
     max_characters: int | None
     """Longer messages are cut."""
@@ -33,6 +33,8 @@ def print_list(episodes: list[Row], matching: int) -> None:
         status, reason = record["status"], record["dropped"] or record["reason"]
         if status == TrainingStatus.DROPPED:
             status = f"dropped: {reason}"
+        elif record["sides"] and status in _TRAINED:
+            status = f"{status}  {record['sides']}"
         elif reason:
             status = f"{status}  {record['outcome']}: {reason}"
         columns = [
@@ -74,13 +76,14 @@ def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
         yield f"  attempt {record['attempt'] + 1}; earlier attempts failed"
     if failed := record.get("failed_requests"):
         yield f"  failed requests: {', '.join(f'{n} {_escape(reason)}' for reason, n in failed.items())}"
-    if (group := episode.group) is not None:
+    if (group := episode.group) is not None and "paired" not in group:
         members = zip(group["episodes"], group["rewards"], strict=True)
         rewards = ((name == record["episode"], _format_number(reward)) for name, reward in members)
         text = ", ".join(f"[{reward}]" if own else reward for own, reward in rewards)
         dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
         yield f"  group rewards: {text or 'none'}{dropped and f'; dropped: {dropped}'}"
     yield f"  {_format_training(episode)}"
+    yield from _pairs(episode)
     for scored in episode.rescores:
         value = _format_number(scored["score"]) + (f": {scored['error']}" if scored["error"] else "")
         text = f"{scored['evaluator']} {value}" + (f" ({scored['reasoning']})" if scored["reasoning"] else "")
@@ -93,13 +96,29 @@ def _format_training(episode: RecordedEpisode) -> str:
     return click.style(episode.training_summary, fg=None if episode.status in _TRAINED else "yellow")
 
 
+def _pairs(episode: RecordedEpisode) -> Iterator[str]:
+    """The preference pairs of an episode, each once."""
+    own = episode.record["episode"]
+    pairs = [side for side in episode.sides if "pair" in side and (side["side"] == SIDES[0] or side["other"] != own)]
+    for side in pairs:
+        this = (own, side["calls"], side["score"])
+        opposite = (side["other"], side["other_calls"], side["other_score"])
+        texts = []
+        for name in SIDES:
+            of, calls, score = this if name == side["side"] else opposite
+            where = "this episode" if of == own else _escape(of)
+            where = f"call {calls[0]}" if side["other"] == own and calls else where
+            texts.append(f"{name} {where} ({_format_number(score)})")
+        dropped = f", dropped: {side['dropped']}" if side["dropped"] else ""
+        number = str(side["pair"]).rpartition("/pair ")[2]
+        yield f"  pair {number}: {', '.join(texts)}, margin {_format_number(side['margin'])}{dropped}"
+
+
 def _calls(episode: RecordedEpisode, view: View) -> Iterator[str]:
     yield from ("", click.style("calls", bold=True))
     row_numbers = {index: number for number, row in enumerate(episode.rows, 1) for index in row.calls}
     start = min((call.started for call in episode.calls), default=0.0)
     for position, call in enumerate(episode.calls):
-        if call.index not in view.calls:
-            continue
         functions = " > ".join(call.functions) or "no function"
         tools = [str((tool.get("function") or tool).get("name")) for tool in call.tools or ()]
         reward = episode.step_reward(position)
@@ -120,10 +139,12 @@ def _calls(episode: RecordedEpisode, view: View) -> Iterator[str]:
 
 
 def _format_advantage(episode: RecordedEpisode, call: ModelCall, in_rows: Container[int]) -> str:
-    if not episode.advantages:
+    if not (trained := episode.advantages or episode.sides_by_call):
         return ""
-    if call.index not in episode.advantages:
+    if call.index not in trained:
         return "context" if call.index in in_rows else "not trained"
+    if not episode.advantages:
+        return click.style(", ".join(sorted(episode.sides_by_call[call.index])), fg="green")
     advantage = episode.advantages[call.index]
     return click.style("sent" if advantage is None else f"advantage {advantage:+.4g}", fg="green")
 
@@ -136,21 +157,11 @@ def _token_count(call: ModelCall, kind: str) -> Any:
 
 def _conversations(episode: RecordedEpisode, view: View) -> Iterator[str]:
     for number, turns in enumerate(conversations(episode.calls), 1):
-        # one span per call: from the turn after the previous call to the completion of this one
-        ends = [position for position, turn in enumerate(turns) if turn.call is not None]
-        spans = zip([0, *(end + 1 for end in ends)], ends, strict=False)
-        visible = [(start, end) for start, end in spans if getattr(turns[end].call, "index", None) in view.calls]
-        if visible:
-            yield from ("", click.style(f"conversation {number}", bold=True))
-        printed = 0
-        for start, end in visible:
-            if start > printed:
-                yield f"  ... {start - printed} messages"
-            printed = end + 1
-            for message, call in turns[start:printed]:
-                role = f"{message.get('role')}" if call is None else f"{message.get('role')} [call {call.index}]"
-                text = _format_text(_message_text(message), view, indent=4)
-                yield f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
+        yield from ("", click.style(f"conversation {number}", bold=True))
+        for message, call in turns:
+            role = f"{message.get('role')}" if call is None else f"{message.get('role')} [call {call.index}]"
+            text = _format_text(_message_text(message), view, indent=4)
+            yield f"  {click.style(_escape(role), fg=None if call is None else 'green')}: {text}"
 
 
 def _message_text(message: dict[str, Any]) -> str:
@@ -167,14 +178,15 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 def _rows(episode: RecordedEpisode, view: View) -> Iterator[str]:
-    note = "" if episode.advantages else " if all calls were trained"
+    weighed = episode.advantages or episode.sides_by_call
+    note = "" if weighed else " if all calls were trained"
     if None in episode.advantages.values():
         note = " by exact prefix; the server builds its own"
-    verb = "trained" if episode.status in _TRAINED else "to train" if episode.advantages else "sampled"
+    verb = "trained" if episode.status in _TRAINED else "to train" if weighed else "sampled"
     yield from ("", click.style(f"rows{note}", bold=True))
     calls = {call.index: call for call in episode.calls}
-    rows = [(number, row) for number, row in enumerate(episode.rows, 1) if any(i in view.calls for i in row.calls)]
-    for number, row in rows:
+    rows = episode.rows
+    for number, row in enumerate(rows, 1):
         indices = ", ".join(map(str, row.calls))
         yield f"  row {number}: calls {indices}; {len(row.token_ids)} tokens, {sum(row.loss_mask)} of them {verb}"
         if view.tokens:
@@ -198,8 +210,6 @@ def _tokens(row: TrainingRow, calls: list[ModelCall], view: View) -> Iterator[st
         start = len(call.prompt_token_ids or ())
         end = start + len(call.token_ids or ())
         context, printed = row.token_ids[printed:start], end
-        if call.index not in view.calls:
-            continue
         if context:
             yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
         sampled = row.token_ids[start:end]

@@ -34,6 +34,8 @@ def command(request: "FinetuneRunConfig") -> None:
     if request.force and not request.resume:
         raise click.UsageError("--force is for --resume")
     statuses = run_finetuning_sync(request, results_console())
+    if not statuses:  # the run was complete before
+        return
     completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)
     going_on = len(statuses) - completed
     print(

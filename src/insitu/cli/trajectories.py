@@ -1,7 +1,5 @@
 """The command `trajectories`."""
 
-import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +23,6 @@ def command() -> None:
     """Inspect, export and score the recorded episodes of a run."""
 
 
-def _parse_range(context: click.Context, option: click.Parameter, value: str | None) -> range | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+)(-(\d*))?", value)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is not a call or a range of calls, such as 4, 4-7 or 4-")
-    first, dash, last = match.groups()
-    return range(int(first), int(last) + 1 if last else sys.maxsize if dash else int(first) + 1)
-
-
 @command.command("show", short_help="Print an episode: calls, conversations and training rows.")
 @click.argument("run_dir", type=options.PATH)
 @click.option("--epoch", type=click.IntRange(min=1), help="Only episodes of this epoch.")
@@ -46,7 +34,6 @@ def _parse_range(context: click.Context, option: click.Parameter, value: str | N
 @click.option("--sort", type=click.Choice(_SORT_KEYS), help="List the episodes with the most of it first.")
 @click.option("--reverse", is_flag=True, help="List them in the reverse order.")
 @click.option("--limit", type=click.IntRange(min=1), help="List only so many episodes.")
-@click.option("--calls", callback=_parse_range, help="Only these calls, such as 4, 4-7 or 4-.")
 @click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
 @click.option("--tokenizer", type=options.PATH, help="The folder of the model, if the run has none.")
 @click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
@@ -55,7 +42,6 @@ def show(
     sort: str | None,
     reverse: bool,
     limit: int | None,
-    calls: range | None,
     tokens: bool,
     tokenizer: Path | None,
     full: bool,
@@ -63,26 +49,19 @@ def show(
 ) -> None:
     """Print an episode: calls, conversations and training rows. Lists the episodes if several match."""
     from insitu.cli.episode_view import View, print_episode, print_list
-    from insitu.errors import ConfigError
     from insitu.runs.episodes import Selection, load_decoder
 
     selection = Selection(run_dir)
-    found = selection.find(_SORT_KEYS[sort] if sort is not None else None, **filters)
+    matches = selection.find(_SORT_KEYS[sort] if sort is not None else None, **filters)
     if reverse:
-        found.reverse()
-    if len(found[:limit]) > 1:
-        print_list(found[:limit], len(found))
+        matches.reverse()
+    if len(matches[:limit]) > 1:
+        print_list(matches[:limit], len(matches))
         return
-    recorded = selection.read(found[0])
-    indices = [call.index for call in recorded.calls]
-    if calls is not None and not any(index in calls for index in indices):
-        raise ConfigError(
-            f"--calls: the episode has {f'calls {indices[0]} to {indices[-1]}' if indices else 'no calls'}"
-        )
+    recorded = selection.read(matches[0])
     folder = tokenizer or selection.files.tokenizer()
     decode = load_decoder(folder) if tokens and folder is not None else None
-    shown = range(sys.maxsize) if calls is None else calls
-    print_episode(recorded, View(shown, tokens, None if full else _MAX_CHARACTERS, decode))
+    print_episode(recorded, View(tokens, None if full else _MAX_CHARACTERS, decode))
 
 
 @command.command("export", short_help="Write the episodes as training data for other tools.")
@@ -91,16 +70,12 @@ def show(
 @click.option("--output", type=options.PATH, required=True, metavar="FILE", help="The file to write.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--epoch", type=click.IntRange(min=1), multiple=True, help="Only this epoch; may be repeated.")
-@click.option("--reward", metavar="NAME", help="The evaluator whose scores are the rewards.")
+@click.option("--reward", metavar="NAME", help="The evaluator whose scores are the rewards; -NAME if less is better.")
 @click.option("--min_reward", type=float, help="sft, openai: only episodes with at least this reward.")
 @click.option("--best", type=click.IntRange(min=1), help="sft, openai: the best N episodes of each row.  [default: 1]")
-@click.option("--desirable_above", type=float, help="kto: the reward above which episodes are desirable.")
 @click.option(
     "--pairs", type=click.Choice(("candidates", "episodes")), help="preferences: between candidates, or episodes."
 )
-@click.option("--exhaustive/--best_vs_worst", default=None, help="preferences: all pairs, or one of a turn or row.")
-@click.option("--min_diff", type=click.FloatRange(min=0), help="preferences: the smallest difference of scores.")
-@click.option("--max_pairs", type=click.IntRange(min=1), help="preferences: the most pairs of a turn or row.")
 def export(
     run_dir: Path, format_: str, output: Path, force: bool, epoch: tuple[int, ...], reward: str | None, **selection: Any
 ) -> None:

@@ -92,9 +92,9 @@ class RegexConfig(EvaluatorBaseConfig, name="regex"):
     @model_validator(mode="after")
     def _has_group(self) -> "RegexConfig":
         compiled = re.compile(self.pattern)
-        known = [*range(compiled.groups + 1), *compiled.groupindex]
-        if self.group is not None and self.group not in known:
-            raise ValueError(f"group is {self.group!r}, but the pattern has the groups {known}")
+        groups = [*range(compiled.groups + 1), *compiled.groupindex]
+        if self.group is not None and self.group not in groups:
+            raise ValueError(f"group is {self.group!r}, but the pattern has the groups {groups}")
         return self
 
     def compare(self, answer: Any, expected: Any) -> Score:
@@ -119,15 +119,15 @@ class JsonFieldsConfig(EvaluatorBaseConfig, name="json_fields"):
         wanted = _parsed(expected)
         if not isinstance(wanted, dict):
             raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a JSON object")
-        found = _parsed(answer)
-        if not isinstance(found, dict):
+        value = _parsed(answer)
+        if not isinstance(value, dict):
             return 0.0, "the answer is not a JSON object"
         names = self.fields if self.fields is not None else list(wanted)
         if not names:
             raise WorkflowError("there is no field to compare: the expected answer is empty")
         if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
             raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
-        wrong = [name for name in names if _field(found, name) != _field(wanted, name)]
+        wrong = [name for name in names if _field(value, name) != _field(wanted, name)]
         return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
 
 
@@ -145,13 +145,13 @@ class NumericConfig(EvaluatorBaseConfig, name="numeric"):
         wanted = _last_number(_text(expected, "expected answer"))
         if wanted is None:
             raise WorkflowError(f"the row's expected answer {expected!r:.80} is not a number")
-        found = _last_number(_text(answer, "answer"))
-        if found is None:
+        number = _last_number(_text(answer, "answer"))
+        if number is None:
             return 0.0, "the answer has no number"
-        explanation = f"found {found:g}, expected {wanted:g}"
-        if math.isclose(found, wanted, rel_tol=self.relative_tolerance, abs_tol=self.tolerance):
+        explanation = f"found {number:g}, expected {wanted:g}"
+        if math.isclose(number, wanted, rel_tol=self.relative_tolerance, abs_tol=self.tolerance):
             return 1.0, explanation
-        return (max(0.0, 1 - abs(found - wanted) / self.zero_at) if self.zero_at is not None else 0.0), explanation
+        return (max(0.0, 1 - abs(number - wanted) / self.zero_at) if self.zero_at is not None else 0.0), explanation
 
 
 def _register(config_type: type[Any]) -> None:
@@ -195,5 +195,5 @@ def _field(value: Any, name: str) -> Any:
 
 def _last_number(text: str) -> float | None:
     """`1,234.5` is one number."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -46,7 +46,10 @@ def _item(turn: Turn) -> EpisodeItem:
     )
 
 
-_CALL_FIELDS = ("message", "model", "llm", "functions", "tools", "finish_reason", "policy_version", "prompt_token_ids")
+_CALL_FIELDS = (
+    *("message", "model", "llm", "functions", "tools", "sampling", "finish_reason", "policy_version"),
+    *("prompt_token_ids", "logprobs_temperature"),
+)
 """Fields of a call that `call_logprobs` keeps beside its tokens."""
 
 
@@ -68,8 +71,8 @@ def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -
         texts = [*map(format_token_id, call.token_ids)]
     if len(texts) != len(call.logprobs):
         return {}
-    known = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
-    return {**chat_logprobs(texts, call.logprobs), "call": known}
+    fields = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
+    return {**chat_logprobs(texts, call.logprobs), "call": fields}
 
 
 def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
@@ -263,14 +266,14 @@ class Dialogue(NamedTuple):
 def dialogues(calls: Sequence[ModelCall], trained: Collection[int]) -> list[Dialogue]:
     """The conversations of an episode in which a call at one of the positions `trained` sampled a message."""
     targets = {id(calls[position]) for position in trained}
-    found = []
+    parts = []
     for turns in conversations(calls):
         sampled = [k for k, turn in enumerate(turns) if turn.call is not None and id(turn.call) in targets]
         if sampled:
             messages = [turn.message for turn in turns]
             own = [turn.call for turn in turns if turn.call is not None]
-            found.append(Dialogue(messages[: sampled[0]], messages[sampled[0] :], sampled, own))
-    return found
+            parts.append(Dialogue(messages[: sampled[0]], messages[sampled[0] :], sampled, own))
+    return parts
 
 
 def is_text(messages: Iterable[Mapping[str, Any]]) -> bool:

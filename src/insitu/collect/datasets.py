@@ -3,6 +3,7 @@
 import codecs
 import csv
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -51,35 +52,79 @@ class FileDatasetConfig(DatasetBaseConfig):
 
 
 def loads(data: bytes) -> Any:
-    """Parses JSON, also with a byte order mark or lone surrogates."""
+    """Parses JSON in UTF-8: integers of any size, also with a byte order mark or lone surrogates.
+
+    Raises ValueError for what is no JSON, and for what a row would lose: a number that is not finite, a key that an
+    object has twice.
+    """
+    text = data.decode("utf-8-sig", errors="strict")
     try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        if data.startswith(codecs.BOM_UTF8) or b"\\u" in data:
-            return json.loads(data)
-        raise
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r:.80} twice")
+    return values
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.80} is not a finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+_NOT_UTF8 = {
+    b"\x1f\x8b": "compressed by gzip: decompress it",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""How files begin that are not the text that their names promise."""
+
+
+def _check_text(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(2)
+    if (kind := _NOT_UTF8.get(start)) is not None:
+        advice = ": write it in UTF-8" if kind == "UTF-16" else ""
+        raise ConfigError(f"dataset {path} is {kind}{advice}")
 
 
 def _json_rows(path: Path) -> Rows:
-    data = loads(path.read_bytes())
+    _check_text(path)
+    try:
+        data = loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"dataset {path} cannot be read: {error}") from error
     if not isinstance(data, list):
         raise ConfigError(f"dataset {path} must hold a list of rows, not {type(data).__name__}")
     yield from data
 
 
 def _jsonl_rows(path: Path) -> Rows:
+    _check_text(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
                     yield loads(line)
-                except json.JSONDecodeError as error:
+                except ValueError as error:
                     raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
 
 
 def _csv_rows(path: Path) -> Rows:
+    _check_text(path)
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, row in enumerate(csv.DictReader(file), 1):
+        reader = csv.DictReader(file)
+        columns = [*(reader.fieldnames or ())]
+        if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+            raise ConfigError(f"dataset {path} has the column {twice[0]!r:.80} twice")
+        for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
                 raise ConfigError(f"dataset {path}, row {number} has a different number of fields than the header")
             yield row
@@ -99,7 +144,19 @@ def _table_rows(path: Path, reader: str) -> Rows:
     except Exception as error:  # polars, fastexcel and the readers below them have no common base class
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"dataset {path} cannot be read: {reason}") from error
-    yield from table.iter_rows(named=True)
+    for number, row in enumerate(table.iter_rows(named=True), 1):
+        for column, value in row.items():
+            if not _is_finite(value):
+                raise ConfigError(
+                    f"dataset {path}, row {number}: {column} has a number that is not finite, such as NaN"
+                )
+        yield row
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 for _name, _reader in (
@@ -151,7 +208,7 @@ def load_dataset(
         raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
     try:
         items = _items(dataset_config(config), file, registration.factory(file), answered)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"dataset {file} cannot be read: {error}") from error
     if not items:
         raise ConfigError(f"dataset {file} has no rows")

@@ -37,7 +37,7 @@ from insitu.errors import (
 )
 from insitu.registry import FUNCTION, register_executor
 from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.wire.http_format import json_form
@@ -91,8 +91,8 @@ def _value_at(text: str, result: Any) -> Any:
 class EpisodeOptions:
     """How an episode is run: `timeout` in seconds per attempt, `retries` after transient failures.
 
-    `seed` is the configured one. `training` names the llms (True: all) whose calls need logprobs, and with
-    `needs_token_ids` token ids too. `target_functions` are those whose calls are trained. `result` is the JSONPath of
+    `seed` is the configured one. `training` names the llms (True: all) whose calls are trained, and must have
+    what training `needs`. `target_functions` are those whose calls are trained. `result` is the JSONPath of
     the output within the workflow's result; it must match exactly one value.
     """
 
@@ -103,7 +103,7 @@ class EpisodeOptions:
     retries: int = 0
     training: bool | frozenset[str] = False
     result: str = "$"
-    needs_token_ids: bool = True
+    needs: Needs = Needs.TOKEN_IDS
     target_functions: tuple[str, ...] = (WORKFLOW,)
 
     @classmethod
@@ -240,6 +240,7 @@ def in_process(workflow: Any) -> Attempt:
 
 
 async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
+    item = item.own_copy()  # all episodes of the row begin with the same
     scope = EpisodeScope(
         key=key,
         seed=key.seed(options.seed),
@@ -247,7 +248,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         row=item.full_dataset_entry,
         is_evaluating=True,
         training=options.training,
-        needs_token_ids=options.needs_token_ids,
+        needs=options.needs,
         target_functions=options.target_functions,
     )
     ledger = scope.ledger

@@ -25,7 +25,7 @@ from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR
-from insitu.schemas.episodes import DropReason, Episode
+from insitu.schemas.episodes import DropReason, Episode, Needs
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
@@ -119,7 +119,7 @@ class EvaluationRun:
                 loaded,
                 training=loaded.trained_llms() if self._training else frozenset(),
                 result=self.config.result_json_path,
-                needs_token_ids=False,  # plugins may lack them
+                needs=min(run.needs, Needs.LOGPROBS),  # plugins may lack token ids
                 target_functions=tuple(loaded.finetuning.target_functions),
             ),
             limit=loaded.max_concurrency,
@@ -229,7 +229,8 @@ def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, e
             dropped[str(reason)] += 1
     scores = scores_by_row(results[reward.name])
     if not scores:
-        return {"epoch": epoch, "error": f"no example could be scored: {dict(dropped)}", "dropped": dict(dropped)}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        return {"epoch": epoch, "error": f"no example could be scored: {reasons}", "dropped": dict(dropped)}
     means = [sum(of_row) / len(of_row) for of_row in scores.values()]
     estimate = mean_ci95(means)
     return {

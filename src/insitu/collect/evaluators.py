@@ -67,7 +67,7 @@ async def score(
     async def evaluate() -> EvalOutput:
         if current_call_site.get() is OUTSIDE:
             current_call_site.set(SCORING)
-        return await evaluator.evaluate_fn(EvalInput(eval_input_items=list(items)))
+        return await evaluator.evaluate_fn(EvalInput(eval_input_items=[item.own_copy() for item in items]))
 
     started = time.monotonic()
     with doing(lambda: f"its evaluator {name} has run for {seconds_since(started)}"):
@@ -175,7 +175,7 @@ class Scorer:
 
     async def _score(self, episode: Episode, row: EvalInputItem) -> None:
         scoring = self.scoring
-        item = episode.fill(row.model_copy())
+        item = episode.fill(row.own_copy())
         outputs = await asyncio.gather(
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )

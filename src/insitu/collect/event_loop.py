@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from traceback import walk_stack
 from types import FrameType
@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 
 from insitu.errors import InsituError, Stalled, describe_error, users_place
 from insitu.gateway.programs import kill_programs
+from insitu.wire.redaction import outlive_readers
+from insitu.wire.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +55,11 @@ _giving_up: ContextVar[Callable[[str], object] | None] = ContextVar("insitu_end_
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine, on uvloop if it is installed (half the client-side cost of a request).
 
-    Blocking agents run in threads, one per episode in flight. Ctrl-C and SIGTERM cancel it, and KeyboardInterrupt is
-    raised after cleanup. A second signal, cleanup that takes longer than `STOP_SECONDS`, or an agent that blocks the
-    loop for `eval.general.stall_timeout` ends the process.
+    Blocking agents run in threads, one per episode in flight. Ctrl-C, SIGTERM and the end of the terminal cancel it,
+    and KeyboardInterrupt is raised after cleanup. A second signal, cleanup that takes longer than `STOP_SECONDS`, or an
+    agent that blocks the loop for `eval.general.stall_timeout` ends the process. It goes on when its output ends.
     """
+    outlive_readers()
     loop, executor = new_loop()
     context = copy_context()
     context.run(_giving_up.set, lambda reason: _end_process(f"failed: {reason}", 1))
@@ -151,7 +154,7 @@ async def run_in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any,
 
 @contextmanager
 def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
-    """Calls `stop` on the first SIGINT or SIGTERM, which sets the event; ends the process on the second.
+    """Calls `stop` on the first signal that ends a command, which sets the event; ends the process on the second.
 
     The process also ends if the block does not within `STOP_SECONDS`: an agent may block the event loop.
     """
@@ -170,7 +173,7 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
         watchdog.start()
         stop()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
     try:
         yield stopping
     finally:
@@ -181,7 +184,8 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
 
 def _end_process(message: str, code: int) -> None:
     """Ends the process without cleanup, which a blocked event loop prevents."""
-    os.write(sys.stderr.fileno(), f"{message}\n".encode(errors="replace"))
+    with suppress(OSError):  # its terminal may be gone
+        os.write(sys.stderr.fileno(), f"{message}\n".encode(errors="replace"))
     kill_programs()
     os._exit(code)  # the backend process notices that its parent is gone
 

@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 _ROLES = {EpisodeItemRole.ENVIRONMENT: "user", EpisodeItemRole.OTHER: "user"}
 """Roles that chat templates do not have: the model reads an environment's messages as the user's."""
-_PASS_ON = "pass the logprobs of parse_to_openai_messages on unchanged"
+UNTRAINABLE = (
+    "none of its calls is trained, or its assistant messages lack the sampled tokens and their prompt: pass the "
+    "logprobs of parse_to_openai_messages on unchanged"
+)
+"""Why a trajectory cannot be trained."""
 
 
 class ItemTokens(NamedTuple):
@@ -38,13 +42,13 @@ def item_tokens(item: EpisodeItem) -> ItemTokens | None:
 
     Reads the `logprobs` of an OpenAI choice, their `content`, or numbers with the `token_ids` of the metadata.
     """
-    if item.role is not EpisodeItemRole.ASSISTANT or not (given := _plain(item.logprobs)):
+    if item.role is not EpisodeItemRole.ASSISTANT or not (entries := _plain(item.logprobs)):
         return None
     metadata = item.metadata or {}
-    if isinstance(given, list) and not isinstance(given[0], dict):
+    if isinstance(entries, list) and not isinstance(entries[0], dict):
         ids = metadata.get("token_ids")
-        return ItemTokens([], ids if ids and len(ids) == len(given) else None, given, {})
-    fields = given if isinstance(given, dict) else {"content": given}
+        return ItemTokens([], ids if ids and len(ids) == len(entries) else None, entries, {})
+    fields = entries if isinstance(entries, dict) else {"content": entries}
     tokens, logprobs = sampled_tokens(fields)
     if not logprobs:
         return None
@@ -88,10 +92,10 @@ def recover_calls(trajectory: Trajectory) -> Trajectory:
 
 
 def _recovered(index: int, messages: list[dict[str, Any]], sampled: ItemTokens, message: dict[str, Any]) -> ModelCall:
-    known = {"model": "", "message": message, **sampled.call}
-    known["functions"] = tuple(known.get("functions") or ())
+    fields = {"model": "", "message": message, **sampled.call}
+    fields["functions"] = tuple(fields.get("functions") or ())
     tokens, logprobs = sampled.token_ids, sampled.logprobs
-    return ModelCall(index=index, messages=messages, token_ids=tokens, logprobs=logprobs, **known)
+    return ModelCall(index=index, messages=messages, token_ids=tokens, logprobs=logprobs, **fields)
 
 
 def recover_collection(collection: TrajectoryCollection) -> TrajectoryCollection:
@@ -100,18 +104,17 @@ def recover_collection(collection: TrajectoryCollection) -> TrajectoryCollection
     Raises TrajectoryError if no trajectory has rows or calls to make them of; warns if some have none.
     """
     groups = [[recover_calls(trajectory) for trajectory in group] for group in collection.trajectories]
-    given = [trajectory for group in groups for trajectory in group]
-    untrainable = [t for t in given if not t.rows and not t.trained_calls]
-    if not given:
+    trajectories = [trajectory for group in groups for trajectory in group]
+    untrainable = [t for t in trajectories if not t.rows and not t.trained_calls]
+    if not trajectories:
         raise TrajectoryError(f"run {collection.run_id}: there are no trajectories to train on")
     if untrainable:
         first = untrainable[0]
-        reason = "none of its calls is trained" if first.calls else untrainable_reason(first)
         problem = (
-            f"run {collection.run_id}: {len(untrainable)} of {len(given)} trajectories cannot be trained; "
-            f"the first one{f' ({first.id})' if first.id else ''}: {reason}"
+            f"run {collection.run_id}: {len(untrainable)} of {len(trajectories)} trajectories cannot be trained; "
+            f"the first one{f' ({first.id})' if first.id else ''}: {UNTRAINABLE}"
         )
-        if len(untrainable) == len(given):
+        if len(untrainable) == len(trajectories):
             raise TrajectoryError(problem)
         logger.warning("%s", problem)
     return collection.model_copy(update={"trajectories": groups})
@@ -125,30 +128,6 @@ def with_recovered_calls(collection: TrajectoryCollection, run_id: str, epoch: i
             if trajectory.id is None:  # a plugin's builder may leave ids unset
                 group[k] = trajectory.model_copy(update={"id": f"{run_id}/{epoch}/group {number}/{k}"})
     return collection.model_copy(update={"epoch": epoch, "trajectories": groups})
-
-
-def untrainable_reason(trajectory: Trajectory) -> str:
-    """Why a trajectory without calls cannot be trained on its sampled tokens."""
-    items = _dialogue(trajectory)
-    if items is None:
-        return "it holds preferences, not messages"
-    answers = [n for n, item in enumerate(items) if item.role is EpisodeItemRole.ASSISTANT]
-    if not answers:
-        return f"none of its {len(items)} messages is the assistant's"
-    for number in answers:
-        sampled = item_tokens(items[number])
-        if sampled is None:
-            continue
-        if sampled.token_ids is None and not sampled.tokens:
-            return f"message {number} has logprobs without their tokens: {_PASS_ON}"
-        if sampled.token_ids is None:
-            return f"the tokens of message {number} are known as text only: its server sends no token ids"
-        if not sampled.call.get("prompt_token_ids"):
-            return f"message {number} has token ids, but not those of its prompt: {_PASS_ON}"
-    return (
-        "its assistant messages have empty logprobs: no call of the trained model sampled them, or they were changed "
-        "afterwards"
-    )
 
 
 def _dialogue(trajectory: Trajectory) -> list[EpisodeItem] | None:

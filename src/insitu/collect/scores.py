@@ -81,9 +81,9 @@ class FunctionEvaluator(BaseEvaluator):
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         result = await self._score(item)
-        given = Score(*result) if isinstance(result, tuple) and len(result) in (2, 3) else Score(result)
-        steps = None if given.steps is None else [_number(step) for step in given.steps]
-        return EvalOutputItem(id=item.id, score=_number(given.score), reasoning=given.reasoning, step_scores=steps)
+        score = Score(*result) if isinstance(result, tuple) and len(result) in (2, 3) else Score(result)
+        steps = None if score.steps is None else [_number(step) for step in score.steps]
+        return EvalOutputItem(id=item.id, score=_number(score.score), reasoning=score.reasoning, step_scores=steps)
 
 
 async def shaped(function: Callable[..., Any], reward: float, episode: Episode, item: EvalInputItem) -> float:
@@ -156,11 +156,11 @@ class JudgeConfig(EvaluatorBaseConfig, name="llm_judge"):
     def grade(self, reply: str) -> float:
         """The last grade in the reply, from 0 to 1. Raises WorkflowError if there is none on the scale."""
         lowest, highest = self.scale
-        found = _VERDICT.findall(reply)
-        if not found or not lowest <= float(found[-1]) <= highest:
+        verdicts = _VERDICT.findall(reply)
+        if not verdicts or not lowest <= float(verdicts[-1]) <= highest:
             problem = f"no grade from {lowest:g} to {highest:g}"
             raise WorkflowError(f"the reply of llms.{self.llm} has {problem}: {reply[-200:]!r}")
-        return (float(found[-1]) - lowest) / (highest - lowest)
+        return (float(verdicts[-1]) - lowest) / (highest - lowest)
 
 
 @register_evaluator(config_type=JudgeConfig)

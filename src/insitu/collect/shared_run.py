@@ -18,6 +18,7 @@ from insitu.builder import Builder, builder_at_work
 from insitu.collect.event_loop import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
+from insitu.schemas.episodes import Needs
 from insitu.schemas.evaluation import EvaluationRunConfig
 
 
@@ -30,8 +31,8 @@ class RunState:
     `wait_for_policy(since)` waits while the server of the model under training does not respond; it returns whether it
     had to, or the server was restarted since that `time.monotonic()`. An outage may last longer than the agent's client
     retries, and must not use up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
-    `is_checked`: what runs the episodes has been reached before. `unscored` names evaluators that have failed to score
-    an episode of training.
+    `is_checked`: what runs the episodes has been reached before. `needs`: what the trainer adapter needs of a call.
+    `unscored` names evaluators that have failed to score an episode of training.
     """
 
     builder: Builder
@@ -45,6 +46,7 @@ class RunState:
     lost: BaseException | None = None
     wait_for_policy: Callable[[float], Awaitable[bool]] | None = None
     is_checked: bool = False
+    needs: Needs = Needs.TOKEN_IDS
     unscored: set[str] = field(default_factory=set)
 
     @classmethod

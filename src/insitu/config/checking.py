@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
 SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-_SECRET = re.compile(r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
+    re.IGNORECASE,
+)
 _UNRECOGNISED = (
     "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
     "it cannot be recognised in logs, files and messages. Use a longer one"
@@ -140,11 +143,11 @@ class Validator:
         if registration is None:
             self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
-        known = reg.frameworks() if registration.frameworks else ()
+        frameworks = reg.frameworks() if registration.frameworks else ()
         self.problems += [
-            not_found(f"{where}: the framework of _type {block['_type']!r},", name, known)
+            not_found(f"{where}: the framework of _type {block['_type']!r},", name, frameworks)
             for name in registration.frameworks
-            if name not in known
+            if name not in frameworks
         ]
         if "reward" in block and takes_reward(registration.config_type):
             self._unused(f"{where}.reward", "finetuning.reward_function")
@@ -159,8 +162,7 @@ class Validator:
         if not isinstance(node, dict):
             self.problems.append(f"{where} must be a mapping, not {value_type(node)}")
             return None
-        unknown = list(unknown_keys(model, node, where))
-        self.problems.extend(unknown)
+        self.problems.extend(unknown_keys(model, self._known(model, node, where), where))
         try:
             return model.model_validate(node)
         except ValidationError as error:
@@ -170,6 +172,15 @@ class Validator:
                 if e["type"] != "extra_forbidden"
             )
             return None
+
+    def _known(self, model: type[BaseModel], node: dict[str, Any], where: str) -> dict[str, Any]:
+        """The keys of a block that are checked: all, unless the model ignores those that do not exist."""
+        if not (issubclass(model, TypedBaseModel) and model.ignores_unknown_keys):
+            return node
+        ignored = {key: None for key in node if next(unknown_keys(model, {key: None}, where), None) is not None}
+        for problem in unknown_keys(model, ignored, where):
+            logger.warning("%s: %s; it is ignored", self.path, problem)
+        return {key: value for key, value in node.items() if key not in ignored}
 
     def _sentence(self, where: str, error: Any, secret: bool) -> str:
         key = key_of([where, *error["loc"]])
@@ -204,8 +215,8 @@ class Validator:
                 self._exists("finetuning.target_functions", "functions", function)
         models, target = config.model_names(), finetuning.target_model
         if target is not None and not matching_llms(target, models):
-            known = dict.fromkeys([*models, *(m for m in models.values() if m)])
-            self.problems.append(not_found("finetuning.target_model:", target, known))
+            names = dict.fromkeys([*models, *(m for m in models.values() if m)])
+            self.problems.append(not_found("finetuning.target_model:", target, names))
 
     def _exists(self, where: str, section: str, name: str | None) -> None:
         names = sorted(n for s, n in self.present if s == section and n != WORKFLOW)

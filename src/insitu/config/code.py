@@ -151,7 +151,7 @@ def _import_file(file: Path, key: str) -> ModuleType:
         raise ConfigError(f"{key}: {file} does not exist")
     folder, name = place_of(file)
     module: ModuleType = import_module(name, key, folder)
-    found = getattr(module, "__file__", None)
-    if found is None or not file.samefile(found):
-        raise ConfigError(f"{key}: {file} is the module {name!r}, of which there is another: {found}; rename the file")
+    origin = getattr(module, "__file__", None)
+    if origin is None or not file.samefile(origin):
+        raise ConfigError(f"{key}: {file} is the module {name!r}, of which there is another: {origin}; rename the file")
     return module

@@ -1,21 +1,15 @@
-"""The keys of a block: which exist, which hold secrets or references to other blocks, and what they mean in words."""
+"""The keys of a block: which exist, and which hold secrets or references to other blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AliasChoices, AliasPath, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from insitu.registry import not_found
 from insitu.schemas.components import ComponentRef
 from insitu.schemas.finetuning import RewardFunctionConfig
-
-_TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
-_BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
 def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -121,58 +115,3 @@ def _values(node: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield from _values(value, f"{where}.{index}")
     else:
         yield where, node
-
-
-def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields that a file sets, by their keys there."""
-    hidden = fields_not_in_file(model)
-    return {field.alias or name: field for name, field in model.model_fields.items() if name not in hidden}
-
-
-def type_text(annotation: Any) -> str:
-    """Describes a type in words."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if annotation in _TYPE_NAMES:
-        return _TYPE_NAMES[annotation]
-    if origin in (Union, UnionType):
-        not_shown = (NoneType, str) if Path in parts else (NoneType,)  # a path may be written as a string
-        alternatives = (part for part in parts if part not in not_shown)
-        return " or ".join(dict.fromkeys(type_text(part) for part in alternatives))
-    if origin is Annotated:
-        return type_text(parts[0])
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in parts)
-    if origin is list:
-        return f"list of {type_text(parts[0])}s"
-    if origin is tuple:
-        return f"list of {len(parts)} {type_text(parts[0])}s"
-    if isinstance(annotation, type) and issubclass(annotation, ComponentRef):
-        return f"name under `{annotation.section}`"
-    return "block" if annotation is Any or origin is dict or models_of(annotation) else str(annotation)
-
-
-def bounds(field: FieldInfo) -> str:
-    """Formats the bounds of a number, as in `, at least 1`."""
-    limits = [limit for limit in field.metadata if type(limit) in _BOUNDS]
-    return "".join(f", {_BOUNDS[type(each)]} {getattr(each, type(each).__name__.lower()):g}" for each in limits)
-
-
-def default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return "none"
-    if value in ("", SecretStr("")):
-        return "empty"
-    if isinstance(value, BaseModel):
-        return "see below"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`".replace("'", '"')
-
-
-def description(model: type[BaseModel]) -> str:
-    """The docstring of the class or its nearest base with one; empty if it only names the section."""
-    text = next(" ".join(kind.__doc__.split()) for kind in model.__mro__ if kind.__doc__)
-    return "" if text.startswith(("The section", "The block")) else text

@@ -146,14 +146,14 @@ class Config:
         """
         path = Path(path).expanduser()
         candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
-        found = [place for candidate in candidates if (place := moved_path(candidate, moved)).exists()]
-        if not found:
+        paths = [place for candidate in candidates if (place := moved_path(candidate, moved)).exists()]
+        if not paths:
             raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")
-        if len(found) == 2 and not found[0].samefile(found[1]):
+        if len(paths) == 2 and not paths[0].samefile(paths[1]):
             warn_once(
-                f"{key}: {str(path)!r} names two files: {found[0]} is used, {found[1]} beside the YAML file is not"
+                f"{key}: {str(path)!r} names two files: {paths[0]} is used, {paths[1]} beside the YAML file is not"
             )
-        return found[0]
+        return paths[0]
 
 
 def moved_path(path: Path, moved: Moved | None) -> Path:

@@ -41,8 +41,8 @@ class _Loader(yaml.SafeLoader):
 
     def _check_size(self, node: yaml.Node) -> int:
         """The number of values below a node; a node that several aliases share counts each time."""
-        if (known := self.sizes.get(id(node))) is not None:
-            return known
+        if (count := self.sizes.get(id(node))) is not None:
+            return count
         self.sizes[id(node)] = _MAX_VALUES  # until it is known: an alias to a node around it has no end
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         size = 1 + sum(map(self._check_size, parts)) if isinstance(node, yaml.CollectionNode) else 1
@@ -116,10 +116,10 @@ _Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
-def dump_yaml(data: Any) -> str:
+def dump_yaml(data: Any, width: int = 120) -> str:
     """The text that `parse_yaml` reads as `data`. Raises ConfigError if it holds anything but YAML's values."""
     try:
-        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
     except yaml.representer.RepresenterError as error:
         raise ConfigError(f"{error.args[-1]!r:.80} is no value of YAML") from None
 
@@ -139,7 +139,7 @@ def override(data: dict[str, Any], key: str | tuple[str, ...], value: Any) -> No
     for depth, part in enumerate(parts):
         where = ".".join(parts[:depth]) or "the file"
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not part.isdecimal() or int(part) >= len(node):
                 raise ConfigError(f"-o {key}: {where} is a list of {len(node)} items, which has no index {part!r}")
             index: Any = int(part)
         elif isinstance(node, dict):
@@ -172,12 +172,12 @@ def expand(node: Any, problems: list[str], taken: dict[str, str], where: str = "
         if default is not None and "${" in default:
             problems.append(f"{where}: the default of ${{{name}}} must not contain another variable: {default}}}")
             return ""
-        found = os.environ.get(name, default)
-        if found is None:
+        variable = os.environ.get(name, default)
+        if variable is None:
             problems.append(f"{where}: the environment variable {name} is not set (and has no :-default)")
             return ""
         taken[where] = name
-        return found
+        return variable
 
     return _VARIABLE.sub(value, node)
 

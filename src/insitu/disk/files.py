@@ -3,6 +3,7 @@
 write_file    replaces a file
 new_folder    yields a folder that appears when it is complete
 new_file      the same for a file that is written bit by bit
+open_received opens a file that others may have written
 LineFile      (in `json_files`) appends lines
 
 All have ordinary permissions, those that the umask leaves; `write_file` leaves secrets out (`redaction`).
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from insitu.errors import ConfigError, InsituError
 from insitu.wire.redaction import redact_bytes
@@ -53,6 +55,25 @@ def file_size(path: Path) -> int:
 
 def cannot_read(path: Path | str, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be read: {error.strerror}")
+
+
+def open_received(path: Path) -> BinaryIO:
+    """Opens a file of a folder that others may have written.
+
+    Raises OSError unless it is a regular file, which a link in the folder may name: not for a FIFO, on which opening
+    would wait, nor for a link that leaves the folder, and may name any file of this machine.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+        raise OSError(errno.EPERM, "it is a link that leaves its folder", str(path))
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+
+
+def read_received(path: Path) -> bytes:
+    """The content of a file that `open_received` opens. Raises OSError."""
+    with open_received(path) as file:
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from insitu.disk.files import NOT_SUPPORTED
+from insitu.disk.files import NOT_SUPPORTED, open_received, read_received
 from insitu.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def locked_by(folder: Path) -> str | None:
             return "another process" if time.time() - path.stat().st_mtime < _OWNER_SECONDS else None
         if owner.ended:
             return None
-        with path.open("rb") as file:
+        with open_received(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # succeeds if the process has left the file behind
     except FileNotFoundError:
         return None
@@ -155,7 +155,7 @@ def locked_elsewhere(folder: Path) -> bool:
 
 def _parse_owner(path: Path) -> _Owner | None:
     try:
-        return _Owner(**json.loads(path.read_bytes()))
+        return _Owner(**json.loads(read_received(path)))
     except (OSError, ValueError, TypeError):
         return None
 

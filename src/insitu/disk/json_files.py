@@ -24,7 +24,16 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from insitu.disk.files import cannot_read, cannot_write, sync_descriptor, sync_path, write_file, writing
+from insitu.disk.files import (
+    cannot_read,
+    cannot_write,
+    open_received,
+    read_received,
+    sync_descriptor,
+    sync_path,
+    write_file,
+    writing,
+)
 from insitu.errors import InsituError
 from insitu.wire.http_format import json_form
 from insitu.wire.redaction import redact_bytes
@@ -88,10 +97,13 @@ def write_json(path: Path, data: Any) -> Path:
     return write_file(path, dump_json(data, orjson.OPT_INDENT_2))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InsituError naming the file."""
+def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
+    """The JSON object in a file that others may have written. Raises InsituError naming the file.
+
+    `follow_links`: wherever they lead, as in the Hub's cache.
+    """
     try:
-        return _as_object(str(path), path.read_bytes())
+        return _as_object(str(path), path.read_bytes() if follow_links else read_received(path))
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -104,7 +116,7 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def read_line_at(path: Path, number: int, place: "Block") -> dict[str, Any]:
     """The JSON object in the line with this number, which was at this place. Raises InsituError."""
     try:
-        with path.open("rb") as file:
+        with open_received(path) as file:
             file.seek(place.offset)
             return read_line(path, number, file.read(place.size))
     except OSError as error:
@@ -171,6 +183,8 @@ class LineFile:
         data = redact_bytes(lines)
         if compressed:
             data = gzip.compress(data, _COMPRESSION, mtime=0)
+            if len(lines) > _decompressed_limit(len(data)):  # readers would take it for an attack
+                data = gzip.compress(redact_bytes(lines), 0, mtime=0)
         rest, block = memoryview(data), Block(self.size, len(data))
         self._unsynced = True
         try:
@@ -218,7 +232,11 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    try:
+        file = open_received(path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    with file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield number, line
@@ -230,21 +248,31 @@ def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
     """The JSON objects in a block of lines. Raises InsituError naming the file and the block."""
     where = f"{path}, bytes {block.offset} to {block.end}"
     try:
-        with path.open("rb") as file:
+        with open_received(path) as file:
             if (size := os.fstat(file.fileno()).st_size) < block.end:
                 raise InsituError(shorter_than_written(path, size, block.end))
             file.seek(block.offset)
-            lines = gzip.decompress(file.read(block.size))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            limit, member = _decompressed_limit(block.size), zlib.decompressobj(wbits=31)
+            lines = member.decompress(file.read(block.size), limit)
+            if member.unconsumed_tail:
+                raise InsituError(f"{where} hold more than {limit} bytes, which insitu does not write")
+            if not member.eof or member.unused_data:
+                raise EOFError("they are not one gzip member")
+    except (EOFError, zlib.error) as error:
         raise InsituError(f"{where} are damaged: {error}") from None
     except OSError as error:
         raise cannot_read(path, error) from error
     return [_as_object(f"{where}, line {number}", line) for number, line in enumerate(lines.splitlines(), 1)]
 
 
-def shorter_than_written(path: Path, found: int, written: int) -> str:
+def _decompressed_limit(size: int) -> int:
+    """How many bytes of lines may be in a compressed block of `size` bytes: text is rarely compressed to a 50th."""
+    return max(2**26, 50 * size)
+
+
+def shorter_than_written(path: Path, size: int, written: int) -> str:
     """What to say of a file that has lost bytes at its end."""
-    return f"{path} has {found} bytes, but {written} were written: the file is damaged"
+    return f"{path} has {size} bytes, but {written} were written: the file is damaged"
 
 
 class Line(NamedTuple):
@@ -284,7 +312,7 @@ class AppendedLines:
         Raises FileReplaced or OSError.
         """
         try:
-            file = self._path.open("rb")
+            file = open_received(self._path)
         except FileNotFoundError:
             if self.position.inode:
                 raise FileReplaced(self._path) from None

@@ -34,6 +34,9 @@ NO_CODE = {"trust_remote_code": False}
 """For configurations and tokenizers. Without it, transformers asks on the terminal whether to run a folder's code."""
 SAFE_OPTIONS = {**NO_CODE, "use_safetensors": True}
 """For weights."""
+_DIGEST_LENGTH = 16
+_SAMPLES, _SAMPLE = 1024, 4096
+"""Parts of a file that are compared, and the bytes of one."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -79,15 +82,15 @@ def read_record(source: str | Path) -> TrainingRecord | None:
 
 def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
     """The checkpoints in `folder`, oldest first. Raises BackendError if one has no record."""
-    found = []
+    checkpoints = []
     for path in folder.glob("step_*"):
         record = read_record(path)
         if record is None:
             raise BackendError(
                 f"{path} is not a checkpoint of this backend: it has no {RECORD_FILE}; move it elsewhere"
             )
-        found.append((path, record))
-    return sorted(found, key=lambda each: each[1].step)
+        checkpoints.append((path, record))
+    return sorted(checkpoints, key=lambda each: each[1].step)
 
 
 def check_model(folder: Path) -> None:
@@ -106,6 +109,27 @@ def check_optimizer_file(folder: Path, *, required: bool) -> None:
     listed = _listed(folder)
     if OPTIMIZER_FILE in listed and (required or path.exists()):
         _check(path, listed[OPTIMIZER_FILE])
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Of the weights of a checkpoint, as its record has them; None for other folders, and those of earlier releases."""
+    own = (f"{name} {sha256}" for name, sha256 in sorted(_listed(folder).items()) if name.endswith(".safetensors"))
+    text = " ".join(each for each in own if not each.startswith(OPTIMIZER_FILE))
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH] if text else None
+
+
+def model_digest(folder: Path) -> str:
+    """Of a folder's model: of sizes and samples of its files, as hashing all takes seconds per GB."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        if path.name != OPTIMIZER_FILE:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for place in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                    file.seek(place)
+                    digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:_DIGEST_LENGTH]
 
 
 def copy_model(folder: Path, target: Path) -> None:
@@ -163,13 +187,13 @@ def expired(versions: Collection[int], keep: Retention) -> list[int]:
 def check_weights(folder: Path) -> None:
     """Raises BackendError unless the weights of a model in `folder` are safetensors in that folder."""
     index, config = folder / "model.safetensors.index.json", folder / "config.json"
-    if (chosen := read_object(config).get("transformers_weights")) is not None:
+    if (chosen := read_object(config, follow_links=True).get("transformers_weights")) is not None:
         _check_part(config, chosen)
     if (folder / "model.safetensors").exists():
         return
     if not index.exists():
         raise BackendError(_no_safetensors(folder, "model.safetensors"))
-    parts = read_object(index).get("weight_map")
+    parts = read_object(index, follow_links=True).get("weight_map")
     for name in parts.values() if isinstance(parts, dict) else ():
         _check_part(index, name)
 

@@ -74,7 +74,7 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
     if measures.stored is not None and measures.episodes:
         episodes = int(measures.stored / measures.episodes * plan.episodes_per_epoch * plan.epochs)
     checkpoints = _checkpoint_bytes(plan, measures, keep)
-    known = [each for each in (episodes, checkpoints) if each is not None]
+    estimates = [each for each in (episodes, checkpoints) if each is not None]
     return Estimate(
         start_seconds=measures.start,
         collect_seconds_per_epoch=collect,
@@ -87,7 +87,7 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
         backend_memory_bytes=measures.backend_memory,
         episodes_bytes=episodes,
         checkpoint_bytes=checkpoints,
-        disk_bytes=sum(known) if known else None,
+        disk_bytes=sum(estimates) if estimates else None,
         disk_free_bytes=shutil.disk_usage(nearest_folder(output_dir)).free,
     )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from statistics import correlation, fmean
+from statistics import fmean
 from typing import NamedTuple
 
 from insitu.advantages.estimator import rows_of
@@ -11,7 +11,7 @@ from insitu.doctor.findings import Evidence, Finding, Severity, is_random, sever
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.metrics import cut_off, likely_causes, share_of, trained_calls, why_no_pairs, without_variance
+from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
 from insitu.training.report import counts
 from insitu.workflow.llms import is_same_server
 
@@ -20,10 +20,6 @@ _SHOWN = 5
 """Tokens that are shown from the first one that differs."""
 _FEW = 0.25
 """Share of the groups with variance below which most of a run's time is wasted."""
-_RELATED = 0.95
-"""Correlation of reward and length within the groups from which there is hardly anything else to learn."""
-_LENGTHS = 5
-"""Different lengths and rewards that a correlation needs."""
 _AT_THE_END = 0.9
 """Share of the episodes with the highest or lowest reward from which that is why few groups have variance."""
 _TOO_LONG = re.compile(r"context_length_exceeded|together may have \d+|maximum context length")
@@ -107,9 +103,9 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         yield Finding("stray_calls", severity, what, "workflow", change)
 
 
-def about_failures(plan: Plan, evidence: Evidence, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Episodes that cannot be trained, by reason, unless what was `found` about their calls explains them."""
-    episodes, explained = evidence.episodes, {finding.code for finding in found}
+def about_failures(plan: Plan, evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Episodes that cannot be trained, by reason, unless the `findings` about their calls explain them."""
+    episodes, explained = evidence.episodes, {finding.code for finding in findings}
     by_reason: dict[str, list[Episode]] = {}
     for episode in episodes:
         if episode.reason is not None:
@@ -179,14 +175,11 @@ def about_groups(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     """Groups without variance, and why; what else was dropped from them."""
     if evidence.episodes and all(episode.reason is not None for episode in evidence.episodes):
         return  # their failures say why
-    trains, findings = any(evidence.selected.trajectories), []
-    if not evidence.makes_pairs:
-        findings = [*_rewards(plan, evidence)]
-    elif not trains:
-        for cause in why_no_pairs(evidence.selected.dropped):
-            findings.append(Finding(cause.code, Severity.STOPS_LEARNING, cause.what, plan.builder, cause.change))
+    trains = any(evidence.selected.trajectories)
+    findings = [] if evidence.makes_pairs else [*_rewards(plan, evidence)]
     yield from findings
-    if any(evidence.groups) and not trains and will_learn(findings):
+    played = any(evidence.groups) or (evidence.makes_pairs and evidence.selected.dropped)
+    if played and not trains and will_learn(findings):
         what = f"nothing that was played would be trained; dropped: {counts(evidence.selected.dropped)}"
         change = "see what the reasons mean; min_reward and the like may be too strict for this model"
         yield Finding("nothing_selected", Severity.STOPS_LEARNING, what, plan.trainer, change)
@@ -209,7 +202,6 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
             yield _few_with_variance(plan, groups, len(groups) - len(alike))
         else:
             yield from _small_differences(plan, groups)
-            yield from _length_alone(plan, groups)
     if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
         total = sum(map(len, evidence.groups))
         severity = Severity.STOPS_LEARNING if missing == total else Severity.HARMS
@@ -229,23 +221,6 @@ def _few_with_variance(plan: Plan, groups: Sequence[Sequence[Trajectory]], varie
             return Finding(code, Severity.HARMS, what, f"{plan.dataset}, {plan.evaluator}", change)
     change = "use rows of medium difficulty, a finer score, a higher temperature, or more generations"
     return Finding("little_variance", Severity.HARMS, what, f"{plan.dataset}, {plan.evaluator}", change)
-
-
-def _length_alone(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> Iterator[Finding]:
-    """A reward that follows the length of the answers."""
-    rewards, lengths = [], []
-    for group in groups:
-        tokens = [sum(len(call.token_ids or ()) for call in trained_calls([t])) for t in group]
-        lengths += [each - fmean(tokens) for each in tokens]
-        rewards += [t.reward - fmean(other.reward for other in group) for t in group]
-    if len({*lengths}) < _LENGTHS or len({*rewards}) < _LENGTHS:
-        return
-    related = correlation(lengths, rewards)
-    if abs(related) >= _RELATED:
-        way = "longer" if related > 0 else "shorter"
-        what = f"in the groups {way} answers score higher (correlation {related:.2f}): training teaches length first"
-        change = "see whether the score means to; if not, judge the content, or subtract a term for the length"
-        yield Finding("reward_follows_length", Severity.NOTE, what, plan.evaluator, change)
 
 
 def _small_differences(plan: Plan, groups: Sequence[Sequence[Trajectory]]) -> Iterator[Finding]:
@@ -280,11 +255,13 @@ class BrokenPrefix(NamedTuple):
 
 def broken_prefixes(calls: Sequence[ModelCall]) -> list[BrokenPrefix]:
     """The calls of an episode that begin a new training row although they continue a conversation."""
-    known = [call for call in calls if call.prompt_token_ids is not None and call.token_ids and call.message]
-    with_logprobs = {index: 1.0 for index, call in enumerate(known) if call.logprobs is not None}
-    begins = {row.calls[0] for row in rows_of(known, with_logprobs)}
-    found = (_broken(call, known[:index]) for index, call in enumerate(known) if index and call.index in begins)
-    return [each for each in found if each is not None]
+    candidates = [call for call in calls if call.prompt_token_ids is not None and call.token_ids and call.message]
+    with_logprobs = {index: 1.0 for index, call in enumerate(candidates) if call.logprobs is not None}
+    begins = {row.calls[0] for row in rows_of(candidates, with_logprobs)}
+    breaks = (
+        _broken(call, candidates[:index]) for index, call in enumerate(candidates) if index and call.index in begins
+    )
+    return [each for each in breaks if each is not None]
 
 
 def _broken(call: ModelCall, before: Sequence[ModelCall]) -> BrokenPrefix | None:
@@ -326,7 +303,7 @@ def rows_per_episode(groups: Sequence[Sequence[Trajectory]]) -> float | None:
 def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iterator[Finding]:
     """Rows per episode beyond those of its conversations, and at which turn and token the first one begins."""
     episodes = [episode for episode in evidence.episodes if episode.calls]
-    broken = [(episode, found[0]) for episode in episodes if (found := broken_prefixes(episode.calls))]
+    broken = [(episode, breaks[0]) for episode in episodes if (breaks := broken_prefixes(episode.calls))]
     for rewritten in (False, True):
         affected = [(episode, first) for episode, first in broken if first.rewritten is rewritten]
         if not affected:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from insitu.algorithms.selection import included_fraction
 from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluation import held_out_config
 from insitu.config import Config
@@ -99,7 +98,7 @@ class Plan:
 
 
 def about_settings(plan: Plan) -> Iterator[Finding]:
-    """A learning rate that trains nothing or destroys the model, and a curriculum with too few rows."""
+    """A learning rate that trains nothing or destroys the model, and a warm-up that was not played."""
     rate, where = plan.training.get("learning_rate"), f"{plan.adapter}.training.learning_rate"
     kind = "lora" if plan.training.get("lora") else "all weights"
     usual = f"usual for {kind}: {'1e-4' if kind == 'lora' else '1e-6 to 1e-5, and 1e-3 for tiny models'}"
@@ -117,22 +116,6 @@ def about_settings(plan: Plan) -> Iterator[Finding]:
         what = "the episodes were played by the weights before the warm-up, which takes more time than is estimated"
         change = "judge the other findings with that in mind, or train the warm-up alone first (num_epochs: 1)"
         yield Finding("before_warm_up", Severity.NOTE, what, f"{plan.trainer}.sft", change)
-    if plan.curriculum.enabled and plan.rows:
-        yield from _about_curriculum(plan)
-
-
-def _about_curriculum(plan: Plan) -> Iterator[Finding]:
-    curriculum, where = plan.curriculum, "finetuning.curriculum_learning"
-    first = math.ceil(round(included_fraction(curriculum, 1) * plan.rows_per_epoch, 9))
-    if first < 2:
-        what = f"the curriculum begins with {first} of {plan.rows_per_epoch} rows: an epoch trains on one group or none"
-        change = f"raise it above {1 / max(plan.rows_per_epoch, 1):.2g}, add rows, or set {where}.enabled: false"
-        yield Finding("few_rows_for_curriculum", Severity.HARMS, what, f"{where}.initial_percentile", change)
-    last = included_fraction(curriculum, plan.epochs)
-    if last < 1:
-        what = f"after {plan.epochs} epochs the curriculum includes {100 * last:.0f} % of the rows"
-        change = "lower it, or raise increment_percentile or finetuning.num_epochs, if all rows should be trained"
-        yield Finding("curriculum_incomplete", Severity.NOTE, what, f"{where}.expansion_interval", change)
 
 
 def about_rows(plan: Plan, *, random_environment: bool) -> Iterator[Finding]:

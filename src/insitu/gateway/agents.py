@@ -13,7 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -51,9 +51,6 @@ class ExternalConfig(FunctionBaseConfig):
 class CommandConfig(ExternalConfig, name="command"):
     """A program that runs once per episode and prints the answer."""
 
-    files_per_episode: ClassVar[int] = 5
-    """Three pipes, and two connections of the gateway."""
-
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
     stdin: Literal["row", "input", "none"] = "row"
@@ -62,7 +59,7 @@ class CommandConfig(ExternalConfig, name="command"):
     env: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables."""
     pass_env: list[str] = Field(default_factory=list)
-    """Environment variables that the program gets although their names or values suggest a secret."""
+    """Environment variables that the program gets besides those that every program needs, such as PATH and LANG."""
     cwd: Path | None = None
     """Working directory, relative to the folder of the YAML file; none: that folder."""
     timeout: float | None = Field(default=None, gt=0)
@@ -75,9 +72,6 @@ class CommandConfig(ExternalConfig, name="command"):
 
 class HttpConfig(ExternalConfig, name="http"):
     """A service that receives each row by POST, with the model's URL for this episode."""
-
-    files_per_episode: ClassVar[int] = 3
-    """The connection to the service, and two of the gateway."""
 
     url: Address
     """URL to post to."""
@@ -105,7 +99,7 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
 
 
 def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, str]:
-    """This process's variables without secrets, those that configure the official clients' endpoint, and `env`."""
+    """Variables that every program needs, those in `pass_env`, those of the official clients' endpoint, and `env`."""
     no_proxy = ",".join(
         filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
     )
@@ -152,11 +146,12 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
         with ExitStack() as until_exit:
             endpoint = until_exit.enter_context(_endpoint(gateway))
+            variables = environment(endpoint, config)
             done = await run_program(
                 [program, *arguments],
                 stdin,
                 cwd=folder / (config.cwd or ""),
-                env=environment(endpoint, config),
+                env=variables,
                 time_limit=config.timeout,
                 max_output=config.max_output,
                 on_exit=until_exit.close,
@@ -166,6 +161,8 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         if code := done.exit_code:
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
             message = f"{name} {how}: {done.stderr_tail}"
+            if withheld := sorted(os.environ.keys() - variables.keys()):
+                message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
             if endpoint.failure:
                 raise BackendUnavailable(f"{message} (its model: {endpoint.failure})")
             raise WorkflowError(message)
@@ -198,12 +195,15 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             }
             data = _json({"input": value, "row_id": context.row_id, "row": context.row, "model": model})
             try:
-                async with session.post(config.url, data=data, headers=headers) as response:
+                async with session.post(config.url, data=data, headers=headers, allow_redirects=False) as response:
                     content = await _read(response, config)
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
             except TimeoutError as error:
                 raise EpisodeTimeout(f"{config.url} did not finish within timeout: {config.timeout:g} s") from error
+        if 300 <= response.status < 400:  # the row and the model's address would go where the file does not say
+            target = response.headers.get("Location", "nowhere")
+            raise WorkflowError(f"{config.url} redirects to {target}, which is not followed: set it as url")
         if response.status >= 400:
             message = f"{config.url} answered {response.status}: {content[:_SHOWN_BYTES].decode(errors='replace')}"
             is_transient = response.status in _TRANSIENT or endpoint.failure

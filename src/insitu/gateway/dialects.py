@@ -146,10 +146,10 @@ def present(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def refuse_unsupported(request: dict[str, Any], known: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(request: dict[str, Any], fields: frozenset[str], neutral: dict[str, tuple[Any, ...]]) -> None:
     """Raises RequestRefused for a parameter without counterpart, unless its value is `neutral` (has no effect)."""
     for name, value in request.items():
-        if name not in known and value is not None and value not in neutral.get(name, ()):
+        if name not in fields and value is not None and value not in neutral.get(name, ()):
             raise RequestRefused(f"{name} cannot be passed on to a chat completion", param=name, code="unsupported")
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from insitu.errors import EpisodeTimeout, WorkflowError
-from insitu.wire.redaction import is_secret_variable
+from insitu.wire.redaction import is_ordinary_variable
 
 GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and then for the remaining output."""
@@ -26,17 +26,12 @@ _running_groups: set[int] = set()
 
 
 def inherited_environment(passed: Iterable[str] = ()) -> dict[str, str]:
-    """This process's variables for a program that is not trusted: without secrets, except those in `passed`.
+    """This process's variables for a program that is not trusted: those that every program needs, and `passed`.
 
-    A variable is a secret by its name (`INSITU_BACKEND_TOKEN`, `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`), or if its value is
-    a URL with a password. Proxies are passed, because programs cannot reach the network without them.
+    Proxies are among them, with their passwords, because programs cannot reach the network without them.
     """
-    passed = frozenset(passed)
-    return {name: value for name, value in os.environ.items() if name in passed or not _is_secret(name, value)}
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return is_secret_variable(name, "" if name.lower().endswith("_proxy") else value)
+    names = frozenset(passed)
+    return {name: value for name, value in os.environ.items() if name in names or is_ordinary_variable(name)}
 
 
 class Program:

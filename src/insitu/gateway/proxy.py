@@ -2,7 +2,6 @@
 
 import io
 import logging
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -25,7 +24,6 @@ MAX_BODY = 32 * 2**20
 MAX_VALUES = 2**19
 """Commas and brackets in a request body: a megabyte of code or numbers, which exceeds the context of any model."""
 _LARGE = 2**20
-_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _NOT_FORWARDED = frozenset(
     (
         *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
@@ -52,29 +50,12 @@ def parse_route(request: web.Request) -> Route:
     return Route(unquote(raw), raw)
 
 
-def parse_request(body: bytes, encoding: str) -> dict[str, Any]:
-    """The JSON object in a body, which may be compressed; raises RequestRefused if it is not one."""
-    data = parse_json(_decompress(body, encoding.strip().lower()), max_values=MAX_VALUES)
+def parse_request(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises RequestRefused if it is not one."""
+    data = parse_json(body, max_values=MAX_VALUES)
     if not isinstance(data, dict):
         raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
     return data
-
-
-def _decompress(body: bytes, encoding: str) -> bytes:
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in _WINDOW_BITS:
-        raise RequestRefused(f"content-encoding is {encoding!r:.50}; allowed: gzip, deflate", status=415)
-    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
-    try:
-        content = stream.decompress(body, MAX_BODY + 1)
-    except zlib.error as error:
-        raise RequestRefused(f"the body is not {encoding}: {error}", code="malformed_body") from None
-    if len(content) > MAX_BODY:
-        raise RequestRefused(f"the body is larger than {MAX_BODY} bytes", status=413, code="too_large")
-    if not stream.eof:
-        raise RequestRefused(f"the body is truncated {encoding}", code="malformed_body")
-    return content
 
 
 def payload(body: bytes) -> bytes | io.BytesIO | None:
@@ -164,7 +145,7 @@ async def _pass_stream(
             return None
         try:
             translated = translator.feed(exchange.feed(chunk))
-        except MALFORMED as error:
+        except (*MALFORMED, aiohttp.ClientPayloadError) as error:
             return f"the stream from the model server cannot be parsed: {error!r}"
         failure = translator.failure
         if exchange.done_received:

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Self
 
 import aiohttp
@@ -34,7 +33,7 @@ from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, diale
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.http_format import MALFORMED, authorized, http_url
 from insitu.wire.http_server import listening, parse_body, read_body
-from insitu.wire.redaction import redact_bytes
+from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
 
@@ -173,7 +172,7 @@ class Gateway:
         """Opens an endpoint for an episode; its calls are recorded at the current call site."""
         ledger = scope.ledger
         site = current_call_site.get()._replace(ledger=ledger, is_explicit=True)
-        endpoint = EpisodeEndpoint(secrets.token_urlsafe(18), self.address, site, ledger)
+        endpoint = EpisodeEndpoint(EPISODE_KEY + secrets.token_urlsafe(18), self.address, site, ledger)
         hashed = _hashed(endpoint.key)
         self._endpoints[hashed] = endpoint
         try:
@@ -194,15 +193,14 @@ class Gateway:
             dialect = dialects().get(route.text, dialect)
             if "websocket" in headers.get("Upgrade", "").lower():
                 raise RequestRefused("websockets are not supported; use POST", code="unsupported")
-            body = await read_body(request, MAX_BODY)
             if request.method != "POST" or route.text not in dialects():
-                return await self._forward(request, route, body)
-            encoding = headers.get("Content-Encoding", "")
-            data = await parse_body(partial(proxy.parse_request, encoding=encoding), body)
+                return await self._forward(request, route, await read_body(request, MAX_BODY))
+            body = await read_body(request, MAX_BODY, decompress=True)
+            data = await parse_body(proxy.parse_request, body)
             self._find_endpoint(endpoint.key)  # the episode may have ended since
             llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
             if llm is None:
-                return await self._forward(request, route, body)
+                return await self._forward(request, route, body, decompressed=True)
             try:
                 translation = dialect(data, endpoint.memories.setdefault(dialect, {}))
             except MALFORMED as error:
@@ -255,8 +253,10 @@ class Gateway:
         timeout = client_timeout(_CONNECT_TIMEOUT, llm.config.timeout or _READ_TIMEOUT)
         content = proxy.payload(exchange.content)
         try:
-            async with self._session.post(url, data=content, headers=headers, timeout=timeout) as answer:
-                if exchange.streamed and answer.status < 400:
+            async with self._session.post(
+                url, data=content, headers=headers, allow_redirects=False, timeout=timeout
+            ) as answer:
+                if exchange.streamed and answer.status < 300:  # redirects are not followed
                     return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
                 received = exchange.complete(answer.status, answer.headers, await answer.read())
                 if exchange.parse_error is not None:
@@ -272,8 +272,10 @@ class Gateway:
             headers["Content-Type"] = "application/json"
         return web.Response(body=received, status=answer.status, headers=headers)
 
-    async def _forward(self, request: web.Request, route: Route, body: bytes) -> web.StreamResponse:
-        """Sends a request upstream as it is, and returns the response as it comes in."""
+    async def _forward(
+        self, request: web.Request, route: Route, body: bytes, *, decompressed: bool = False
+    ) -> web.StreamResponse:
+        """Sends a request upstream, and returns the response as it comes in."""
         if self._upstream is None and route.text.startswith(_OPERATOR_ROUTES):
             raise RequestRefused(f"{route.text} is not available to agents", status=403, code="not_for_agents")
         if self._upstream is None:
@@ -287,6 +289,8 @@ class Gateway:
         url = URL(f"{base_url}/{route.raw}" + (f"?{query}" if query else ""), encoded=True)
         headers = proxy.forwarded_headers(request.headers)
         headers.update({"Authorization": credentials, "x-api-key": api_key})
+        if decompressed:
+            headers.pop("Content-Encoding", None)
         timeout = client_timeout(_CONNECT_TIMEOUT, read_timeout)
         async with self._session.request(
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout

@@ -1,10 +1,13 @@
 """Reads the scored candidates of an episode from its steps, and finds the model call that sampled each of them."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 from insitu.advantages.credit import is_targeted
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
@@ -15,12 +18,14 @@ from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 class Targets(NamedTuple):
     """What is trained: calls at these positions, made in these functions.
 
-    `text` allows candidates that no recorded call has sampled; they are trained as text.
+    `text` allows candidates that no recorded call has sampled; they are trained as text. If all are trained as text
+    (`only_text`), candidates of every player are allowed, whichever model has sampled them, or none.
     """
 
     calls: Collection[int]
     functions: Collection[str]
     text: bool
+    only_text: bool = False
 
 
 _Reported = tuple[IntermediateStep, CandidateStep]
@@ -36,16 +41,19 @@ def candidates_of(
     the call, and its response stays the output.
     """
     reported = _reported_candidates(steps, step_name)
-    sampled_by = _match(reported, calls)
+    since = _turn_starts(reported, calls)
+    sampled_by = _match(reported, calls, since)
+    as_reported = _prompts_reported(reported, calls, since, sampled_by) if targets.only_text else ()
     kept, dropped = [], Counter[str]()
     for index, (step, candidate) in enumerate(reported):
         call = sampled_by.get(index)
-        if call is not None and call in targets.calls:
-            kept.append(replace(candidate, call=call, prompt=calls[call].messages))
-        elif call is None and targets.text and _is_in_function(step, targets.functions):
+        functions = _functions(step) if call is None else calls[call].functions
+        if reason := _drop_reason(call, functions, targets):
+            dropped[str(reason)] += 1
+        elif call is None or candidate.turn_id in as_reported:
             kept.append(candidate)
         else:
-            dropped[str(DropReason.UNTARGETED_CANDIDATE)] += 1
+            kept.append(replace(candidate, call=call, prompt=calls[call].messages))
     return kept, dropped
 
 
@@ -53,9 +61,22 @@ def recorded_candidates(
     candidates: Iterable[CandidateStep], targets: Targets
 ) -> tuple[list[CandidateStep], Counter[str]]:
     """Candidates of a recorded episode that are trained, and how many are not."""
-    every = list(candidates)
-    kept = [c for c in every if (targets.text if c.call is None else c.call in targets.calls)]
-    return kept, +Counter({str(DropReason.UNTARGETED_CANDIDATE): len(every) - len(kept)})
+    kept, dropped = [], Counter[str]()
+    for candidate in candidates:
+        if reason := _drop_reason(candidate.call, targets.functions, targets):
+            dropped[str(reason)] += 1
+        else:
+            kept.append(candidate)
+    return kept, dropped
+
+
+def _drop_reason(call: int | None, functions: Collection[str], targets: Targets) -> DropReason | None:
+    """Why a candidate that was sampled by `call`, inside `functions`, is not trained; None if it is."""
+    if call in targets.calls:
+        return None
+    if not is_targeted(functions, targets.functions) or (call is not None and not targets.only_text):
+        return DropReason.UNTARGETED_CANDIDATE
+    return None if targets.text or targets.only_text else DropReason.UNSAMPLED_CANDIDATE
 
 
 def _reported_candidates(steps: Iterable[IntermediateStep], step_name: str) -> list[_Reported]:
@@ -78,14 +99,48 @@ def _reported_candidates(steps: Iterable[IntermediateStep], step_name: str) -> l
             response=_text(getattr(data, "output", None)),
             score=_score(getattr(data, "score", None)),
             turn_index=turn_index,
+            raw_metadata=_metadata(step),
         )
         of_turn[turn] += 1
         reported.append((step, candidate))
     return reported
 
 
-def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall]) -> dict[int, int]:
-    """Index in `reported` -> position of its call. No call is given to two candidates.
+def _turn_starts(reported: Sequence[_Reported], calls: Sequence[ModelCall]) -> list[float]:
+    """For each candidate when its turn began: with the last report of another turn before it.
+
+    It is unknown (infinite) for all of them if no call was made after the first report.
+    """
+    if not reported or all(call.started <= reported[0][0].event_timestamp for call in calls):
+        return [math.inf] * len(reported)
+    starts, start, latest, turn = [], -math.inf, -math.inf, None
+    for step, candidate in reported:
+        if candidate.turn_id != turn:
+            start, turn = latest, candidate.turn_id
+        starts.append(start)
+        latest = step.event_timestamp
+    return starts
+
+
+def _prompts_reported(
+    reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Sequence[float], sampled_by: Mapping[int, int]
+) -> set[str]:
+    """Turns whose candidates keep the prompts that were reported, so that all have the same.
+
+    Those are turns with a candidate that no call has sampled. A player without a model may also repeat what a model
+    has answered to an earlier prompt.
+    """
+    turns = set()
+    for index, (_, candidate) in enumerate(reported):
+        call = calls[sampled_by[index]] if index in sampled_by else None
+        is_its_own = call is not None and (call.started >= since[index] or _is_shown(candidate, call))
+        if candidate.prompt and not is_its_own:
+            turns.add(candidate.turn_id)
+    return turns
+
+
+def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Sequence[float]) -> dict[int, int]:
+    """Index in `reported` -> position of its call, first of those made in its turn. None is given to two candidates.
 
     A part such as a number may be in several completions of a turn. From its last candidate back, each gets the latest
     call that fits, so that candidates in the order in which they were sampled get their own calls.
@@ -96,33 +151,48 @@ def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall]) -> dict[in
     place = [(first[c.turn_id], c.candidate_index, index) for index, (_, c) in enumerate(reported)]
     backwards = sorted(range(len(reported)), key=place.__getitem__, reverse=True)
     texts = {k: _text(call.message).strip() for k, call in enumerate(calls) if call.message is not None}
-    found: dict[int, int] = {}
-    for whole in (True, False):  # first those that repeat a completion, then those that are a part of one
+    numbers: dict[int, int] = {}
+    # first those that repeat a completion, then those that are a part of one
+    for own_turn, whole in ((True, True), (True, False), (False, True), (False, False)):
         for index in backwards:
             step, candidate = reported[index]
             response = candidate.response.strip()
-            if index in found or not (response or whole):
+            if index in numbers or not (response or whole):
                 continue
-            fitting = [k for k, text in texts.items() if (response == text if whole else response in text)]
+            fitting = [
+                k
+                for k, text in texts.items()
+                if (response == text if whole else response in text)
+                and (not own_turn or since[index] <= calls[k].started <= step.event_timestamp)
+            ]
             if fitting:
-                found[index] = max(fitting, key=lambda k: _likelihood(step, candidate, calls[k], k))
-                del texts[found[index]]
-    return found
+                numbers[index] = max(fitting, key=lambda k: _likelihood(step, candidate, calls[k], k))
+                del texts[numbers[index]]
+    return numbers
 
 
 def _likelihood(step: IntermediateStep, candidate: CandidateStep, call: ModelCall, position: int) -> tuple[Any, ...]:
     """Ranks the calls with a candidate's text: its prompt, its function, and the latest call before its step."""
+    in_function = is_targeted(_functions(step), call.functions)
+    return _is_shown(candidate, call), in_function, call.started <= step.event_timestamp, position
+
+
+def _is_shown(candidate: CandidateStep, call: ModelCall) -> bool:
+    """Whether the call's prompt is the candidate's, or ends in a message with it."""
     prompt = candidate.prompt
     if isinstance(prompt, str):
-        shown = bool(prompt.strip()) and prompt.strip() in _text(call.messages[-1])
-    else:
-        shown = prompt == call.messages
-    return shown, _is_in_function(step, call.functions), call.started <= step.event_timestamp, position
+        return bool(prompt.strip()) and prompt.strip() in _text(call.messages[-1])
+    return prompt == call.messages
 
 
-def _is_in_function(step: IntermediateStep, functions: Collection[str]) -> bool:
+def _functions(step: IntermediateStep) -> list[str]:
     node = step.function_ancestry
-    return is_targeted([name for name in (node.function_name, node.parent_name) if name], functions)
+    return [name for name in (node.function_name, node.parent_name) if name]
+
+
+def _metadata(step: IntermediateStep) -> dict[str, Any]:
+    given = step.metadata
+    return given.model_dump(exclude_none=True) if isinstance(given, BaseModel) else dict(given or {})
 
 
 def _prompt(value: Any) -> list[dict[str, Any]] | str:

@@ -21,9 +21,9 @@ class Duplicates:
 
     def repeats(self, pair: DPOItem) -> bool:
         text = hashlib.blake2b(pair.model_dump_json().encode(), digest_size=16).digest()
-        found = text in self._seen
+        is_duplicate = text in self._seen
         self._seen.add(text)
-        return found
+        return is_duplicate
 
 
 def distinct_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
@@ -116,18 +116,18 @@ def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> li
 
 def episode_rows(episode: Trajectory, *, pair: str = "", preferred: bool | None = None) -> list[TrainingRow]:
     """The rows of an episode, which may be one side of a pair."""
-    rows = rows_of(episode.calls, dict.fromkeys(episode.trained_calls, 1.0), episode.id or "")
+    rows = rows_of(episode.calls, dict.fromkeys(episode.trained_calls, 1.0), episode.id or "", tempered=False)
     return [row.model_copy(update={"pair": pair, "preferred": preferred}) for row in rows]
 
 
 def _tokens_known(candidate: CandidateStep, calls: Sequence[ModelCall]) -> bool:
     call = calls[candidate.call] if candidate.call is not None else None
-    return call is not None and bool(call.token_ids) and call.prompt_token_ids is not None
+    return call is not None and bool(call.token_ids and call.logprobs) and call.prompt_token_ids is not None
 
 
 def _sampled_row(candidate: CandidateStep, calls: Sequence[ModelCall]) -> TrainingRow:
     assert candidate.call is not None  # _tokens_known
-    [row] = rows_of([calls[candidate.call]], {0: 1.0})
+    [row] = rows_of([calls[candidate.call]], {0: 1.0}, tempered=False)
     return row
 
 

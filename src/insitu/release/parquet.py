@@ -32,7 +32,7 @@ _COLUMNS = {
     "seconds": "Float64",
     "failed_requests": "json",
     **dict.fromkeys(("source", "dropped"), "String"),
-    **dict.fromkeys(("advantages", "conversations", "model_calls", "candidates", "rescores"), "json"),
+    **dict.fromkeys(("advantages", "sides", "conversations", "model_calls", "candidates", "rescores"), "json"),
 }
 """Values whose shape differs between episodes are JSON."""
 _PART_ROWS = 500
@@ -84,6 +84,7 @@ def _record(episode: Episode, training: dict[str, Any], rescores: list[Any]) -> 
     record = episode_record(episode) | {
         "dropped": training.get("dropped"),
         "advantages": training.get("advantages", {}),
+        "sides": training.get("sides", []),
         "conversations": [[turn.message for turn in turns] for turns in conversations(episode.calls)],
         "model_calls": call_records(episode.key.text(), episode.calls),
         "rescores": rescores,

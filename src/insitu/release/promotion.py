@@ -45,7 +45,7 @@ class Destination:
 
     def numbered(self) -> list[Path]:
         """All versions, oldest first."""
-        return sorted(path for path in self.versions.glob("[0-9]*") if path.is_dir())
+        return sorted(path for path in self.versions.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
 
     def switch(self, version: Path) -> None:
         """Makes a version the one in use; at any time the path leads to a complete one."""
@@ -108,22 +108,6 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
     return promotion._replace(previous=previous)
 
 
-def roll_back(path: Path) -> Path:
-    """Makes the version before the one in use the one in use. Raises InsituError if there is none."""
-    destination = Destination(path)
-    current = destination.current
-    if current is None:
-        raise ConfigError(f"DESTINATION: nothing was promoted to {path}")
-    with FolderLock(destination.versions, "DESTINATION"):
-        before = [version for version in destination.numbered() if version.name < current.name]
-        if not before:
-            raise InsituError(
-                f"{path} cannot be rolled back: {current} is the first version, or the one before is gone"
-            )
-        destination.switch(before[-1])
-    return before[-1]
-
-
 def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[RowScores]]:
     """The version to promote with its scores, and all validations of the run, the first of them before training."""
     best = RunReader(run).object(BEST)
@@ -135,11 +119,11 @@ def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[Row
     scored = RunReader(run).scores()
     if not scored or scored[0].epoch != 0:
         raise ConfigError(f"RUN_DIR: {run} has no scores by row of a validation before training; promote needs them")
-    found = [each for each in scored if each.policy_version == source.record.version]
-    if not found:
+    records = [each for each in scored if each.policy_version == source.record.version]
+    if not records:
         validated = ", ".join(str(each.epoch) for each in scored)
         raise ConfigError(f"--checkpoint: {source.folder.name} was not validated; validated epochs: {validated}")
-    return source, found[-1], scored
+    return source, records[-1], scored
 
 
 def _baseline(destination: Destination, candidate: RowScores, scored: list[RowScores]) -> tuple[str, dict[str, float]]:

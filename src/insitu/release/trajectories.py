@@ -22,12 +22,13 @@ from insitu.collect.conversations import (
     dialogues,
     is_text,
     openai_messages,
+    scored_group,
     template_messages,
 )
 from insitu.disk.files import new_file
 from insitu.disk.json_files import LineFile, dump_lines
 from insitu.errors import ConfigError, TrajectoryError
-from insitu.preferences.pairs import PairOptions, preference_pairs
+from insitu.preferences.pairs import preference_pairs
 from insitu.preferences.selection import Duplicates, best_of_group, desirable
 from insitu.release.parquet import write_table
 from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
@@ -53,10 +54,6 @@ class ExportOptions:
 
     pairs: str | None = None
     """`candidates` or `episodes`; None: candidates if the run has recorded some."""
-    exhaustive: bool | None = None
-    min_diff: float | None = None
-    max_pairs: int | None = None
-    desirable_above: float | None = None
     best: int | None = None
     min_reward: float | None = None
 
@@ -65,16 +62,14 @@ class ExportOptions:
 
 
 ALLOWED = {
-    "preferences": ("pairs", "exhaustive", "min_diff", "max_pairs"),
-    "kto": ("desirable_above",),
+    "preferences": ("pairs",),
+    "kto": (),
     "sft": ("best", "min_reward"),
     "openai": ("best", "min_reward"),
     "parquet": (),
 }
 """The formats, and the options that each takes."""
 
-_PAIR_OPTIONS = {"exhaustive": "exhaustive", "min_diff": "min_score_diff", "max_pairs": "max_pairs"}
-"""Options of an export -> fields of `PairOptions`."""
 _RECORDED = frozenset((*RUN_FILES, CALLS, GROUPS, ADVANTAGES, PAIRS, RESCORES))
 """Files of a run that `--force` does not replace: an export could not be repeated without them."""
 
@@ -145,7 +140,7 @@ class Exporter:
 
     def _candidate_pairs(self, episodes: list[Episode]) -> Records:
         """Pairs of each turn, as `dpo_traj_builder` makes them."""
-        options = self._pair_options(DPOTrajectoryBuilderConfig().pair_options)
+        options = DPOTrajectoryBuilderConfig().pair_options
         for episode in episodes:
             if episode.outcome is not Outcome.OK:
                 self._drop(episode.reason or DropReason.WORKFLOW_ERROR, episode)
@@ -164,7 +159,7 @@ class Exporter:
         """Pairs of the episodes of a row, as `dpo_from_groups` makes them."""
         played = {episode.key.generation: (episode, t) for episode, t in self._trainable(episodes)}
         candidates = [episode_candidate(episode, t) for episode, t in played.values()]
-        pairs, dropped = preference_pairs(candidates, self._pair_options(DPOFromGroupsConfig().pair_options))
+        pairs, dropped = preference_pairs(candidates, DPOFromGroupsConfig().pair_options)
         self.dropped.update(dropped)
         for pair in pairs:
             best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
@@ -200,8 +195,7 @@ class Exporter:
     def _kto(self, episodes: list[Episode]) -> Records:
         """Desirable and undesirable dialogues, as `insitu_kto_trainer` labels them."""
         group = self._trainable(episodes)
-        threshold = self.options.desirable_above
-        labels = desirable([t for _, t in group], threshold) if group else []
+        labels = desirable([t for _, t in group], None) if group else []
         for (episode, trajectory), label in zip(group, labels, strict=True):
             if label is None:
                 self._drop(DropReason.NO_VARIANCE)
@@ -239,20 +233,12 @@ class Exporter:
 
     def _trainable(self, episodes: list[Episode]) -> Group:
         """The episodes with a reward and calls to train. Token ids are not needed, as they are trained as text."""
-        group: Group = []
-        for episode in episodes:
-            if episode.reward is None:
-                self._drop(episode.reason or DropReason.NO_SCORE, episode)
-                continue
-            trained = self._trained.positions(episode.calls)
-            if trained:
-                name, calls = episode.key.text(), episode.calls  # without the readable form, which takes longer to make
-                made = Trajectory.model_construct(id=name, reward=episode.reward, calls=calls, trained_calls=trained)
-                group.append((episode, made))
-            else:
-                episode.error = self._trained.why_none(episode.calls)
-                self._drop(DropReason.NO_TARGET_CALLS if episode.calls else DropReason.NO_CALLS, episode)
-        return group
+        group = scored_group(episodes, self._trained)
+        self.dropped.update(group.dropped)
+        made = {str(trajectory.id): trajectory for trajectory in group.trajectories}
+        left_out = [episode for episode in group.episodes if episode.key.text() not in made]
+        self._note_errors(left_out)
+        return [(episode, made[episode.key.text()]) for episode in group.episodes if episode.key.text() in made]
 
     def _text_dialogues(self, trajectory: Trajectory) -> Iterator[Dialogue]:
         for dialogue in dialogues(trajectory.calls, trajectory.trained_calls):
@@ -260,10 +246,6 @@ class Exporter:
                 yield dialogue
             else:
                 self._drop(DropReason.NOT_TEXT)
-
-    def _pair_options(self, default: PairOptions) -> PairOptions:
-        changed = {_PAIR_OPTIONS[name]: value for name, value in self.options.given().items() if name in _PAIR_OPTIONS}
-        return default._replace(**changed)
 
     def _origin(self, episode: Episode) -> dict[str, Any]:
         return {
@@ -276,15 +258,18 @@ class Exporter:
 
     def _drop(self, reason: DropReason, episode: Episode | None = None) -> None:
         self.dropped[str(reason)] += 1
-        if episode is not None and episode.error is not None and self.first_error is None:
-            self.first_error = f"{episode.key.text()}: {episode.error}"
+        self._note_errors([episode] if episode is not None else [])
+
+    def _note_errors(self, left_out: Sequence[Episode]) -> None:
+        errors = (f"{episode.key.text()}: {episode.error}" for episode in left_out if episode.error is not None)
+        self.first_error = self.first_error or next(errors, None)
 
 
 def _first_dialogue(trajectory: Trajectory) -> Dialogue:
     """The dialogue of the first trained call."""
     first = trajectory.calls[trajectory.trained_calls[0]]
-    found = dialogues(trajectory.calls, trajectory.trained_calls)
-    return next(dialogue for dialogue in found if any(call is first for call in dialogue.calls))
+    candidates = dialogues(trajectory.calls, trajectory.trained_calls)
+    return next(dialogue for dialogue in candidates if any(call is first for call in dialogue.calls))
 
 
 def _candidate_messages(pair: PreferencePair, episode: Episode) -> tuple[Messages, Messages, Messages]:

@@ -99,7 +99,7 @@ class WorkflowService:
         async with aclosing(self.hosted):
             with loop_in_thread(loop, "insitu serve"):
                 try:
-                    served = stack.enter_async_context(listening(app, (host, port), decompress=True))
+                    served = stack.enter_async_context(listening(app, (host, port)))
                     yield http_url(host, (await run_in_loop(loop, served))[1])
                 finally:
                     await run_in_loop(loop, stack.aclose())
@@ -114,7 +114,8 @@ class WorkflowService:
         return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = GenerateRequest.model_validate(await _parse_line(await read_body(request, LINE_LIMIT)))
+        line = await read_body(request, LINE_LIMIT, decompress=True)
+        body = GenerateRequest.model_validate(await _parse_line(line))
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:

@@ -42,11 +42,10 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
         if path.name in NAMES and holds_run(run := find(path.parent)):
             return _of_run(run, path.name, key)
         if _STEP.fullmatch(path.name):
-            _check_kept(find(path.parent) / path.name, key)
+            _kept(find(path.parent) / path.name, key)
         raise
-    if _is_model(folder) or not holds_run(folder):
-        return Checkpoint(folder)
-    return _of_run(folder, None, key)
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    return Checkpoint(folder) if is_model or not holds_run(folder) else _of_run(folder, None, key)
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
@@ -57,8 +56,7 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     if not holds_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
     if name is not None and _STEP.fullmatch(name):
-        _check_kept(run / CHECKPOINTS / name, key)
-        return run / CHECKPOINTS / name
+        return _kept(run / CHECKPOINTS / name, key)
     if name is not None and name not in NAMES:
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
     folder, note = _of_run(run, name, key)
@@ -67,23 +65,20 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     return folder
 
 
-def _check_kept(folder: Path, key: str) -> None:
-    """Raises ConfigError if a checkpoint does not exist where others do."""
+def _kept(folder: Path, key: str) -> Path:
+    """A checkpoint's folder. Raises ConfigError if it does not exist where others do."""
     kept = [path.name for path in _steps(folder.parent)]
     if folder.name not in kept:
         raise ConfigError(
             f"{key}: {folder} was deleted or never made; checkpoints there: {', '.join(kept) or 'none'} (the key "
             "`keep` of the trainer adapter says which are kept)"
         )
+    return folder
 
 
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     return sorted(folder.glob("step_*"), key=lambda path: (len(path.name), path.name))
-
-
-def _is_model(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
@@ -105,6 +100,6 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     folder = folder if folder.is_dir() else run / checkpoint
     if not folder.is_dir():
         if saved.is_dir():
-            _check_kept(folder, f"{key}: {run / BEST}")
+            _kept(folder, f"{key}: {run / BEST}")
         raise ConfigError(f"{key}: {run / BEST} names {checkpoint}, which does not exist here")
     return Checkpoint(folder, note)

@@ -20,6 +20,7 @@ from insitu.runs.files import ADVANTAGES, EPISODES, GROUPS
 from insitu.runs.index import QUERY, RunIndex, stored_group
 from insitu.runs.index_database import TrainingStatus
 from insitu.runs.reader import Problems, RunReader
+from insitu.runs.records import membership
 from insitu.schemas.episodes import ModelCall, TrainingRow
 
 _DECODED_TOGETHER, _CONTEXT = 24, 4
@@ -61,6 +62,20 @@ class RecordedEpisode:
         return {int(index): value for index, value in (self.training or {}).get("advantages", {}).items()}
 
     @property
+    def sides(self) -> list[Mapping[str, Any]]:
+        """What it is trained as where there are no advantages: `sides` of its line in `advantages.jsonl`."""
+        return [*(self.training or {}).get("sides", ())]
+
+    @property
+    def sides_by_call(self) -> dict[int, set[str]]:
+        """What each trained call of a run without advantages is trained as."""
+        sides: dict[int, set[str]] = {}
+        for side in (side for side in self.sides if side["dropped"] is None):
+            for index in side["calls"]:
+                sides.setdefault(index, set()).add(side["side"])
+        return sides
+
+    @property
     def reason(self) -> str | None:
         """Why it was dropped, or else why it failed."""
         dropped: str | None = (self.training or {}).get("dropped")
@@ -68,12 +83,13 @@ class RecordedEpisode:
 
     @property
     def status(self) -> TrainingStatus:
-        in_group = self.group is None or self.record["episode"] in self.group["episodes"]
+        in_group = 1 if self.group is None else membership(self.record["episode"], self.group)
+        unusable = in_group < 1 + (self.record["reward"] is None)
         return TrainingStatus.of(
-            dropped=self.record["reward"] is None or not in_group or bool((self.training or {}).get("dropped")),
+            dropped=unusable or bool((self.training or {}).get("dropped")),
             epoch_is_over=self.epoch is not None,
             job=(self.epoch or {}).get("job"),
-            trained=len(self.advantages),
+            trained=len(self.advantages) or sum(side["dropped"] is None for side in self.sides),
             sent=None in self.advantages.values(),
         )
 
@@ -83,7 +99,7 @@ class RecordedEpisode:
         calls = [c for c in self.calls if c.token_ids and c.prompt_token_ids is not None and c.logprobs is not None]
         with_tokens = {call.index for call in calls}
         by_token = {int(index): values for index, values in (self.training or {}).get("token_advantages", {}).items()}
-        advantages = {**(self.advantages or dict.fromkeys(with_tokens)), **by_token}
+        advantages = {**(self.advantages or dict.fromkeys(self.sides_by_call or with_tokens)), **by_token}
         weights = {
             position: advantages[call.index] or 0.0
             for position, call in enumerate(self.calls)
@@ -93,27 +109,14 @@ class RecordedEpisode:
 
     @property
     def training_summary(self) -> str:
-        """Whether and how it was trained, in words."""
-        counts = f"trained with {len(self.advantages)} of {len(self.calls)} calls"
-        if self.status is TrainingStatus.TRAINED:
-            credit, advantages = self.settings.get("credit"), self.settings.get("advantages")
-            if not isinstance(advantages, dict):
-                return counts
-            if "baseline" not in advantages:
-                return f"{counts}; advantages by {advantages.get('function', advantages.get('_type'))}"
-            discount = "" if credit == "episode" else f"discount {self.settings['discount']:g}, "
-            baseline, scale = advantages["baseline"], advantages["scale"]
-            return f"{counts}; credit {credit}, {discount}baseline {baseline}, scale {scale}"
-        if self.status is TrainingStatus.SENT:
-            return f"{counts}, sent with the episode's reward; the server computed the advantages"
-        job = (self.epoch or {}).get("job")
-        explanation = {
-            TrainingStatus.DROPPED: f"dropped: {self.reason}",
-            TrainingStatus.PENDING: "not trained yet: its epoch is running or was interrupted",
-            TrainingStatus.JOB_FAILED: f"not trained: the job of epoch {self.record['epoch']} is {job}",
-            TrainingStatus.UNKNOWN: "unknown whether it was trained: this run has no record of advantages",
-        }
-        return explanation[self.status]
+        """Its status, and with how many calls it was trained or why it was dropped."""
+        if self.status is TrainingStatus.TRAINED and self.sides:
+            kept = Counter(side["side"] for side in self.sides if side["dropped"] is None)
+            as_what = ", ".join(side + f" in {n} pairs" * (n > 1) for side, n in kept.items())
+            return f"trained with {len(self.sides_by_call)} of {len(self.calls)} calls as {as_what}"
+        if self.status in (TrainingStatus.TRAINED, TrainingStatus.SENT):
+            return f"{self.status.value} with {len(self.advantages)} of {len(self.calls)} calls"
+        return f"dropped: {self.reason}" if self.status is TrainingStatus.DROPPED else self.status.value
 
     def step_reward(self, position: int) -> float | None:
         """The step reward of a call, None if it is a placeholder 0 of a call that cannot be rewarded."""
@@ -134,6 +137,8 @@ class RecordedGroup(NamedTuple):
     settings: dict[str, Any]
     """The content of `run.json`."""
     problems: Problems
+    about_row: dict[str, Any]
+    """The question and the expected answer of its row, as far as they are recorded."""
 
 
 class RecordedGroups:
@@ -146,8 +151,8 @@ class RecordedGroups:
 
     def find(self, epoch: int, row_id: str) -> sqlite3.Row:
         """Raises RequestRefused (404) with rows and epochs that exist."""
-        if (found := self._find(epoch, row_id)) is not None:
-            return found
+        if (match := self._find(epoch, row_id)) is not None:
+            return match
         rows = self._names("groups", "row_id", "WHERE epoch = ?", epoch)
         if rows:
             problem = f"epoch {epoch} of {self.run} has no row {row_id!r:.200}; {suggest(row_id, rows)}"
@@ -163,8 +168,8 @@ class RecordedGroups:
         for row in self.index.select(query, (name,)):
             return row
         for epoch, row_id in _parts(name):
-            if (found := self._find(epoch, row_id)) is not None:
-                return found
+            if (match := self._find(epoch, row_id)) is not None:
+                return match
         epochs = [epoch for epoch, _ in _parts(name)]
         of_epoch = self._names("episodes", "episode", "WHERE epoch = ?", epochs[0] if epochs else 0)
         raise self.unknown_episode(name, of_epoch or self._names("episodes", "episode"))
@@ -194,12 +199,12 @@ class RecordedGroups:
                 group=line,
                 epoch=dict(epochs[0]) if epochs else None,
                 settings=settings,
-                rescores=[found for (episode, _), found in rescores.items() if episode == record["episode"]],
+                rescores=[rescore for (episode, _), rescore in rescores.items() if episode == record["episode"]],
             )
             for record in records
             if isinstance(record.get("episode"), str)
         ]
-        return RecordedGroup(row, episodes, settings, problems)
+        return RecordedGroup(row, episodes, settings, problems, (line or {}).get("row") or {})
 
     def members(self, row: sqlite3.Row) -> list[sqlite3.Row | dict[str, Any]]:
         """`episode` and `generation` of the episodes of a group, in the order they were recorded."""
@@ -210,12 +215,12 @@ class RecordedGroups:
     def neighbour(self, row: sqlite3.Row, step: int) -> sqlite3.Row | None:
         """The next (1) or previous (-1) group of the epoch, in the order of the row ids."""
         sign, order = (">", "ASC") if step > 0 else ("<", "DESC")
-        found = self.index.select(
+        rows = self.index.select(
             f"SELECT * FROM groups WHERE epoch = ? AND (row_key, id) {sign} (?, ?) "
             f"ORDER BY row_key {order}, id {order} LIMIT 1",
             (row["epoch"], row["row_key"], row["id"]),
         )
-        return found[0] if found else None
+        return rows[0] if rows else None
 
     def same_row(self, row_id: str) -> list[sqlite3.Row]:
         """The groups of a row in all epochs."""
@@ -233,8 +238,8 @@ class RecordedGroups:
     def _training(self, row: sqlite3.Row, part: str) -> dict[str, dict[str, Any]]:
         """The lines of `advantages.jsonl` of a group, by episode."""
         if self.index.complete:
-            found = self.index.select(f"{QUERY} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
-            return {each["episode"]: self.index.line(ADVANTAGES, each) for each in found}
+            rows = self.index.select(f"{QUERY} WHERE group_id = ? AND number IS NOT NULL", (row["id"],))
+            return {each["episode"]: self.index.line(ADVANTAGES, each) for each in rows}
         return {line["episode"]: line for line in self.files.records(ADVANTAGES, part)}
 
 
@@ -249,14 +254,14 @@ class Selection:
     def find(self, order: str | None = None, **filters: str | float | None) -> list[sqlite3.Row]:
         """The episodes that meet these filters, those with the most of the column `order` first.
 
-        Raises ConfigError with values that exist if there are none.
+        Raises ConfigError if there are none.
         """
-        given = {key: filters[key] for key in _FILTERS if filters.get(key) is not None}
+        conditions = {key: filters[key] for key in _FILTERS if filters.get(key) is not None}
         self._index.refresh()
-        self._check(given)
-        rows = self._select(given, order)
+        self._check(conditions)
+        rows = self._select(conditions, order)
         if not rows:
-            raise self._none_found(given)
+            raise self._none_found(conditions)
         return rows
 
     def _select(self, filters: Mapping[str, Any], order: str | None = None) -> list[sqlite3.Row]:
@@ -273,39 +278,20 @@ class Selection:
             raise InsituError(group.problems[0])
         return next(episode for episode in group.episodes if episode.record["episode"] == row["episode"])
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, conditions: Mapping[str, Any]) -> None:
         """Raises InsituError if an episode with these values may be in a damaged group."""
         damaged = "SELECT epoch, row_id, episodes_offset FROM groups g WHERE id <= ? AND NOT EXISTS "
         unread = f"{damaged} (SELECT 1 FROM episodes e WHERE e.group_id = g.id)"
         for row in self._index.select(unread, (len(self._groups),)):
-            if all(given.get(key, row[key]) == row[key] for key in ("epoch", "row_id")):
+            if all(conditions.get(key, row[key]) == row[key] for key in ("epoch", "row_id")):
                 group = next(each for each in self._groups if each.episodes.offset == row["episodes_offset"])
                 read_block(self.files.folder / EPISODES, group.episodes)
 
-    def _none_found(self, given: Mapping[str, Any]) -> ConfigError:
-        applied: dict[str, Any] = {}
-        rows = self._select(applied)
-        if not rows:
+    def _none_found(self, conditions: Mapping[str, Any]) -> ConfigError:
+        if not conditions or not self._select({}):
             return ConfigError(f"{self.files.folder} has no episode yet")
-        for key, value in given.items():
-            met = " and ".join(f"{_FILTERS[each][0]} {applied[each]!r}" for each in applied)
-            applied[key], before = value, rows
-            if not (rows := self._select(applied)):
-                subject = f"{self.files.folder}: no episode{' with ' * bool(met)}{met} has {_FILTERS[key][0]} {value!r}"
-                return ConfigError(f"{subject}; {_existing(key, value, before)}")
-        raise AssertionError(f"{self.files.folder} has an episode with {given}")
-
-
-def _existing(key: str, value: Any, rows: Sequence[sqlite3.Row]) -> str:
-    """What episodes have instead of a value that none of them has."""
-    if key == "min_reward":
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        return f"the highest is {max(rewards):g}" if rewards else "none has a reward"
-    if key != "outcome":
-        return suggest(str(value), list(dict.fromkeys(str(row[key]) for row in rows)))
-    labels = ({row["outcome"], row["status"], row["dropped"] or row["reason"]} - {None} for row in rows)
-    counts = Counter(label for of_row in labels for label in sorted(of_row))
-    return "available: " + ", ".join(f"{label} ({n})" for label, n in counts.most_common())
+        options = " and ".join(f"{_FILTERS[key][0]} {value!r}" for key, value in conditions.items())
+        return ConfigError(f"{self.files.folder}: no episode has {options}; without options, all are listed")
 
 
 def suggest(value: str, existing: list[str]) -> str:
@@ -320,8 +306,8 @@ def suggest(value: str, existing: list[str]) -> str:
 def _parts(name: str) -> Iterator[tuple[int, str]]:
     """What may be the epoch and the row in the name of an episode, run/epoch/row/generation/attempt."""
     body = re.sub(r"/\d+/\d+$", "", name)
-    for found in re.finditer(r"/(?=(\d+)/)", body):
-        yield int(found[1]), body[found.end(1) + 1 :]
+    for match in re.finditer(r"/(?=(\d+)/)", body):
+        yield int(match[1]), body[match.end(1) + 1 :]
 
 
 def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 from insitu.disk.files import cannot_write, file_size, new_folder, writable_folder
 from insitu.disk.json_files import read_object, shorter_than_written
-from insitu.disk.model_files import (
-    OPTIMIZER_FILE,
-    RECORD_FILE,
-    check_model,
-    check_optimizer_file,
-    read_record,
-    write_record,
-)
+from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, check_optimizer_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.reader import RunReader
@@ -57,31 +50,31 @@ class _Origin:
         """The folders that still exist, by policy version."""
         self.states = self.reader.history(progress)
 
-    def epochs(self, *, exact: bool) -> list[int]:
-        """The epochs with a checkpoint, or with the initial weights; `exact`: whose optimizer state exists too."""
-        return [epoch for epoch, state in sorted(self.states.items()) if self._has(state.policy_version, exact)]
+    def epochs(self) -> list[int]:
+        """The epochs with a checkpoint and its optimizer state, or with the initial weights."""
+        return [epoch for epoch, state in sorted(self.states.items()) if self._has(state.policy_version)]
 
-    def _has(self, version: int | None, exact: bool) -> bool:
+    def _has(self, version: int | None) -> bool:
         folder = self.checkpoints.get(version) if version else None
-        return version == 0 or (folder is not None and (not exact or (folder / OPTIMIZER_FILE).is_file()))
+        return version == 0 or (folder is not None and (folder / OPTIMIZER_FILE).is_file())
 
 
-def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False) -> Fork:
+def fork_run(run: Path, target: Path, epoch: int) -> Fork:
     """Writes a run to `target` that continues after an epoch of another run, which may be in progress.
 
-    The run is there completely, or not at all. With `new_optimizer`, AdamW starts with new moments. Raises ConfigError
-    if there is no such epoch, or what it needs was deleted; InsituError if a file is damaged or cannot be written.
+    The run is there completely, or not at all. Raises ConfigError if there is no such epoch, or what it needs was
+    deleted; InsituError if a file is damaged or cannot be written.
     """
     if target.exists():
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
     origin = _Origin(run)
-    state = _state_after(origin, epoch, new_optimizer)
+    state = _state_after(origin, epoch)
     settings = origin.reader.settings(required=True)
     progress = _progress_of(origin, state, target)
     target = writable_folder(target.absolute().parent, KEY) / target.name
     try:
         with new_folder(target) as draft:
-            _copy_backend(origin, state.policy_version or 0, draft / files.BACKEND_FOLDER, new_optimizer)
+            _copy_backend(origin, state.policy_version or 0, draft / files.BACKEND_FOLDER)
             _copy_lines_of_epochs(run, state, draft)
             with closing(RunStore(draft, KEY)) as store:
                 _write_files(origin, store, progress, settings)
@@ -90,23 +83,15 @@ def fork_run(run: Path, target: Path, epoch: int, *, new_optimizer: bool = False
     return Fork(progress.run_id, origin.progress.run_id, str(settings.get("source")))
 
 
-def _state_after(origin: _Origin, epoch: int, new_optimizer: bool) -> EpochState:
+def _state_after(origin: _Origin, epoch: int) -> EpochState:
     """Raises ConfigError naming the epochs that can be forked."""
-    available, last = origin.epochs(exact=not new_optimizer), origin.progress.epoch
-    if epoch in available:
+    if epoch in (available := origin.epochs()):
         return origin.states[epoch]
-    hint = ""
-    if epoch > last:
-        problem = f"epoch {epoch} of {origin.folder} is not complete"
-    elif epoch not in origin.states:
-        problem = f"{origin.folder} has no record of its state after epoch {epoch}, which an earlier release ran"
-    elif epoch in origin.epochs(exact=False):
-        problem = f"the optimizer state of epoch {epoch} of {origin.folder} was deleted (see `keep.optimizer`)"
-        hint = "; --new_optimizer forks it without that"
-    else:
-        problem = f"the checkpoint of epoch {epoch} of {origin.folder} was deleted (see `keep` of the trainer adapter)"
-    listed = ", ".join(map(str, available)) or "none"
-    raise ConfigError(f"--epoch: {problem}; epochs that can be forked: {listed}{hint}")
+    raise ConfigError(
+        f"--epoch: epoch {epoch} of {origin.folder} is not complete or not recorded, or its checkpoint or optimizer "
+        "state was deleted (see `keep` of the trainer adapter); epochs that can be forked: "
+        + (", ".join(map(str, available)) or "none")
+    )
 
 
 def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:
@@ -122,24 +107,22 @@ def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgres
     return state.restore(origin.progress).model_copy(update=changes)
 
 
-def _copy_backend(origin: _Origin, version: int, target: Path, new_optimizer: bool) -> None:
+def _copy_backend(origin: _Origin, version: int, target: Path) -> None:
     """The checkpoints and jobs up to a version. Raises InsituError if the latest of these is damaged."""
     source = origin.folder / files.BACKEND_FOLDER
     target.mkdir()
     shutil.copyfile(source / files.STARTED_FILE, target / files.STARTED_FILE)
     if version:
         check_model(origin.checkpoints[version])
-        check_optimizer_file(origin.checkpoints[version], required=not new_optimizer)
+        check_optimizer_file(origin.checkpoints[version], required=True)
     for number, folder in sorted(origin.checkpoints.items()):
         if number <= version:
             copied = target / "checkpoints" / folder.name
             complete = _link_files(folder, copied)
             if not complete and number < version:  # deleted meanwhile, by the run in progress
                 shutil.rmtree(copied)
-            elif not complete or (number == version and not new_optimizer and not (copied / OPTIMIZER_FILE).exists()):
+            elif not complete or (number == version and not (copied / OPTIMIZER_FILE).exists()):
                 raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
-    if version and new_optimizer:
-        _drop_optimizer(target / "checkpoints" / origin.checkpoints[version].name)
     (target / "jobs").mkdir()
     for path in (source / "jobs").glob("job-*.json"):
         if (read_object(path).get("policy_version") or version + 1) <= version:
@@ -162,15 +145,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links; raises again if there is no such file
         shutil.copyfile(source, target)
-
-
-def _drop_optimizer(checkpoint: Path) -> None:
-    """Removes the optimizer state and its digest. The record is replaced, as it may be a link to the original's."""
-    record = read_record(checkpoint)
-    assert record is not None
-    (checkpoint / OPTIMIZER_FILE).unlink(missing_ok=True)
-    (checkpoint / RECORD_FILE).unlink()
-    write_record(checkpoint, record)
 
 
 def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
@@ -203,14 +177,17 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     if epoch and progress.curriculum is not None:
         store.write(files.CURRICULUM, progress.curriculum.model_dump(mode="json"))
     if progress.warmed_up:
-        store.write(files.WARM_UP, origin.reader.object(files.WARM_UP))
+        warm_up = origin.reader.object(files.WARM_UP) or {}
+        store.write(files.WARM_UP, warm_up | {"checkpoint": store.relative(warm_up.get("checkpoint"))})
     validations = [record for record in origin.reader.validations() if record["epoch"] <= epoch]
     if validations:
         store.write(files.VALIDATIONS, validations)
     scored = [record for record in validations if "error" not in record]
     if scored:
         best = max(scored, key=lambda record: record["avg_reward"])
-        store.write(files.BEST, {**best, "checkpoint": _checkpoint_of(progress, best["policy_version"])})
+        version = best["policy_version"]
+        checkpoint = _checkpoint_of(progress, version) or store.relative(origin.reader.warmed_up(version))
+        store.write(files.BEST, {**best, "checkpoint": checkpoint})
     store.write(files.PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
 
 

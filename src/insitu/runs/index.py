@@ -31,7 +31,7 @@ from insitu.disk.json_files import (
 from insitu.errors import InsituError
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
 from insitu.runs.index_database import IndexDatabase, Outdated, Values
-from insitu.runs.records import StoredGroup, format_problem
+from insitu.runs.records import StoredGroup, excerpt, format_problem, membership
 
 _BATCH = 100
 """Groups or lines that are indexed before others may read the index."""
@@ -40,9 +40,13 @@ _PAUSE = 0.05
 _DAMAGES = (InsituError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
 
-_STATUS = """status(e.reward IS NULL OR NOT e.in_group OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
+_STATUS = """status(e.in_group < 1 + (e.reward IS NULL) OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
     e.trained, e.sent)"""
-QUERY = f"SELECT e.*, {_STATUS} AS status FROM episodes e LEFT JOIN epochs ON epochs.epoch = e.epoch"
+_QUESTION = "(SELECT question FROM groups WHERE groups.id = e.group_id)"
+QUERY = (
+    f"SELECT e.*, {_STATUS} AS status, {_QUESTION} AS question FROM episodes e "
+    "LEFT JOIN epochs ON epochs.epoch = e.epoch"
+)
 """The query of episodes with their training status, which is None as long as it is not indexed."""
 
 _MISSING, _UNREADABLE = "missing", "unreadable"
@@ -214,7 +218,7 @@ class RunIndex(IndexDatabase):
                 changed = self.executemany("UPDATE groups SET state = ? WHERE id = ? AND state = 0", states)
                 if changed.rowcount != len(states):
                     raise Outdated
-                episodes = [values for _, _, found in read for values in found]
+                episodes = [values for _, _, rows in read for values in rows]
                 self._execute(EPISODES, _ADD_EPISODE, episodes)
                 self._write_notes()
 
@@ -226,9 +230,9 @@ class RunIndex(IndexDatabase):
             self._note(_MISSING, shorter_than_written(path, size, block.end))
             return _SHORT, []
         try:
-            members = set(self.line(GROUPS, group)["episodes"])
+            line = self.line(GROUPS, group)
             records = read_block(path, block)
-            return _INDEXED, [(group["id"], group["row_key"], *_episode(record, members)) for record in records]
+            return _INDEXED, [(group["id"], group["row_key"], *_episode(record, line)) for record in records]
         except _DAMAGES as error:
             self._note_damage(EPISODES, str(block), error)
         return _DAMAGED, []
@@ -266,6 +270,7 @@ def _group(record: dict[str, Any], line: Line) -> Values:
         *(orjson.dumps(record["dropped"]).decode(), sum(record["dropped"].values())),
         *(line.offset, len(line.content), line.number),
         *(*blocks[EPISODES], *blocks[CALLS]),
+        *map(excerpt, ((record.get("row") or {}).get(name) for name in ("question", "expected"))),
     )
 
 
@@ -284,8 +289,10 @@ def _epoch(record: dict[str, Any], line: Line) -> Values:
 
 def _advantages(record: dict[str, Any], line: Line) -> Values:
     advantages = record["advantages"]
-    trained = (record["dropped"], len(advantages), None in advantages.values())
-    return (*trained, line.offset, len(line.content), line.number, record["episode"])
+    sides = [side["side"] for side in record.get("sides", ()) if side["dropped"] is None]
+    trained = (record["dropped"], len(advantages) or len(sides), None in advantages.values())
+    named = ", ".join(dict.fromkeys(sorted(sides))) or None
+    return (*trained, named, line.offset, len(line.content), line.number, record["episode"])
 
 
 _EPISODE_KEYS = (
@@ -295,9 +302,9 @@ _EPISODE_KEYS = (
 _episode_values = itemgetter(*_EPISODE_KEYS)
 
 
-def _episode(record: Mapping[str, Any], members: set[str]) -> Values:
+def _episode(record: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
     name = str(record["episode"])
-    return (*_episode_values(record), name, str(record["row_id"]), name in members)
+    return (*_episode_values(record), excerpt(record["output"]), name, str(record["row_id"]), membership(name, group))
 
 
 def _insertion(table: str, *columns: str) -> str:
@@ -307,12 +314,12 @@ def _insertion(table: str, *columns: str) -> str:
 _ADD_GROUP = _insertion(
     "groups",
     *("epoch", "row_id", "row_key", "num_episodes", "rewards", "mean", "std", "dropped", "num_dropped", "line_offset"),
-    *("line_size", "number", "episodes_offset", "episodes_size", "calls_offset", "calls_size"),
+    *("line_size", "number", "episodes_offset", "episodes_size", "calls_offset", "calls_size", "question", "expected"),
 )
-_ADD_EPISODE = _insertion("episodes", "group_id", "row_key", *_EPISODE_KEYS, "episode", "row_id", "in_group")
+_ADD_EPISODE = _insertion("episodes", "group_id", "row_key", *_EPISODE_KEYS, "answer", "episode", "row_id", "in_group")
 _ADD_EPOCH = _insertion("epochs", "epoch", "job")
 _ADD_ADVANTAGES = (
-    "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, line_offset = ?, line_size = ?, number = ? "
+    "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, sides = ?, line_offset = ?, line_size = ?, number = ? "
     "WHERE episode = ?"
 )
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from insitu.disk.files import open_received
 from insitu.disk.folder_lock import locked_elsewhere
 from insitu.disk.json_files import Position
 from insitu.runs.files import INDEX
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 Values = tuple[Any, ...]
 """What a statement is executed with."""
 
-_VERSION = 1
+_VERSION = 2
 """Changes with the tables, and with what is written to them."""
 _WAIT = 5.0
 """Seconds to wait for a transaction of another process."""
@@ -34,7 +35,8 @@ CREATE TABLE problems (name TEXT PRIMARY KEY, problem TEXT, count INTEGER);
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY, epoch INTEGER, row_id TEXT, row_key TEXT, num_episodes INTEGER, rewards TEXT, mean REAL,
     std REAL, dropped TEXT, num_dropped INTEGER, line_offset INTEGER, line_size INTEGER, number INTEGER,
-    episodes_offset INTEGER, episodes_size INTEGER, calls_offset INTEGER, calls_size INTEGER, state INTEGER DEFAULT 0
+    episodes_offset INTEGER, episodes_size INTEGER, calls_offset INTEGER, calls_size INTEGER, question TEXT,
+    expected TEXT, state INTEGER DEFAULT 0
 );
 CREATE INDEX groups_of_epoch ON groups (epoch, row_key);
 CREATE INDEX groups_of_row ON groups (row_id, epoch);
@@ -42,8 +44,8 @@ CREATE INDEX groups_to_read ON groups (id) WHERE state = 0;
 CREATE TABLE episodes (
     id INTEGER PRIMARY KEY, group_id INTEGER, episode TEXT, epoch INTEGER, row_id TEXT, row_key TEXT,
     generation INTEGER, attempt INTEGER, outcome TEXT, reason TEXT, reward REAL, seconds REAL, calls INTEGER,
-    prompt_tokens INTEGER, sampled_tokens INTEGER, in_group INTEGER, dropped TEXT, trained INTEGER, sent INTEGER,
-    line_offset INTEGER, line_size INTEGER, number INTEGER
+    prompt_tokens INTEGER, sampled_tokens INTEGER, answer TEXT, in_group INTEGER, dropped TEXT, trained INTEGER,
+    sent INTEGER, sides TEXT, line_offset INTEGER, line_size INTEGER, number INTEGER
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_by_name ON episodes (episode);
@@ -93,6 +95,7 @@ class IndexDatabase:
 
     def __init__(self, run: Path, *, temporary: bool = True) -> None:
         self._path = run.resolve() / INDEX
+        self._journal = self._path.with_name(f"{self._path.name}-journal")
         self._temporary = temporary
         self.complete = False
         """Whether all files have been read once."""
@@ -212,6 +215,9 @@ class IndexDatabase:
         try:
             if locked_elsewhere(self._path.parent):
                 raise OSError("the run is in progress on another machine, which may not see the locks of this one")
+            for each in (self._path, self._journal):
+                if each.is_symlink() or (each.exists() and not each.is_dir()):
+                    open_received(each).close()
             try:
                 return self._connect(path)
             except sqlite3.OperationalError:  # no locks, no space, not writable
@@ -232,7 +238,7 @@ class IndexDatabase:
     def _delete(self, error: sqlite3.Error) -> None:
         """Deletes a damaged database, with the journal of a transaction that did not end."""
         logger.warning("%s is damaged (%s): it is made anew", self._path, error)
-        for each in (self._path, self._path.with_name(f"{self._path.name}-journal")):
+        for each in (self._path, self._journal):
             each.unlink(missing_ok=True)
 
     def _connect(self, path: str) -> sqlite3.Connection:

@@ -11,7 +11,7 @@ import orjson
 from pydantic import ValidationError
 
 from insitu.collect.datasets import WORKFLOW_OUTPUT
-from insitu.disk.files import file_size
+from insitu.disk.files import file_size, read_received
 from insitu.disk.json_files import (
     AppendedLines,
     Block,
@@ -92,6 +92,11 @@ class RunReader:
         path = self.folder / name
         return read_object(path) if path.is_file() else None
 
+    def warmed_up(self, version: int | None) -> str | None:
+        """The checkpoint of this version if the warm-up made it."""
+        warm_up = self.object(files.WARM_UP) or {}
+        return warm_up.get("checkpoint") if warm_up.get("policy_version") == version else None
+
     def settings(self, *, required: bool = False) -> dict[str, Any]:
         """The content of `run.json`. Raises InsituError if it is `required` and missing."""
         return read_object(self.folder / files.RUN) if required else self.object(files.RUN) or {}
@@ -100,7 +105,7 @@ class RunReader:
         """The records of `validation_history.json`; none if the run was never validated."""
         path = self.folder / files.VALIDATIONS
         try:
-            return list(load_json(path.read_bytes())) if path.exists() else []
+            return list(load_json(read_received(path))) if path.exists() else []
         except (ValueError, TypeError) as error:
             raise InsituError(f"{path} is not a list of validations: {error}") from None
 
@@ -121,7 +126,7 @@ class RunReader:
         if not path.is_file():
             return None
         try:
-            progress = RunProgress.model_validate_json(path.read_bytes())
+            progress = RunProgress.model_validate_json(read_received(path))
         except ValidationError as error:
             raise ConfigError(f"{path} is not the progress of a run: {first_problem(error)}") from None
         if problem := format_problem({"format": progress.format}):
@@ -148,17 +153,6 @@ class RunReader:
         """The finished episodes of an epoch whose groups may be incomplete."""
         records = self.records(files.JOURNAL)
         return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
-
-    def journal_size(self, epoch: int) -> int:
-        """How many episodes of an epoch are journaled. Reads only the first, as all are of the same epoch."""
-        count = 0
-        for number, line in whole_lines(self.folder / files.JOURNAL):
-            if number == 2:
-                first = read_line(self.folder / files.JOURNAL, number, line)
-                if first.get("episode", {}).get("epoch") != epoch:
-                    return 0
-            count += number > 1
-        return count
 
     def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
         """The records of a file of lines, or only those with this text in one of their texts."""

@@ -10,12 +10,14 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.selection import CurriculumState
-from insitu.disk.json_files import Block
+from insitu.disk.json_files import Block, dump_json
 from insitu.runs.files import PROGRESS_HISTORY
 from insitu.schemas.episodes import (
     FORMAT_VERSION,
@@ -27,7 +29,8 @@ from insitu.schemas.episodes import (
     Outcome,
     StepLog,
 )
-from insitu.schemas.finetuning import TrainingJobStatus
+from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
 Phase = Literal["collected", "submitted"]
@@ -42,7 +45,8 @@ _EPISODE_FIELDS = (
 _episode_values = attrgetter(*_EPISODE_FIELDS)
 _CALL_FIELDS = tuple(field.name for field in fields(ModelCall))
 _call_values = attrgetter(*_CALL_FIELDS)
-_CANDIDATE_FIELDS = tuple(field.name for field in fields(CandidateStep))
+_NOT_STORED = ("example_id", "raw_metadata")  # the first is that of the episode
+_CANDIDATE_FIELDS = tuple(field.name for field in fields(CandidateStep) if field.name not in _NOT_STORED)
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
@@ -91,6 +95,109 @@ def _candidate_record(candidate: CandidateStep) -> dict[str, Any]:
 def _restore_candidate(record: Mapping[str, Any], calls: Sequence[ModelCall]) -> CandidateStep:
     prompt = record["prompt"] if record["call"] is None else calls[record["call"]].messages
     return CandidateStep(**{**record, "prompt": prompt})
+
+
+_ROW_CHARACTERS = 2000
+"""Of a question or an expected answer in the line of a group; the calls have the whole prompt."""
+_EXCERPT = 200
+
+
+def row_record(row: EvalInputItem) -> dict[str, Any]:
+    """What the line of a group says of its dataset row; of a list of messages the last one."""
+    question = row.input_obj
+    if isinstance(question, list) and question and isinstance(question[-1], dict):
+        question = message_text(question[-1])
+    texts = {"question": as_text(question), "expected": as_text(row.expected_output_obj)}
+    limit = _ROW_CHARACTERS
+    return {name: text and text[:limit] + " ..." * (len(text) > limit) for name, text in texts.items()}
+
+
+def as_text(value: Any) -> str | None:
+    """A text as it is, anything else as JSON; None for null."""
+    return value if value is None or isinstance(value, str) else dump_json(value).decode()
+
+
+def excerpt(value: Any) -> str | None:
+    """The beginning of a value as one line, for lists."""
+    text = as_text(value)
+    return None if text is None else " ".join(text[: 4 * _EXCERPT].split())[:_EXCERPT]
+
+
+SIDES = ("chosen", "rejected")
+"""Of a preference pair."""
+
+
+def side_metadata(side: str, episode: str, calls: Iterable[ModelCall]) -> dict[str, Any]:
+    """What the metadata of a pair say of a side: the episode and calls that are trained as it."""
+    return {f"{side}_episode": episode, f"{side}_calls": [call.index for call in calls]}
+
+
+def sides_of(pair: Trajectory) -> list[tuple[str, str, list[int]]]:
+    """The sides of a preference pair with their episodes and calls; none of another trajectory."""
+    about = pair.metadata or {}
+    return [(s, about[f"{s}_episode"], about[f"{s}_calls"]) for s in SIDES if f"{s}_episode" in about]
+
+
+def training_records(
+    epoch: int,
+    collected: Iterable[Trajectory],
+    drop_reasons: Mapping[str, str],
+    advantages: Iterable[tuple[Trajectory, CallAdvantages]],
+    selected: Iterable[Trajectory] = (),
+) -> list[dict[str, Any]]:
+    """The lines of `advantages.jsonl` of an epoch: how each episode was trained, or why it was dropped.
+
+    An advantage is None if the backend computes it. Of a call with an advantage for each token, `advantages` has the
+    mean and `token_advantages` all. `sides` says what an episode is trained as where there are no advantages: as sides
+    of preference pairs, or, of the `selected` ones with rows, as desirable or not or the best of its row.
+    """
+    by_id = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
+    labels = {t.id: _label(t) for t in selected if t.rows and t.id not in by_id}
+    records: dict[str, dict[str, Any]] = {}
+    for t in collected:
+        dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
+        sides = sides_of(t)
+        for side, episode, calls in sides:
+            record = records.setdefault(episode, _training_record(epoch, episode, dropped, {}) | {"sides": []})
+            record["sides"].append({"side": side, "calls": calls, "dropped": dropped, **_pair(t, side)})
+            record["dropped"] = record["dropped"] and dropped
+        if sides:
+            continue
+        of_calls = by_id.get(t.id, {})
+        by_token = {index: a for index, a in of_calls.items() if isinstance(a, list)}
+        means = of_calls | {index: fmean(values) for index, values in by_token.items()}
+        records[str(t.id)] = _training_record(epoch, t.id, dropped, means)
+        records[str(t.id)] |= {"token_advantages": by_token} if by_token else {}
+        if (label := labels.get(t.id)) is not None:
+            calls = [t.calls[k].index for k in t.trained_calls]
+            records[str(t.id)]["sides"] = [{"side": label, "calls": calls, "dropped": None}]
+    return [*records.values()]
+
+
+def _training_record(
+    epoch: int, episode: str | None, dropped: str | None, advantages: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {"epoch": epoch, "episode": episode, "dropped": dropped, "advantages": advantages}
+
+
+def membership(episode: str, group: Mapping[str, Any]) -> int:
+    """1: an episode with a reward is in its group of `groups.jsonl`; 2: it is in a pair, needing none; 0: it is not."""
+    paired = group.get("paired")
+    return 2 * (episode in paired) if paired is not None else int(episode in group["episodes"])
+
+
+def _label(trajectory: Trajectory) -> str:
+    """What an episode without advantages is trained as."""
+    preferred = {row.preferred for row in trajectory.rows}
+    return "best" if preferred <= {None} else "desirable" if True in preferred else "undesirable"
+
+
+def _pair(pair: Trajectory, side: str) -> dict[str, Any]:
+    """A preference pair as one of its sides sees it; `margin` is by how much the chosen side scored higher."""
+    about = pair.metadata or {}
+    [other] = [name for name in SIDES if name != side]
+    scores = {"score": about[f"{side}_score"], "other_score": about[f"{other}_score"], "margin": about["score_diff"]}
+    return {"pair": pair.id, "other": about[f"{other}_episode"], "other_calls": about[f"{other}_calls"], **scores}
 
 
 def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
@@ -186,8 +293,6 @@ class RunProgress(BaseModel):
     policy_version: int | None = None
     warmed_up: bool = False
     curriculum: CurriculumState | None = None
-    epochs_before: int = 0
-    """Epochs of the earlier run whose curriculum this one continues."""
     rewards: list[dict[str, Any]] = []
     jobs: list[TrainingJobStatus] = []
     """Of each epoch that trained."""
@@ -196,6 +301,10 @@ class RunProgress(BaseModel):
     phase: Phase | None = None
     """How far a run with a single job is. None: it is collecting, or it has a job per epoch."""
     sizes: dict[str, int] = {}
+
+    def is_complete(self, epochs: int) -> bool:
+        """Whether a run of so many epochs has nothing left to train."""
+        return self.status == "completed" and self.phase is None and self.epoch >= epochs
 
 
 class EpochState(BaseModel):

@@ -15,11 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from insitu.builder import Builder
 from insitu.collect.collector import run_limited
 from insitu.collect.datasets import dataset_file, load_dataset
+from insitu.collect.evaluation import held_out_config
 from insitu.collect.evaluators import parse_score, score
-from insitu.config import Config, load_config
+from insitu.config import Config, Moved, load_config
+from insitu.disk.json_files import read_object
+from insitu.disk.model_files import model_digest
 from insitu.errors import ConfigError, InsituError
 from insitu.registry import EVALUATOR
-from insitu.runs.files import CALLS, RESCORES, RUN
+from insitu.runs.files import BACKEND_FOLDER, CALLS, RESCORES, RUN, STARTED_FILE
 from insitu.runs.reader import RunReader
 from insitu.runs.records import StoredGroup, restore_episode
 from insitu.runs.store import RunStore
@@ -41,7 +44,7 @@ class StoredEpisodesConfig(BaseModel):
     """Only groups of these epochs, in this order; none: all epochs."""
     reward: str | None = None
     """Evaluator whose score is the reward: one of `insitu trajectories rescore`, or one whose scores the run has
-    recorded; none: the recorded reward."""
+    recorded; `-NAME` if less is better; none: the recorded reward."""
 
     @model_validator(mode="before")
     @classmethod
@@ -52,8 +55,8 @@ class StoredEpisodesConfig(BaseModel):
 class StoredRun:
     """The complete groups of a finished, running or interrupted run, to be read group by group.
 
-    Only where they are is held in memory. `reward` names the evaluator that gives the rewards; None:
-    the recorded ones.
+    Only where they are is held in memory. `reward` names the evaluator that gives the rewards, `-NAME` one of
+    which less is better; None: the recorded ones.
     """
 
     def __init__(
@@ -69,20 +72,21 @@ class StoredRun:
         self.epochs = complete if epochs is None else epochs
         """Those to read, in this order."""
         if missing := [epoch for epoch in self.epochs if epoch not in complete]:
-            known = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
-            raise ConfigError(f"{self.files.where} has no complete group of epoch {missing[0]}; available: {known}")
+            numbers = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
+            raise ConfigError(f"{self.files.where} has no complete group of epoch {missing[0]}; available: {numbers}")
         self._scores: dict[str, dict[str, Any]] = {}
         if reward is not None:
-            self._scores = {name: record for (name, _), record in self.files.rescores(reward).items()}
-            self._check_reward(reward)
+            evaluator = reward.removeprefix("-")
+            self._scores = {name: record for (name, _), record in self.files.rescores(evaluator).items()}
+            self._check_reward(evaluator)
 
     def _check_reward(self, reward: str) -> None:
         episodes = self.files.episode_records(self._groups)
         recorded: dict[str, Any] = next((r["scores"] for r in episodes if r.get("scores")), {})
         if not self._scores and reward not in recorded:
-            known = sorted({*recorded, *(name for _, name in self.files.rescores())})
+            names = sorted({*recorded, *(name for _, name in self.files.rescores())})
             raise ConfigError(
-                f"{self.files.where} has no scores of {reward!r}; available: {', '.join(known) or 'none'} "
+                f"{self.files.where} has no scores of {reward!r}; available: {', '.join(names) or 'none'} "
                 f"(`insitu trajectories rescore {self.folder} --evaluator NAME` adds scores)"
             )
 
@@ -100,7 +104,12 @@ class StoredRun:
         recorded = self.epochs[(epoch - 1) % len(self.epochs)]
         for group in await asyncio.to_thread(self.groups, recorded):
             yield [
-                replace(episode, key=EpisodeKey(run_id, epoch, *episode.key[2:]), source=episode.key.text())
+                replace(
+                    episode,
+                    key=EpisodeKey(run_id, epoch, *episode.key[2:]),
+                    source=episode.key.text(),
+                    reason=None if episode.reason is DropReason.NO_PAIR else episode.reason,
+                )
                 for episode in await asyncio.to_thread(self.load, group)
             ]
 
@@ -115,7 +124,9 @@ class StoredRun:
                 raise InsituError(f"{self.folder / CALLS} has {counts} calls of episode {name}")
             episodes.append(restore_episode(record, own))
             if self.reward is not None:
-                self._replace_reward(episodes[-1], self.reward)
+                self._replace_reward(episodes[-1], self.reward.removeprefix("-"))
+                if self.reward.startswith("-"):
+                    _negate(episodes[-1])
         return episodes
 
     def _replace_reward(self, episode: Episode, evaluator: str) -> None:
@@ -133,6 +144,14 @@ class StoredRun:
             episode.error = rescore.get("error") or f"{evaluator} has not scored this episode"
 
 
+def _negate(episode: Episode) -> None:
+    """Turns a reward of which less is better into one of which more is."""
+    if episode.reward is not None:
+        episode.reward = 0.0 - episode.reward  # not -0.0
+    if episode.step_rewards is not None:
+        episode.step_rewards = [0.0 - each for each in episode.step_rewards]
+
+
 def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> StoredRun:
     """The run that a trajectory builder reads. Raises ConfigError naming the key in its `block`."""
     key = f"{block}.episodes_from"
@@ -145,8 +164,23 @@ def dataset_record(file: Path) -> dict[str, str]:
         return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def provenance(builder: Builder, stored: StoredRun | None) -> dict[str, Any]:
-    """What later uses of the episodes of a run need to know: its rows, which calls it trains, and where from."""
+def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, str] | None:
+    """The dataset that validation scores, if any."""
+    if (validation := config.finetuning.validation) is None:
+        return None
+    return dataset_record(dataset_file(held_out_config(config, moved), validation.dataset, moved)[0])
+
+
+def _starting_model(folder: Path) -> dict[str, str | None] | None:
+    """The model that the run's own backend started from, if it has one; without a digest if that is no folder."""
+    if not (record := folder / BACKEND_FOLDER / STARTED_FILE).is_file():
+        return None
+    model = Path(read_object(record)["model"])
+    return {"file": str(model), "sha256": model_digest(model) if model.is_dir() else None}
+
+
+def provenance(builder: Builder, stored: StoredRun | None, folder: Path) -> dict[str, Any]:
+    """What later uses of the run in `folder` need to know: rows and model, which calls it trains, and where from."""
     config, finetuning = builder.config, builder.config.finetuning
     if stored is not None:
         dataset = stored.files.settings().get("dataset")
@@ -157,6 +191,8 @@ def provenance(builder: Builder, stored: StoredRun | None) -> dict[str, Any]:
     llms, model = sorted(config.trained_llms()), finetuning.target_model
     return {
         "dataset": dataset,
+        "held_out": held_out_record(config, builder.moved),
+        "starting_model": _starting_model(folder),
         "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
         "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
     }

@@ -8,10 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from insitu.algorithms.selection import CurriculumState
-from insitu.builder import Builder, name_being_built
+from insitu.builder import Builder
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, resolved_config
@@ -22,7 +19,7 @@ from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
-from insitu.schemas.parts import code_digests, first_problem
+from insitu.schemas.parts import code_digests
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +35,9 @@ _HARMLESS = (
     *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds"),
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
+_MODEL = "trainer_adapters.*.model"
+_BY_CONTENT = {"dataset": "the dataset", "held_out": "the held-out dataset", "starting_model": "the starting model"}
+"""What run.json has with its digest, and what messages call it."""
 _LISTED = 10
 
 
@@ -55,11 +55,12 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     return progress
 
 
-def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | None, *, force: bool) -> list[str]:
+def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, force: bool) -> list[str]:
     """Compares the file with the one that the run in `folder` started with; returns a sentence per harmless change.
 
-    Raises ConfigError for changes after which the run's earlier epochs would say nothing about its later ones, unless
-    `force` is given.
+    `origin` has the inputs that are compared by content, as run.json names them. Raises ConfigError for changes after
+    which the run's earlier epochs would say nothing about its later ones, unless `force` is given; for another model
+    even then, as a run continues with its own weights.
     """
     recorded = RunReader(folder).settings(required=True)
     harmless: list[str] = []
@@ -67,9 +68,15 @@ def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | No
     for key, (before, now) in differences(recorded.get("config") or {}, resolved_config(config)).items():
         changes = harmless if any(fnmatch(key, pattern) for pattern in _HARMLESS) else serious
         changes.append(f"{key} was {before!r:.100} and is {now!r:.100}")
-    before, now = ((of or {}).get("sha256") for of in (recorded.get("dataset"), dataset))
-    if before != now:
-        serious.append(f"the dataset {(dataset or {}).get('file')} has changed")
+        if force and fnmatch(key, _MODEL):
+            raise ConfigError(
+                f"--force: {changes[-1]}, but the run in {folder} continues with the weights that it has. Set the "
+                "model as it was, or start another run"
+            )
+    for name, what in _BY_CONTENT.items():
+        before, now = (of.get(name) or {} for of in (recorded, origin))
+        if before.get("sha256") != now.get("sha256") and (name == "dataset" or (before and now)):
+            serious.append(f"{what} {now.get('file')} has changed")
     if serious and not force:
         listed = "; ".join(serious[:_LISTED]) + (f"; and {len(serious) - _LISTED} more" * (len(serious) > _LISTED))
         raise ConfigError(
@@ -77,34 +84,6 @@ def check_same_run(folder: Path, config: Config, dataset: Mapping[str, Any] | No
             "--force to continue with these"
         )
     return harmless + serious
-
-
-def read_curriculum(config: Config, path: Path) -> dict[str, Any]:
-    """The state of the run whose curriculum the trainer that is being built continues. Raises ConfigError."""
-    key = f"trainers.{name_being_built()}.curriculum_state"
-    if not config.finetuning.curriculum_learning.enabled:
-        raise ConfigError(f"{key} has no effect: curriculum_learning.enabled is false")
-    return read_curriculum_state(config.find_path(path, key), key)
-
-
-def read_curriculum_state(path: Path, key: str) -> dict[str, Any]:
-    """The `_curriculum_state` in which an earlier run ended, from its `curriculum_state.json`.
-
-    Raises ConfigError naming `key`, the configuration key of the path, if the file cannot be used.
-    """
-    try:
-        state = CurriculumState.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
-    except ValidationError as error:
-        raise ConfigError(f"{key}: {path} is not a curriculum state: {first_problem(error)}") from None
-    ranked, included = len(state.reward_sums), len(state.included_groups & state.reward_sums.keys())
-    if state.epoch < 1 or state.total_groups != ranked or len(state.included_groups) not in range(1, included + 1):
-        raise ConfigError(
-            f"{key}: {path} holds no curriculum to continue: epoch {state.epoch}, {state.total_groups} examples, "
-            f"{ranked} of them ranked, {len(state.included_groups)} included, {included} of these ranked"
-        )
-    return dict(state)
 
 
 class ResumableRun:
@@ -129,7 +108,7 @@ class ResumableRun:
             raise InsituError("the trainer has not been initialized")
         return self._store
 
-    def open(self, folder: Path, builder: Builder, dataset: Mapping[str, Any] | None) -> list[str]:
+    def open(self, folder: Path, builder: Builder, origin: Mapping[str, Any]) -> list[str]:
         """Opens the store of the run in `folder` with `--resume`, of a new run otherwise; returns what to report.
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
@@ -145,7 +124,7 @@ class ResumableRun:
             self._store = RunStore(folder)
             return [f"moved the earlier run in {folder} to {moved}"] if moved is not None else []
         self._forced = request.force
-        changes = check_same_run(folder, config, dataset, force=request.force)
+        changes = check_same_run(folder, config, origin, force=request.force)
         self._store = RunStore(folder)
         delete_drafts(folder)
         files = RunReader(folder)

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from insitu.advantages.credit import CallAdvantages
 from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
@@ -17,9 +15,9 @@ from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.index import RunIndex
-from insitu.runs.records import call_records, episode_record
+from insitu.runs.records import call_records, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
-from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.evaluation import EvalInputItem
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +77,8 @@ class RunStore:
         self._files: dict[str, LineFile] = {}
         self._index: RunIndex | None = None
         self._indexes = True
+        self.keeps_token_ids = True
+        """Whether calls are recorded with the ids of their tokens."""
 
     def close(self) -> None:
         while self._files:
@@ -155,49 +155,35 @@ class RunStore:
     def relative(self, path: str | None) -> str | None:
         """A path in the directory, such as a checkpoint's, relative to it, so that it stays right when a run is moved.
 
-        Other paths, such as those on another machine, are returned as they are.
+        So is that of a checkpoint of which the directory has its own, as a copy of the run it was written for. Other
+        paths, such as those on another machine, are returned as they are.
         """
+        if path is not None and (self._path / (own := f"{files.CHECKPOINTS}/{Path(path).name}")).is_dir():
+            return own
         inside = path is not None and Path(path).is_relative_to(self._path)
         return str(Path(path).relative_to(self._path)) if path is not None and inside else path
 
-    def append_group(self, record: GroupRecord, epoch: int) -> None:
+    def append_group(self, record: GroupRecord, epoch: int, row: EvalInputItem | None = None) -> None:
         calls = [line for e in record.episodes for line in call_records(e.key.text(), e.calls)]
+        if not self.keeps_token_ids:
+            calls = [{**line, "prompt_token_ids": None, "token_ids": None} for line in calls]
         blocks = {
             files.CALLS: self.append(files.CALLS, calls),
             files.EPISODES: self.append(files.EPISODES, map(episode_record, record.episodes)),
         }
+        paired = {name for pair in record.trajectories for _, name, _ in sides_of(pair)}
         group = {
             "epoch": epoch,
             "row_id": record.row_id,
             "num_episodes": len(record.episodes),
             "episodes": [t.id for t in record.trajectories],
             "rewards": [t.reward for t in record.trajectories],
+            **({"paired": sorted(paired)} if paired else {}),
             "dropped": dict(record.dropped),
+            **({"row": row_record(row)} if row is not None else {}),
             "blocks": blocks,
         }
         self.append(files.GROUPS, [group])
-
-    def append_advantages(
-        self,
-        epoch: int,
-        collected: Iterable[Trajectory],
-        drop_reasons: Mapping[str, str],
-        advantages: Iterable[tuple[Trajectory, CallAdvantages]],
-    ) -> None:
-        """Writes each trajectory's drop reason and advantages by call; None: computed by the backend, unknown here.
-
-        Of a call with an advantage for each token, `advantages` has the mean and `token_advantages` all.
-        """
-        known = {t.id: {str(t.calls[k].index): a for k, a in sorted(of_calls.items())} for t, of_calls in advantages}
-        records = []
-        for t in collected:
-            dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
-            of_calls = known.get(t.id, {})
-            by_token = {index: a for index, a in of_calls.items() if isinstance(a, list)}
-            means = of_calls | {index: fmean(values) for index, values in by_token.items()}
-            record = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": means}
-            records.append(record | ({"token_advantages": by_token} if by_token else {}))
-        self.append(files.ADVANTAGES, records)
 
 
 class RewardPlot:
@@ -219,8 +205,8 @@ class RewardPlot:
         """Draws the plot if there is anything new. Raises InsituError if it cannot be written."""
         if self._drawing is not None:  # a run that is interrupted meanwhile does not end its thread
             await asyncio.gather(self._drawing, return_exceptions=True)
-        given = (len(rewards), len(validations))
-        if given == self._drawn:
+        counts = (len(rewards), len(validations))
+        if counts == self._drawn:
             return
         started = time.monotonic()
         self._drawing = asyncio.ensure_future(asyncio.to_thread(self._draw, self._path, [*rewards], [*validations]))
@@ -230,7 +216,7 @@ class RewardPlot:
             if self._drawing.done():
                 self._drawing = None
         ended = time.monotonic()
-        self._drawn, self._due = given, ended + (ended - started) / _SHARE_OF_TIME
+        self._drawn, self._due = counts, ended + (ended - started) / _SHARE_OF_TIME
 
 
 def draw_rewards(path: Path, rewards: Records, validations: Records) -> None:

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from insitu.config.resolved import leaves
 from insitu.disk.files import file_size
 from insitu.disk.folder_lock import locked_by
 from insitu.disk.json_files import shorter_than_written
-from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import ConfigError
-from insitu.runs.files import BEST, CHECKPOINTS, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
+from insitu.runs.files import BEST, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
 from insitu.runs.index import natural
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.records import RunProgress
@@ -48,7 +48,10 @@ class RunSummary:
 
 @dataclass
 class RunDetails:
-    """A run on a page, from `read_details`. `settings` are those that differ from the defaults, by dotted key."""
+    """A run on a page, from `read_details`.
+
+    `settings` are those that its file gives, by dotted key; all of a run that an earlier release recorded.
+    """
 
     summary: RunSummary
     resume: str
@@ -57,8 +60,6 @@ class RunDetails:
     epochs: list[dict[str, Any]]
     validations: list[dict[str, Any]]
     best: dict[str, Any] | None
-    files: dict[str, int]
-    """Bytes by name; a folder of checkpoints or jobs is one entry."""
 
 
 def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
@@ -131,8 +132,8 @@ def _describe_validations(summary: RunSummary, validations: list[dict[str, Any]]
 
 def _damaged_sizes(files: RunReader, progress: RunProgress) -> Iterator[str]:
     for name, size in progress.sizes.items():
-        if (found := file_size(files.folder / name)) < size:
-            yield shorter_than_written(files.folder / name, found, size)
+        if (length := file_size(files.folder / name)) < size:
+            yield shorter_than_written(files.folder / name, length, size)
 
 
 def _last_written(run: Path) -> str:
@@ -142,8 +143,6 @@ def _last_written(run: Path) -> str:
 
 def read_details(run: Path) -> RunDetails:
     """Reads no file of episodes. Raises ConfigError if the folder holds no run."""
-    from insitu.config.resolved import changed_settings  # imports the components
-
     files = RunReader(run)
     if not holds_run(run) and not (run / PROGRESS).exists():
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
@@ -151,51 +150,22 @@ def read_details(run: Path) -> RunDetails:
     attempt, problems = summary.problems.attempt, summary.problems
     return RunDetails(
         summary=summary,
-        resume=attempt(lambda: _what_resume_does(files, summary), "cannot continue"),
-        settings=attempt(lambda: changed_settings(files.settings(required=True).get("config") or {}), {}),
+        resume=attempt(lambda: _where_it_continues(files), "cannot continue"),
+        settings=attempt(lambda: _given(files), {}),
         events=files.readable(EVENTS, problems),
         epochs=files.readable(METRICS, problems),
         validations=attempt(files.validations, []),
         best=attempt(lambda: files.object(BEST), None),
-        files=attempt(lambda: _sizes(run), {}),
     )
 
 
-def _what_resume_does(files: RunReader, summary: RunSummary) -> str:
-    """What `insitu finetune --resume` would do, in a sentence."""
-    if (owner := locked_by(files.folder)) is not None:
-        return f"cannot continue now: {owner} is running it"
+def _given(files: RunReader) -> dict[str, Any]:
+    recorded = files.settings(required=True)
+    return dict(leaves(recorded.get("given", recorded.get("config")) or {}))
+
+
+def _where_it_continues(files: RunReader) -> str:
     progress = files.progress()
-    if progress is None:
-        return f"cannot continue: it has no {PROGRESS}"
-    if damaged := [*_damaged_sizes(files, progress)]:
-        return f"cannot continue: {damaged[0]}"
-    if progress.phase is not None:
-        return "has trained its pairs" if progress.jobs else f"continues with its pairs, which are {progress.phase}"
-    following = progress.epoch + 1
-    count = files.journal_size(following)
-    finished = f" with {count} finished episodes of epoch {following}" if count else ""
-    after = f"continues after epoch {progress.epoch}{finished}"
-    if summary.epochs is not None and progress.epoch >= summary.epochs:
-        after = f"has completed all {summary.epochs} epochs; continues after epoch {progress.epoch} if given more"
-    version = progress.policy_version
-    if not files.own_backend:
-        return f"{after}, if its backend continues runs and still serves version {version}"
-    saved = {record.version: folder for folder, record in files.checkpoints()}
-    if version and version not in saved:
-        return f"cannot continue: the checkpoint of version {version} is missing in {files.folder / CHECKPOINTS}"
-    if version and not (saved[version] / OPTIMIZER_FILE).exists():
-        return f"{after}, with a new optimizer state"
-    return after
-
-
-def _sizes(run: Path) -> dict[str, int]:
-    """Bytes of the files but the index, those of each folder of checkpoints or jobs together."""
-    sizes: dict[str, int] = {}
-    for parent, _, names in os.walk(run):
-        for name in (name for name in names if not name.startswith(INDEX)):
-            path = Path(parent) / name
-            inside = path.relative_to(run)
-            entry = f"{inside.parent}/" if len(inside.parts) > 2 else str(inside)
-            sizes[entry] = sizes.get(entry, 0) + file_size(path)
-    return dict(sorted(sizes.items(), key=lambda item: ("/" in item[0], natural(item[0]))))
+    if progress is None or [*_damaged_sizes(files, progress)]:
+        return "cannot continue"
+    return f"continues after epoch {progress.epoch}"

@@ -45,6 +45,8 @@ class TypedBaseModel(BaseModel):
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, validate_default=False)
 
     registered_name: ClassVar[str | None] = None
+    ignores_unknown_keys: ClassVar[bool] = False
+    """Whether a key of the block that does not exist is a warning, as files written for the toolkit may have some."""
     type: str = Field(default="unknown", alias="_type", validation_alias="_type", repr=False)
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
@@ -86,9 +88,6 @@ class LLMBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
 class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
-
-    files_per_episode: ClassVar[int] = 1
-    """Files and connections that an episode keeps open, for the check of the limit of open files."""
 
 
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):

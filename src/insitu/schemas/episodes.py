@@ -11,7 +11,7 @@ An episode of a two-move game, and the training row of its first call:
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -69,9 +69,11 @@ class ModelCall:
     of a text completion hold the prompt as a user message; `sampling` holds the remaining request parameters
     (temperature, max_tokens, ...). `message` is the sampled assistant message. With `n` > 1 or several prompts, each
     choice is a separate call. `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are as
-    returned by the server, and `policy_version` is the version of the weights that sampled them. `functions` are the
-    enclosing functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is
-    missing or incomplete.
+    returned by the server, and `policy_version` is the version of the weights that sampled them, `weights` their digest
+    if the server sends one. `logprobs` are those
+    of the logits divided by `logprobs_temperature`; None: the server does not say, they are the model's own (raw), as
+    in calls recorded by releases that did not divide. `functions` are the enclosing functions, outermost first;
+    `started` and `ended` are Unix timestamps. `error` says why the completion is missing or incomplete.
     """
 
     index: int
@@ -92,6 +94,8 @@ class ModelCall:
     ended: float = 0.0
     usage: dict[str, Any] | None = None
     error: str | None = None
+    logprobs_temperature: float | None = None
+    weights: str | None = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -104,8 +108,9 @@ class TrainingRow(BaseModel):
 
     `token_ids`, `loss_mask`, `logprobs` and `advantages` (if a list) have length T. `loss_mask` is 1 for trained
     tokens. `logprobs` are natural logarithms from the sampler, arbitrary where the mask is 0; `advantages` may be a
-    single number for all trained tokens. Both are for `method: grpo`. `calls` lists the `ModelCall.index` of each call
-    whose tokens the row contains.
+    single number for all trained tokens. Both are for `method: grpo`, as is `temperature`, at which the trained tokens
+    were sampled: `logprobs` are those after division of the logits by it, and the learner divides too. `calls` lists
+    the `ModelCall.index` of each call whose tokens the row contains.
 
     `pair` (dpo) is shared by the rows of a preference pair. `preferred` is true for the chosen side (dpo) or a
     desirable episode (kto), and false for the other.
@@ -118,6 +123,7 @@ class TrainingRow(BaseModel):
     loss_mask: list[int] = []
     logprobs: list[float] = []
     advantages: float | list[float] = 0.0
+    temperature: float = 1.0
     episode: str = ""
     calls: list[int] = []
     pair: str = ""
@@ -125,6 +131,14 @@ class TrainingRow(BaseModel):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     trained_messages: list[int] | None = None
+
+
+class Needs(IntEnum):
+    """What training needs of each call that it trains; each includes those before it."""
+
+    TEXT = 1
+    LOGPROBS = 2
+    TOKEN_IDS = 3
 
 
 class DropReason(StrEnum):
@@ -144,12 +158,14 @@ class DropReason(StrEnum):
     EPISODE_ORDER = "episode_order"  # OpenPipe ART does not accept the order of the messages
     SINGLE_MEMBER = "single_member"  # only one episode of the group remains
     NO_VARIANCE = "no_variance"
+    UNMODELED_SAMPLING = "unmodeled_sampling"  # greedy, truncated, or with logprobs of another temperature
     CURRICULUM = "curriculum"  # a group that curriculum learning does not include yet
     SUBSAMPLE = "subsample"  # not selected by `random_subsample`
-    # of preferences; the first counts episodes, the next two candidates, then turns, and the last six pairs
+    # of preferences; the first counts episodes, the next three candidates, then turns, and the last six pairs
     NO_CANDIDATES = "no_candidates"
     UNSCORED_CANDIDATE = "unscored_candidate"  # without a finite score
-    UNTARGETED_CANDIDATE = "untargeted_candidate"  # not sampled by a targeted call
+    UNTARGETED_CANDIDATE = "untargeted_candidate"  # of a model or function that is not trained
+    UNSAMPLED_CANDIDATE = "unsampled_candidate"  # not sampled by a recorded call, which training on tokens needs
     SINGLE_CANDIDATE = "single_candidate"
     EQUAL_SCORES = "equal_scores"
     IDENTICAL_RESPONSES = "identical_responses"
@@ -157,6 +173,7 @@ class DropReason(StrEnum):
     SMALL_DIFFERENCE = "small_difference"  # of scores, below the configured minimum
     MAX_PAIRS = "max_pairs"  # beyond the configured maximum
     DUPLICATE_PAIR = "duplicate_pair"
+    NO_PAIR = "no_pair"  # an episode that is in no pair; why not is counted by the reasons of pairs
     NOT_BEST = "not_best"  # of its row, for finetuning on the best episodes
     NOT_TEXT = "not_text"  # a dialogue with images or other parts that an exported format cannot hold
 
@@ -172,6 +189,7 @@ class CandidateStep:
 
     `prompt` is what the model was shown, as messages or text. `score` is None if it is not a finite number. `call` is
     the position in the episode's calls of the one that sampled the candidate; None if no recorded call did.
+    `example_id` is the id of the dataset row, `raw_metadata` what the step that reported the candidate holds besides.
     """
 
     turn_id: str
@@ -181,6 +199,8 @@ class CandidateStep:
     score: float | None
     turn_index: int | None = None
     call: int | None = None
+    example_id: str = ""
+    raw_metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +211,24 @@ class PreferencePair:
     rejected: CandidateStep
 
     @property
+    def example_id(self) -> str:
+        return self.chosen.example_id
+
+    @property
     def turn_id(self) -> str:
         return self.chosen.turn_id
+
+    @property
+    def prompt(self) -> list[dict[str, Any]] | str:
+        return self.chosen.prompt
+
+    @property
+    def chosen_response(self) -> str:
+        return self.chosen.response
+
+    @property
+    def rejected_response(self) -> str:
+        return self.rejected.response
 
     @property
     def score_diff(self) -> float:

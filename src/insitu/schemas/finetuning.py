@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -175,6 +175,10 @@ class FinetuneConfig(BaseModel):
     """Run directory, relative to the working directory; an earlier run in it is renamed."""
     validation: ValidationConfig | None = None
     """Validation before, during and after training; none: no validation."""
+    redact: list[Literal["token_ids"]] = Field(default_factory=list)
+    """What is not recorded of model calls. `token_ids`: those of prompts and completions, which decode to texts that
+    are hidden elsewhere. An epoch that was interrupted is then collected again, and episodes cannot be trained later.
+    """
     report_to: list[str] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     run_configuration: FinetuneRunConfig | None = None
@@ -211,7 +215,8 @@ class PolicyEndpoint:
 
     On servers where the name changes with every version, `current_model` returns the current name. `base_model` is the
     name of the model that training started from, `vocab_size` the number of its token ids, and `max_length` how many
-    tokens a prompt and its completion may have together.
+    tokens a prompt and its completion may have together. `weights` is a digest of the newest weights; a `logprob_gap`
+    above `logprob_tolerance` is more than rounding.
     """
 
     base_url: str
@@ -222,6 +227,8 @@ class PolicyEndpoint:
     base_model: str | None = None
     vocab_size: int | None = None
     max_length: int | None = None
+    weights: str | None = None
+    logprob_tolerance: float | None = None
 
 
 class TrainingStatusEnum(StrEnum):

@@ -75,11 +75,25 @@ class KLSettings(BaseModel):
 
     beta: float = Field(default=0.0, ge=0)
     """Coefficient of the penalty; 0 disables it and saves the forward pass of the starting weights."""
-    estimator: Literal["k1", "k3"] = "k3"
-    """With d = ref - new: k1 = -d, k3 = exp(d) - d - 1 (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    estimator: Literal["k1", "k2", "k3", "k1_in_loss"] = "k3"
+    """With d = ref - new: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html).
+    As a term of the loss, k1 restrains nothing: its expected gradient on the policy's samples is 0. So it is allowed
+    with `in_reward` only; `k1_in_loss` is that term all the same."""
+    in_reward: bool = False
+    """Subtracts beta k from the advantage of each token, without gradient, rather than adding it to the loss (verl's
+    `use_kl_in_reward`). k1 is then the unbiased choice."""
     reference: Reference | None = None
     """The reference weights: `initial` (those that training started from), `job_start`, or those that a
     [function](../guides/extend.md#a-reference) returns; none: `initial`."""
+
+    @model_validator(mode="after")
+    def _check_estimator(self) -> Self:
+        if self.beta and self.estimator == "k1" and not self.in_reward:
+            problem = "estimator: k1 as a term of the loss restrains nothing, as its expected gradient is 0"
+            raise ValueError(f"{problem}; allowed: k2 or k3, k1 with in_reward: true, or k1_in_loss if it is intended")
+        if self.estimator == "k1_in_loss" and self.in_reward:
+            raise ValueError("estimator: k1_in_loss excludes in_reward: true; allowed: k1, k2, k3")
+        return self
 
 
 class LoRASettings(BaseModel):
@@ -91,9 +105,8 @@ class LoRASettings(BaseModel):
     """Rank of the two matrices whose product is added to each weight."""
     alpha: float = Field(default=32, gt=0)
     """The product is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapters' inputs during training; adds noise to the ratios and the gap to the sampler, and makes
-    results depend on micro_batch_tokens."""
+    dropout: float = Field(default=0.0, ge=0, le=0)
+    """Always 0: with dropout the learner's log-probabilities would not be those of the sampler."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get adapters: module names or suffixes, or `all-linear`."""
 
@@ -155,10 +168,10 @@ class SamplerOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.model_fields_set - {"kind"}
-        if self.kind == "embedded" and given:
-            raise ValueError(f"{', '.join(sorted(given))}: allowed with _type: vllm only")
-        if self.addresses and (unused := sorted(given & {"gpus", "tensor_parallel", "args"})):
+        fields = self.model_fields_set - {"kind"}
+        if self.kind == "embedded" and fields:
+            raise ValueError(f"{', '.join(sorted(fields))}: allowed with _type: vllm only")
+        if self.addresses and (unused := sorted(fields & {"gpus", "tensor_parallel", "args"})):
             raise ValueError(f"{', '.join(unused)}: allowed without addresses only, for a vLLM that the backend starts")
         if self.api_key is not None and not self.addresses:
             raise ValueError("api_key: allowed with addresses only")

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from insitu.advantages.estimator import truncation
 from insitu.builder import Builder
 from insitu.collect.collector import outside_completions, stray_completions
+from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
-from insitu.registry import EXECUTOR
+from insitu.registry import EXECUTOR, LLM
 from insitu.runs import files
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
@@ -29,7 +31,7 @@ from insitu.training.interfaces import (
     TrainerAdapter,
     TrajectoryBuilder,
 )
-from insitu.training.metrics import trained_calls, why_no_pairs
+from insitu.training.metrics import trained_calls
 from insitu.training.report import counts
 
 EPISODES, PAIRS = "episodes", "preference pairs"
@@ -52,11 +54,7 @@ def check_components(trainer: Trainer, method: str, *, computes_advantages: bool
         if builder.makes_pairs != isinstance(trainer, PairTrainer):
             made, trained = (PAIRS, EPISODES) if builder.makes_pairs else (EPISODES, PAIRS)
             raise ConfigError(f"trajectory_builders: {builder.config.type} makes {made}, but {name} trains {trained}")
-        if isinstance(trainer, GroupTrainer) and builder.stored is None and builder.config.num_generations < 2:
-            raise ConfigError(
-                f"{builder.block}.num_generations is 1, but {name} compares the episodes of a row with one another; "
-                "allowed: 2 or more"
-            )
+        check_group_size(trainer, builder)
     configured = adapter.training_settings().get("method", method)
     if configured != method:
         raise ConfigError(
@@ -70,11 +68,37 @@ def check_components(trainer: Trainer, method: str, *, computes_advantages: bool
         )
 
 
-def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
-    """Raises BackendError if a call to train on was not sampled from the served policy version.
+def check_sampling(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError if an llm that is trained on what it samples is greedy or truncates its distribution."""
+    if not isinstance(trainer, GroupTrainer) or getattr(trainer.trajectory_builder, "stored", None) is not None:
+        return
+    for name in sorted(config.trained_llms()):
+        block = config.block(LLM, name)
+        values = {key: getattr(block, key, None) for key in ("temperature", "top_p")}
+        if (problem := truncation(values)) is not None:
+            key, allowed = ("temperature", "above 0") if problem == "greedy" else (problem, "1")
+            raise ConfigError(
+                f"llms.{name}.{key} is {values[key]:g}, but {name} is trained on what it samples, which must be "
+                f"from the softmax of all logits; allowed: {allowed} (a validation with its own config_file may differ)"
+            )
 
-    If a call reports no version, its requested model name must match. Recorded episodes may be of any version, except
-    for a GroupTrainer, for which TrajectoryError is raised.
+
+def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
+    """Raises ConfigError if a trainer that compares the episodes of a row gets one of each."""
+    if not isinstance(trainer, GroupTrainer) or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
+        return
+    if builder.config.num_generations < 2:
+        raise ConfigError(
+            f"{builder.block}.num_generations is 1, but {trainer.trainer_config.type} compares the episodes of a row "
+            "with one another; allowed: 2 or more"
+        )
+
+
+def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+    """Raises BackendError if a call to train on was not sampled from the served policy version, and its weights.
+
+    If a call reports no version, its requested model name must match; without digests, weights are not compared.
+    Recorded episodes may be of any version, except for a GroupTrainer, for which TrajectoryError is raised.
     """
     stored = getattr(trainer.trajectory_builder, "stored", None)
     if served is None or served.version is None or (stored is not None and not isinstance(trainer, GroupTrainer)):
@@ -84,20 +108,40 @@ def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: Polic
         for call in trained_calls([trajectory]):
             version = call.policy_version
             unreported = version is None and call.model in (name, f"{name}@{served.version}")
-            if version == served.version or unreported:
+            weights = {call.weights, served.weights} - {None} if version == served.version else set()
+            if (version == served.version or unreported) and len(weights) < 2:
                 continue
+            sampled, serves = f"policy version {version}", f"version {served.version}"
+            if len(weights) > 1:
+                sampled, serves = f"weights {call.weights}", f"weights {served.weights} as the same version, {version}"
             if stored is not None:
                 raise TrajectoryError(
                     f"the episodes of {stored.folder} cannot be trained by {trainer.trainer_config.type}, which needs "
-                    f"those of the served weights: episode {trajectory.id} was sampled at policy version {version}, "
-                    f"the backend serves version {served.version}; insitu_dpo_trainer, insitu_kto_trainer and "
+                    f"those of the served weights: episode {trajectory.id} was sampled at {sampled}, "
+                    f"the backend serves {serves}; insitu_dpo_trainer, insitu_kto_trainer and "
                     "insitu_sft_trainer train episodes of any version"
+                )
+            if len(weights) > 1:
+                raise BackendError(
+                    f"episode {trajectory.id} was sampled at {sampled}, but the backend serves {serves}: was it "
+                    "started with another model or output_dir?"
                 )
             raise BackendError(
                 f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
                 f"policy version {version}, but the adapter trains {name!r}, which is at version "
                 f"{served.version}; use an llm of _type: policy"
             )
+
+
+def gap_warning(gap: float | None, served: PolicyEndpoint | None) -> str | None:
+    """A sentence if sampler and learner differ by more than rounding."""
+    limit = served.logprob_tolerance if served is not None else None
+    if gap is None or limit is None or gap <= limit:
+        return None
+    return (
+        f"WARNING: logprob_gap is {gap:.2g}, above {limit:g}: the log-probabilities of the sampler differ from the "
+        "learner's, so other weights or another distribution were sampled than are trained (lora.dropout adds to it)"
+    )
 
 
 def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -> int | None:
@@ -123,10 +167,9 @@ def check_collected(
     if any(collection.trajectories) or (may_be_alike and not ALIKE.isdisjoint(collection.dropped)):
         return
     first = [f"most often {error}" for error, _ in errors.most_common(1)]
-    causes = first or [str(cause) for cause in why_no_pairs(collection.dropped) if pairs]
     raise TrajectoryError(
         f"epoch {epoch}: no {'preference pair' if pairs else 'episode'} can be trained on; dropped: "
-        + "; ".join([counts(collection.dropped), *causes])
+        + "; ".join([counts(collection.dropped), *first])
         + f" (all of them: {folder / files.EPISODES})"
     )
 

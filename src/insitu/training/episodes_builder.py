@@ -17,20 +17,21 @@ from pydantic import Field
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import GroupRecord, collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.evaluators import Scoring
+from insitu.collect.evaluators import Scoring, parse_score
 from insitu.collect.scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
-from insitu.schemas.episodes import DropReason, Episode
-from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome, StepLog
+from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.training.interfaces import TrajectoryBuilder
+from insitu.workflow.steps import calls_of_steps
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
     reason and not returned.
     """
 
-    needs_token_ids = True
-    """Whether training needs the token ids of prompts, so that a call without them is a failure."""
+    needs = Needs.TOKEN_IDS
+    """What training needs of each call, unless the trainer adapter needs less; a call without it is a failure."""
     needs_reward = True
     """Whether training needs a reward for each episode."""
     makes_pairs = False
@@ -113,12 +114,24 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
                 )
 
     @property
+    def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
+        """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
+        return {run_id: [task] for run_id, task in self._started.items()}
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether it has a `run_eval` of its own, whose episodes are used instead of running the workflow."""
+        return getattr(self.run_eval, "__func__", None) is not TrajectoryBuilder.run_eval
+
+    @property
     def block(self) -> str:
         """The key of its block in the file."""
         return f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}"
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
+        if self._evaluates:
+            return
         if self.config.episodes_from is not None:  # opened again: the run may have been moved aside for this one
             self.stored = await asyncio.to_thread(open_stored, self._builder, self.block, self.config.episodes_from)
             return
@@ -128,7 +141,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     @property
     def episodes_per_epoch(self) -> int | None:
-        if self.stored is not None:
+        if self.stored is not None or self._evaluates:
             return None
         return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
 
@@ -169,7 +182,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
                 config,
                 training=trained.llms,
                 result=service.result_json_path if service else "$",
-                needs_token_ids=self.needs_token_ids,
+                needs=self._needs,
                 target_functions=tuple(trained.functions),
             ),
             limit=config.max_concurrency,
@@ -188,8 +201,15 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     @cached_property
     def trained(self) -> TrainedCalls:
+        if self._evaluates and self._given_builder is None and builder_of_run() is None:
+            return TrainedCalls(as_text=True)
         run = self.run_config
-        return TrainedCalls(run.target_functions, self._full_config.trained_llms(), run.target_model)
+        as_text = self._needs is Needs.TEXT
+        return TrainedCalls(run.target_functions, self._full_config.trained_llms(), run.target_model, as_text)
+
+    @property
+    def _needs(self) -> Needs:
+        return min(self.needs, run_of(self._builder).needs)
 
     def pairs(self, group: GroupRecord) -> GroupRecord:
         """The preference pairs of a group; called if `makes_pairs`."""
@@ -200,7 +220,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
         Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
         """
-        if self.stored is not None:
+        if self.stored is not None or self._evaluates:
             return None
         run, episode = run_of(self._builder), None
         plan = replace(self.plan(run_id, 0), rewarded=False, pairs=None, purpose=", played before the first epoch")
@@ -221,6 +241,10 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         meta = meta or {}
         self._last_epoch = meta.get("epoch", self._last_epoch + 1)
+        if self._evaluates:
+            task = asyncio.create_task(self._evaluated(run_id, self._last_epoch), name=f"evaluate {run_id}")
+            self._started[run_id] = task
+            return
         plan, run = self.plan(run_id, self._last_epoch), run_of(self._builder)
 
         async def gather(plan: Plan) -> TrajectoryCollection:
@@ -240,6 +264,32 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
         collecting = partial(meta.get("gather", gather), plan)
         self._started[run_id] = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
+
+    async def _evaluated(self, run_id: str, epoch: int) -> TrajectoryCollection:
+        """The trajectories of `num_generations` calls of `run_eval`."""
+        outputs = await asyncio.gather(*(self.run_eval() for _ in range(self.config.num_generations)))
+        rows: dict[str, list[Episode]] = {}
+        for output in outputs:
+            scores = {str(item.id): item for item in self._rewarded(output)}
+            for item in output.eval_input.eval_input_items:
+                row = rows.setdefault(str(item.id), [])
+                steps = [*(item.trajectory or ())]
+                outcome = Outcome.OK if item.error is None else Outcome.FAILED
+                key = EpisodeKey(run_id, epoch, str(item.id), len(row))
+                episode = Episode(
+                    key, outcome, item.output_obj, calls_of_steps(steps), StepLog(steps), error=item.error
+                )
+                if (score := scores.get(str(item.id))) is not None and parse_score(score)[1] is None:
+                    episode.reward = await self.compute_reward(score)
+                row.append(episode)
+        groups = [scored_group(episodes, self.trained, rewarded=self.needs_reward) for episodes in rows.values()]
+        return collection_of([self.pairs(g) if self.makes_pairs else g for g in groups], run_id, epoch)
+
+    def _rewarded(self, output: EvaluationRunOutput) -> list[EvalOutputItem]:
+        """The scores of the evaluator that gives the reward: the configured one, or else the first."""
+        reward, results = self.run_config and self.run_config.reward_function, dict(output.evaluation_results)
+        name = reward.name if reward else next(iter(results), "")
+        return results[name].eval_output_items if name in results else []
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         if run_id not in self._started:

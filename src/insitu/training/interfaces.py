@@ -9,7 +9,7 @@ from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
 from insitu.errors import ConfigError
-from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.episodes import Needs, TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -94,6 +94,11 @@ class TrainerAdapter(ABC):
     async def policy_endpoint(self) -> PolicyEndpoint | None:
         """Where the policy being trained is served; None if unknown."""
         return None
+
+    @property
+    def needs(self) -> Needs:
+        """What a job needs of each call that it trains. The default is all that a builder may ask for."""
+        return Needs.TOKEN_IDS
 
     def training_settings(self) -> dict[str, Any]:
         """The settings of a training job, shown in the header of the run."""

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, call_with
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
-from insitu.runs.records import journal_record, new_run_id
+from insitu.runs.records import journal_record, new_run_id, training_records
 from insitu.runs.replay import provenance
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
@@ -38,10 +39,17 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training import checks
 from insitu.training.episodes_builder import EpisodesBuilder
-from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import GroupTrainer, PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
-from insitu.training.metrics import EpochResult, collected_metrics, likely_causes, why_no_pairs, without_variance
-from insitu.training.report import Report
+from insitu.training.metrics import (
+    EpochResult,
+    collected_metrics,
+    likely_causes,
+    teaches_nothing,
+    untrained_causes,
+    without_variance,
+)
+from insitu.training.report import Report, counts
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
 
@@ -68,19 +76,21 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.results: dict[int, EpochResult] = {}
         self.validation: Validation | None = None
         self._plot: RewardPlot | None = None
+        self._warnings: dict[int, list[str]] = {}
         self._causes: list[str] = []  # why the latest epoch that trained nothing had no variance
         self._durable = ResumableRun(self.run_id)
         self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
-        self._earlier_curriculum: dict[str, Any] | None = None  # that this run's curriculum continues
         self._warm_up: WarmUp | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
+        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
         checks.check_components(self, self.method, computes_advantages=self.computes_advantages)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
         self.report.notes(await asyncio.to_thread(self._open_run, folder))
+        self.store.keeps_token_ids = "token_ids" not in run_config.redact
         progress = self._durable.progress
         if self._durable.continues:
             self.run_id, self.reward_history = progress.run_id, [*progress.rewards]
@@ -90,7 +100,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         await self.trainer_adapter.check_settings()
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(progress.curriculum or self._earlier_curriculum or fresh)
+        self._curriculum_state = dict(progress.curriculum or fresh)
         if run_config.validation is not None:
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
             if self._durable.continues:
@@ -99,7 +109,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
-        return self._durable.open(folder, self._builder, self._origin()["dataset"])
+        return self._durable.open(folder, self._builder, self._origin(folder))
 
     async def _served_version(self) -> int | None:
         endpoint = await self.trainer_adapter.policy_endpoint()
@@ -119,9 +129,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         Raises if an epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained,
         or a validation failed.
         """
-        if not self._durable.continues:
-            await self._start_new(num_epochs)
         with self._durable.recorded_end():
+            if not self._durable.continues:
+                await self._start_new(num_epochs)
             self._durable.mark_running()
             await self._before_training(num_epochs)
             statuses = [*self._durable.progress.jobs]
@@ -145,9 +155,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def _start_new(self, num_epochs: int) -> None:
         """Records the settings of a new run, and plays one row."""
         self._write_run_file(num_epochs)
-        before = self._earlier_curriculum["epoch"] if self._earlier_curriculum is not None else 0
-        version = await self._served_version()
-        await self._durable.commit(run_id=self.run_id, epochs_before=before, policy_version=version)
+        await self._durable.commit(run_id=self.run_id, policy_version=await self._served_version())
         with self.report.phase("playing one row before the first epoch"):
             problem = await self.trajectory_builder.rehearse(self.run_id)
         if problem is not None:
@@ -158,10 +166,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         progress = self._durable.progress
         self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
-            await self.validation.run(0)
+            await self.validation.begin(progress)
         if self._warm_up is not None and not progress.warmed_up:
             result = await self._warm_up.run(self.trainer_adapter, self.run_id, progress.policy_version, self.report)
-            self.store.write(files.WARM_UP, result)
+            self.store.write(files.WARM_UP, result | {"checkpoint": self.store.relative(result["checkpoint"])})
             await self._durable.commit(warmed_up=True, policy_version=result["policy_version"])
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
@@ -185,7 +193,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self.report.end_run()
             self.report.note(
                 f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/ (the "
-                "same command with --resume continues the run)"
+                "same command with --resume, or call with resume=True, continues the run)"
             )
             raise
 
@@ -194,7 +202,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
         if endpoint is not None and self._durable.finished(epoch):  # an earlier process may even have trained the epoch
-            endpoint = replace(endpoint, version=self._durable.progress.policy_version)
+            version = self._durable.progress.policy_version
+            weights = endpoint.weights if version == endpoint.version else None
+            endpoint = replace(endpoint, version=version, weights=weights)
         collected, leftovers = await self._collect(epoch, run_id, endpoint)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
@@ -202,8 +212,15 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.reward_history.append({key: statistics[key] for key in rewards})
         checks.check_sampled(self, collected, endpoint)
         collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
-        trajectories = [t for group in collected.trajectories for t in group]
-        self.store.append_advantages(epoch, trajectories, collection.drop_reasons, advantages)
+        if isinstance(self, GroupTrainer):
+            trained = {str(t.id) for t, _ in advantages}
+            statistics["frac_reward_zero_std"] = teaches_nothing(collected, trained, collection.drop_reasons)
+        untrained = untrained_causes(reported)
+        for cause in untrained:
+            self._warn(epoch, str(cause))
+        everything, selected = (chain.from_iterable(each.trajectories) for each in (collected, collection))
+        records = training_records(epoch, everything, collection.drop_reasons, advantages, selected)
+        self.store.append(files.ADVANTAGES, records)
         await asyncio.to_thread(self.store.sync)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         self.results[epoch] = EpochResult(
@@ -224,9 +241,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
             alike = without_variance(collected, collection.drop_reasons)
-            causes = why_no_pairs(collection.dropped) if isinstance(self, PairTrainer) else likely_causes(alike)
-            self._causes = [str(cause) for cause in causes]
-            self.report.note("; ".join([f"epoch {epoch}: nothing to train on; every group was dropped", *self._causes]))
+            self._causes = [str(cause) for cause in (*likely_causes(alike), *untrained)]
+            dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
+            self._warn(epoch, "; ".join([dropped, *self._causes]))
             return None
         resumed = await self._durable.record_submission(epoch)
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
@@ -245,15 +262,15 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         def on_episode(episode: Episode) -> None:
             self.report.advance()
             traffic.add(episode)
-            if episode.key not in journaled:
+            if episode.key not in journaled and self.store.keeps_token_ids:
                 self.store.append(files.JOURNAL, [journal_record(episode)])
 
         async def gather(plan: Plan) -> TrajectoryCollection:
             plan = replace(plan, vocab_size=served.vocab_size if served is not None else None, finished=finished)
-            groups = []
+            groups, rows = [], {str(row.id): row for row, _ in plan.members}
             async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
                 async for group in completed:
-                    self.store.append_group(group, plan.epoch)
+                    self.store.append_group(group, plan.epoch, rows.get(group.row_id))
                     errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
                     groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
             return collection_of(groups, run_id, epoch)
@@ -265,7 +282,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         leftovers, warning = await traffic.finish()
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in errors.most_common(3)]:
-            self.report.note(f"epoch {epoch}: {problem}")
+            self._warn(epoch, problem)
         checks.check_collected(self, epoch, collection, errors, self.store.folder)
         return collection, leftovers
 
@@ -274,8 +291,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     ) -> TrajectoryCollection:
         if not self.curriculum_config.enabled:
             return trajectory_collection
-        number, seed = self._durable.progress.epochs_before + epoch, self._full_config.general.seed
-        return apply_curriculum(trajectory_collection, self.curriculum_config, self._curriculum_state, number, seed)
+        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
 
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
         """What the epoch trains on, with its rows."""
@@ -284,7 +301,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         for key, (function, _) in self._selections.items():
             collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
             metrics |= own
-        return estimate_epoch(collection, self._estimator)._replace(metrics=metrics)
+        estimated = estimate_epoch(collection, self._estimator)
+        return estimated._replace(metrics={**metrics, **estimated.metrics})
 
     @cached_property
     def _estimator(self) -> AdvantageEstimator:
@@ -303,16 +321,24 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         result.add_job(status)
         result.metrics["seconds"]["train"] = time.perf_counter() - started
         if result.not_finite:
-            self.report.note(f"epoch {epoch}: these metrics are not finite: {', '.join(result.not_finite)}")
+            self._warn(epoch, f"these metrics are not finite: {', '.join(result.not_finite)}")
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         before, endpoint = result.metrics["policy_version"], await self.trainer_adapter.policy_endpoint()
         result.metrics["policy_version"] = version = checks.new_version(epoch, before, endpoint)
+        if (warning := checks.gap_warning(result.metrics.get("logprob_gap"), endpoint)) is not None:
+            self._warn(epoch, warning)
         if self.validation is not None:
             self.validation.checkpoints[version] = (status.metadata or {}).get("checkpoint")
         return status
 
+    def _warn(self, epoch: int, problem: str) -> None:
+        """Reports what is wrong with an epoch, and records it with its metrics."""
+        self.report.note(f"epoch {epoch}: {problem}")
+        self._warnings.setdefault(epoch, []).append(problem)
+
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        self.store.append(files.METRICS, [metrics])
+        warnings = self._warnings.pop(epoch, None)
+        self.store.append(files.METRICS, [metrics | ({"warnings": warnings} if warnings else {})])
         self.store.sync()
         self.store.write(files.REWARDS, self.reward_history)
         self.store.write(files.CURRICULUM, self.get_curriculum_state())
@@ -349,14 +375,16 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         settings = self._run_settings(num_epochs)
         source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
         file = str(source.absolute()) if source.is_file() else str(source)
-        about = {"run_id": self.run_id, "insitu": __version__, "source": file}
-        self.store.write(files.RUN, about | self._origin() | settings | {"config": resolved_config(self._full_config)})
+        planned = getattr(self.trajectory_builder, "episodes_per_epoch", None)
+        about = {"run_id": self.run_id, "insitu": __version__, "source": file, "episodes_per_epoch": planned}
+        about |= {"given": resolved_config(self._full_config, given=True)} | self._origin(self.store.folder) | settings
+        self.store.write(files.RUN, about | {"config": resolved_config(self._full_config)})
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.run_id, settings)
 
-    def _origin(self) -> dict[str, Any]:
+    def _origin(self, folder: Path) -> dict[str, Any]:
         builder = self.trajectory_builder
-        return provenance(self._builder, builder.stored if isinstance(builder, EpisodesBuilder) else None)
+        return provenance(self._builder, builder.stored if isinstance(builder, EpisodesBuilder) else None, folder)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
         settings = {

@@ -1,7 +1,7 @@
 """The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes if it trains nothing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from statistics import fmean, stdev
@@ -15,6 +15,7 @@ Group = Sequence[Trajectory]
 _STATED = frozenset(("policy_version", "checkpoint", "seconds"))
 """What a job reports and the line of its epoch states in its own way."""
 
+_ALIKE = DropReason.NO_VARIANCE
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
 
@@ -30,34 +31,15 @@ class Cause(NamedTuple):
         return f"{self.what}: {self.change}"
 
 
-_NO_PAIRS: dict[str, tuple[str, str]] = {
-    DropReason.UNSCORED_CANDIDATE: (
-        "the candidates have no score, or one that is NaN or infinite",
-        "check what the workflow reports",
-    ),
-    DropReason.UNTARGETED_CANDIDATE: (
-        "no trained call has sampled the candidates",
-        "a candidate's output must be what a trained model answered in finetuning.target_functions, or a part of it",
-    ),
-    DropReason.SINGLE_CANDIDATE: (
-        "turns have one candidate with a score",
-        "report several with the same turn_id, or collect more episodes of a row",
-    ),
-    DropReason.EQUAL_SCORES: (
-        "the scores of each turn or row are equal",
-        "use a finer score, or more varied candidates",
-    ),
-    DropReason.IDENTICAL_RESPONSES: ("the candidates of each turn or row have the same text", "raise the temperature"),
-    DropReason.SMALL_DIFFERENCE: (
-        "the scores differ by less than the smallest difference of the trajectory builder",
-        "lower that, or use a finer score",
-    ),
-    DropReason.DIFFERENT_PROMPTS: (
-        "the candidates of each turn answer different prompts",
-        "give them the same turn_id only if the model was shown the same messages",
+_UNTRAINED = {
+    "greedy": ("were sampled at temperature 0", "set a temperature above 0"),
+    "raw_logprobs": (
+        "were sampled at a temperature that their logprobs do not include: those of an earlier release, or of a server "
+        "that sends no logprobs_temperature, are raw",
+        "collect the episodes again, or sample at temperature 1",
     ),
 }
-"""What each reason means if it is the most frequent one of an epoch without preference pairs, and what to change."""
+"""By `sampling_problem`: what it means, and what to change."""
 
 
 @dataclass
@@ -146,10 +128,22 @@ def _is_greedy(group: Group) -> bool:
     return temperatures.count(0) == len(temperatures) > 0
 
 
+def teaches_nothing(
+    collected: TrajectoryCollection, trained: Set[str], drop_reasons: Mapping[str, str]
+) -> float | None:
+    """The share of the groups whose advantages are all 0; those that were not estimated count by their rewards."""
+    groups = [group for group in collected.trajectories if len(group) > 1]
+    silent = [_is_silent(group, drop_reasons) for group in groups if trained.isdisjoint(str(t.id) for t in group)]
+    return sum(silent) / len(groups) if groups else None
+
+
+def _is_silent(group: Group, drop_reasons: Mapping[str, str]) -> bool:
+    return len({t.reward for t in group}) == 1 or any(drop_reasons.get(str(t.id)) == _ALIKE for t in group)
+
+
 def without_variance(collected: TrajectoryCollection, drop_reasons: Mapping[str, str]) -> list[Group]:
     """The groups that were dropped because their episodes do not differ."""
-    reason = DropReason.NO_VARIANCE
-    return [group for group in collected.trajectories if any(drop_reasons.get(str(t.id)) == reason for t in group)]
+    return [group for group in collected.trajectories if any(drop_reasons.get(str(t.id)) == _ALIKE for t in group)]
 
 
 def likely_causes(groups: Sequence[Group]) -> list[Cause]:
@@ -178,6 +172,16 @@ def likely_causes(groups: Sequence[Group]) -> list[Cause]:
     return causes
 
 
+def untrained_causes(reported: Mapping[str, Any]) -> list[Cause]:
+    """Why calls were left out of training, by the `untrained_calls` of an epoch's estimate."""
+    causes = []
+    for problem, count in reported.get("untrained_calls", {}).items():
+        cut = (f"were sampled with {problem}, which the loss does not model", "leave it at its default for training")
+        what, change = _UNTRAINED.get(problem, cut)
+        causes.append(Cause(problem, f"{count} model calls are not trained, as they {what}", change))
+    return causes
+
+
 def cut_off(answers: Sequence[ModelCall]) -> Cause | None:
     """A sentence if most answers were cut off."""
     clipped = _clipped(answers)
@@ -185,12 +189,6 @@ def cut_off(answers: Sequence[ModelCall]) -> Cause | None:
         return None
     what = f"{share_of(clipped, len(answers), 'answers')} were cut off at max_tokens"
     return Cause("cut_off", what, "raise it under llms")
-
-
-def why_no_pairs(dropped: Mapping[str, int]) -> list[Cause]:
-    """What is most often the reason that candidates are no preference pair; empty if it is none of theirs."""
-    reasons = [reason for reason in dropped if reason in _NO_PAIRS]
-    return [Cause(reason, *_NO_PAIRS[reason]) for reason in sorted(reasons, key=lambda each: -dropped[each])[:1]]
 
 
 def share_of(count: int, total: int, what: str) -> str:

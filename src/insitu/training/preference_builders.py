@@ -1,5 +1,6 @@
 """Preference pairs of a group: of the scored candidates of each turn, or of whole episodes of a row."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from insitu.preferences.candidates import Targets, candidates_of, recorded_candi
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
-from insitu.schemas.episodes import CandidateStep, DropReason, Episode, ModelCall, Outcome, PreferencePair
+from insitu.runs.records import side_metadata, sides_of
+from insitu.schemas.episodes import CandidateStep as CandidateStep  # also documented here
+from insitu.schemas.episodes import DropReason, Episode, ModelCall, Outcome
+from insitu.schemas.episodes import PreferencePair as PreferencePair  # also documented here
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
@@ -19,6 +23,8 @@ from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBu
 
 class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder"):
     """Makes preference pairs from the candidates that the workflow scores, each reported as a step `TTC_END`."""
+
+    ignores_unknown_keys = True
 
     ttc_step_name: str = "dpo_candidate_move"
     """Name of the steps that report candidates."""
@@ -65,18 +71,28 @@ def candidate_pairs(
     """
     pairs: list[Trajectory] = []
     for episode in (episode for episode in group.episodes if episode.outcome is Outcome.OK):
-        targets = Targets(trained.of(episode), trained.functions, text=not trained.llms)
+        targets = Targets(trained.of(episode), trained.functions, text=not trained.llms, only_text=trained.as_text)
         if stored is not None:
             episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
         else:
             name = config.ttc_step_name
             episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
+        episode.candidates = [replace(c, example_id=episode.key.row_id) for c in episode.candidates]
         if not episode.candidates and not untargeted:
             episode.reason, episode.error = DropReason.NO_CANDIDATES, _no_candidates(episode, config, stored)
             group.dropped[str(DropReason.NO_CANDIDATES)] += 1
         of_episode, dropped = preference_pairs(episode.candidates, config.pair_options)
         group.dropped.update(untargeted + dropped)
         pairs += [_candidate_pair(episode, number, pair, config) for number, pair in enumerate(of_episode)]
+    return _with_pairs(group, pairs)
+
+
+def _with_pairs(group: GroupRecord, pairs: list[Trajectory]) -> GroupRecord:
+    """The group with these trajectories; sets the reason of the episodes that are in none."""
+    paired = {name for pair in pairs for _, name, _ in sides_of(pair)}
+    for episode in group.episodes:
+        if episode.reason is None and episode.key.text() not in paired:
+            episode.reason = DropReason.NO_PAIR
     return group._replace(trajectories=pairs)
 
 
@@ -91,6 +107,8 @@ def _no_candidates(episode: Episode, config: DPOTrajectoryBuilderConfig, stored:
 def _trajectory(pair: PreferencePair, episode: Episode, name: str, **fields: Any) -> Trajectory:
     """A pair as a trajectory; `fields` are its calls and rows, and what differs."""
     metadata = {
+        "dpo_type": "preference_pair",
+        "example_id": episode.key.row_id,
         "row_id": episode.key.row_id,
         "generation": episode.key.generation,
         "turn_id": pair.turn_id,
@@ -109,14 +127,18 @@ def _candidate_pair(
     episode: Episode, number: int, pair: PreferencePair, config: DPOTrajectoryBuilderConfig
 ) -> Trajectory:
     name, chosen = f"{episode.key.text()}/pair {number}", pair.chosen
-    calls = [episode.calls[side.call] for side in (chosen, pair.rejected) if side.call is not None]
+    metadata: dict[str, Any] = {"turn_index": chosen.turn_index}
+    calls: list[ModelCall] = []
+    for side, candidate in (("chosen", chosen), ("rejected", pair.rejected)):
+        own = [episode.calls[candidate.call]] if candidate.call is not None else []
+        calls, metadata = calls + own, metadata | side_metadata(side, episode.key.text(), own)
     fields = {"calls": calls, "trained_calls": [*range(len(calls))], "rows": pair_rows(pair, episode.calls, name)}
     reward = pair.score_diff if config.reward_from_score_diff else chosen.score
-    return _trajectory(pair, episode, name, reward=reward, metadata={"turn_index": chosen.turn_index}, **fields)
+    return _trajectory(pair, episode, name, reward=reward, metadata=metadata, **fields)
 
 
-def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecord:
-    """The group with a trajectory for each pair of its episodes with different rewards."""
+def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig, *, as_text: bool = False) -> GroupRecord:
+    """The group with a trajectory for each pair of its episodes with different rewards; `as_text`: without rows."""
     by_id = {trajectory.id: trajectory for trajectory in group.trajectories}
     played = {e.key.generation: (e, t) for e in group.episodes if (t := by_id.get(e.key.text())) is not None}
     pairs, dropped = preference_pairs([episode_candidate(e, t) for e, t in played.values()], config.pair_options)
@@ -126,9 +148,12 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig) -> GroupRecor
         name = f"{best.id}/pair {number}"
         calls = [*best.calls, *worst.calls]
         trained = [*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)]
-        rows = [*episode_rows(best, pair=name, preferred=True), *episode_rows(worst, pair=name, preferred=False)]
-        made.append(_trajectory(pair, episode, name, calls=calls, trained_calls=trained, rows=rows))
-    return group._replace(trajectories=made, dropped=group.dropped + dropped)
+        sides = (("chosen", best), ("rejected", worst))
+        rows = [r for side, t in sides for r in episode_rows(t, pair=name, preferred=side == "chosen") if not as_text]
+        metadata = [side_metadata(side, str(t.id), [t.calls[k] for k in t.trained_calls]) for side, t in sides]
+        fields = {"calls": calls, "trained_calls": trained, "rows": rows, "metadata": metadata[0] | metadata[1]}
+        made.append(_trajectory(pair, episode, name, **fields))
+    return _with_pairs(group._replace(dropped=group.dropped + dropped), made)
 
 
 @register_trajectory_builder(config_type=DPOTrajectoryBuilderConfig)
@@ -152,7 +177,7 @@ class DPOFromGroupsBuilder(EpisodesBuilder):
     config: DPOFromGroupsConfig
 
     def pairs(self, group: GroupRecord) -> GroupRecord:
-        return episode_pairs(group, self.config)
+        return episode_pairs(group, self.config, as_text=self.trained.as_text)
 
 
 def documented_pair(pair: PreferencePair) -> DPOItem:
@@ -171,6 +196,7 @@ def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep
     """A whole episode as a candidate of its row: the first trained call's prompt, and what follows it."""
     first = episode.calls[trajectory.trained_calls[0]]
     return CandidateStep(
+        example_id=episode.key.row_id,
         turn_id=episode.key.row_id,
         candidate_index=episode.key.generation,
         prompt=first.messages,
@@ -181,7 +207,9 @@ def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep
 
 def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
     """The completion of the first call; in a longer conversation all that follows its prompt, with roles."""
-    [turns] = [found for found in conversations(calls) if any(turn.call is first for turn in found)]
+    [turns] = [
+        conversation for conversation in conversations(calls) if any(turn.call is first for turn in conversation)
+    ]
     after = turns[len(first.messages) :]
     if len(after) == 1:
         return message_text(after[0].message)

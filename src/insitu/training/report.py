@@ -125,7 +125,7 @@ class Report:
             parts.append(f"variance in {100 * (1 - zero):.0f} % of groups")
         if (length := m.get("completions_mean_length")) is not None:
             clipped = m["completions_clipped_ratio"]
-            parts.append(f"length {length:.3g}" + (f" ({100 * clipped:.2g} % cut off)" if clipped else ""))
+            parts.append(f"length {length:.3g}" + (f" ({_percent(clipped)} cut off)" if clipped else ""))
         if greedy := m.get("greedy_groups"):
             parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
         training = ("loss", "rewards/accuracies", "rewards/margins", "kl", "entropy", "grad_norm", "clip_fraction")
@@ -155,7 +155,8 @@ class Report:
         """The scores before, after and of the best version, and the files."""
         scored = [v for v in validations if "error" not in v]
         table = Table("held out", "epoch", "version", "score", "95 % CI", "n", "dropped")
-        rows = [("before", scored[0]), ("after", scored[-1])] if scored else []
+        first = "first" if scored and scored[0]["epoch"] else "before"  # validation may be added to a run
+        rows = [(first, scored[0]), ("after", scored[-1])] if scored else []
         if best is not None:
             rows.append(("best", best))
         for name, record in rows:
@@ -219,3 +220,9 @@ def _flat(value: Any, prefix: str = "") -> Iterator[str]:
 
 def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _percent(share: float) -> str:
+    """With two digits below 10 %, and whole numbers above."""
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.episodes import LocalExecutorConfig, executor_of, result_path
+from insitu.collect.episodes import executor_of, result_path
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
@@ -26,22 +26,23 @@ from insitu.errors import (
     TrajectoryError,
     describe_error,
 )
-from insitu.registry import EVALUATOR, FUNCTION, LLM, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
+from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
+from insitu.runs.reader import RunReader
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
+from insitu.training.checks import check_group_size, check_sampling
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
 from insitu.wire.http_server import raise_file_limit
+from insitu.wire.redaction import results_console
 from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
 
 _EXIT_NOTICE_SECONDS = 1.0
-_OWN_FILES = 40
-"""Open files of a run, or of its backend, besides those of its episodes."""
 
 
 async def run_finetuning(runner: Trainer, resume: bool = False) -> list[TrainingJobStatus]:
@@ -75,15 +76,18 @@ async def run_finetuning(runner: Trainer, resume: bool = False) -> list[Training
 async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None = None) -> list[TrainingJobStatus]:
     """The command `finetune`, from the file to the last status. Always calls the trainer's `cleanup`.
 
-    Prints progress to `console`, standard output by default.
+    Prints progress to `console`, standard output by default. A run that is complete already is not continued.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
     config, request = await prepared(run_config)
     finetuning = config.finetuning
-    async with (
-        ready_run(config, request, console) as ready,
-        reported(finetuning.report_to, Path(finetuning.output_dir)),
-    ):
+    folder = Path(finetuning.output_dir)
+    progress = RunReader(folder).progress() if request.resume else None
+    if progress is not None and progress.is_complete(finetuning.num_epochs):
+        done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
+        Report(console or results_console()).note(done)
+        return []
+    async with ready_run(config, request, console) as ready, reported(finetuning.report_to, folder):
         statuses = await run_finetuning(ready.trainer, resume=bool(request.resume))
     _check_validations(ready.state, config)
     return statuses
@@ -110,6 +114,10 @@ async def ready_run(
     async with Builder(config, console=console, request=request) as builder:
         with share(builder) as state:
             trainer, adapter = await _bound_components(builder)
+            if output_dir is None:  # else the doctor plays the file, whatever it says
+                check_sampling(trainer, config)
+            if isinstance(adapter, TrainerAdapter):
+                state.needs = adapter.needs
             async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
                 await trainer.initialize(config.finetuning.model_copy(update=section))
                 if isinstance(adapter, TrainerAdapter):
@@ -121,7 +129,7 @@ async def ready_run(
 
 
 async def check_run(run_config: FinetuneRunConfig) -> Config:
-    """Checks what `finetune` checks before it starts anything; a file that does not train is only read.
+    """Checks what `finetune` checks before it starts anything; of a file that does not train, it and its rows.
 
     Raises ConfigError or PluginError.
     """
@@ -130,7 +138,9 @@ async def check_run(run_config: FinetuneRunConfig) -> Config:
         config, request = await prepared(run_config, config)
         async with Builder(config, request=request) as builder:
             with share(builder):
-                await _bound_components(builder)
+                check_sampling((await _bound_components(builder))[0], config)
+    elif run_config.dataset is not None or config.eval.dataset is not None:
+        load_dataset(config, run_config.dataset)
     return config
 
 
@@ -146,7 +156,7 @@ async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> 
     if isinstance(request.resume, Path) and not holds_run(request.resume):
         raise ConfigError(f"--resume: {request.resume} holds no run that can continue")
     completed = _with_validation(request, config)
-    check_open_files(config)
+    raise_file_limit()
     await check_inputs(config, request)
     return config, completed
 
@@ -155,7 +165,14 @@ async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
     """The trainer, bound to the two components it drives, and its adapter; building them starts nothing."""
     finetuning, request = builder.config.finetuning, builder.request
     trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
-    adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+    try:
+        adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
+    except ConfigError as error:  # with what would be refused next, so that both are changed at once
+        try:
+            check_group_size(await builder.get(TRAINER, str(finetuning.trainer)), trajectory_builder)
+        except ConfigError as other:
+            raise ConfigError(f"{other}\n{error}") from error
+        raise
     trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
     if request is not None and request.resume:
         names = {f"trainers.{finetuning.trainer}": trainer, f"trainer_adapters.{finetuning.trainer_adapter}": adapter}
@@ -253,7 +270,7 @@ async def evaluation_main(
 ) -> EvaluationRunOutput:
     """The command `eval`: serves the policy, runs the workflow on the rows and scores it, and prints a table."""
     config = requested_config(run_config)
-    check_open_files(config)
+    raise_file_limit()
     report = Report(console)
     rows = load_dataset(config, run_config.dataset, run_config.skip_workflow or run_config.skip_completed_entries)
     total = sum(row.output_obj is None for row in rows) * run_config.reps
@@ -346,20 +363,3 @@ async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[No
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-
-
-def check_open_files(config: Config) -> None:
-    """Raises ConfigError if the configured concurrency needs more open files than the system lets this process have."""
-    if not isinstance(config.general.executor, LocalExecutorConfig | None):
-        return  # it opens none for an episode
-    blocks = (config.block(FUNCTION, name) for name in config.names(FUNCTION))
-    per_episode = max((getattr(block, "files_per_episode", 1) for block in blocks), default=1)
-    episodes = config.max_concurrency
-    needed = _OWN_FILES + per_episode * episodes
-    allowed = raise_file_limit(2 * needed)  # twice: agents may use several connections
-    if allowed < needed:
-        most = max(0, (allowed - _OWN_FILES) // per_episode)
-        raise ConfigError(
-            f"eval.general.max_concurrency is {episodes}, which needs {needed} open files, but this process is allowed "
-            f"{allowed}: raise the limit (ulimit -n {needed}) or set max_concurrency to at most {most}"
-        )

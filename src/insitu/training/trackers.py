@@ -72,12 +72,12 @@ def tracker_class(name: str) -> type[Tracker]:
     if name not in points:
         raise ConfigError(not_found(f"{KEY}: the tracker", name, sorted(points)))
     try:
-        found = points[name].load()
+        tracker = points[name].load()
     except Exception as error:  # a plugin may raise anything
         raise PluginError(f"{KEY}: {name} cannot be imported: {describe_error(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise PluginError(f"{KEY}: {name} is {found!r}, not a Tracker")
-    return found
+    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
+        raise PluginError(f"{KEY}: {name} is {tracker!r}, not a Tracker")
+    return tracker
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -13,7 +12,6 @@ from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, chosen_pairs, labeled_episodes
 from insitu.registry import register_trainer
-from insitu.runs.resume import read_curriculum
 from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
 from insitu.schemas.parts import AdvantagesPart, SelectionPart
 from insitu.training.interfaces import GroupTrainer, PairTrainer
@@ -42,10 +40,6 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
     calls in the group. `function`: with those of the same function in the group's other episodes."""
     discount: float = Field(default=1.0, ge=0, le=1)
     """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
-    curriculum_state: Path | None = None
-    """Path of an earlier run's `curriculum_state.json`. The curriculum resumes from it: included examples, difficulty
-    ranking and schedule position."""
-
     sft: WarmUpConfig | None = None
     """Supervised finetuning on demonstrations before the first epoch."""
 
@@ -99,17 +93,8 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
         self._advantages: LoadedPart | None = None
         if isinstance(trainer_config.advantages, AdvantagesPart):
             self._advantages = load_part(trainer_config.advantages, f"{key}.advantages", folder)
-        # read now: `initialize` may move the folder with the files
-        if trainer_config.curriculum_state is not None:
-            self._earlier_curriculum = read_curriculum(self._full_config, trainer_config.curriculum_state)
-        if trainer_config.sft is not None:
+        if trainer_config.sft is not None:  # read now: `initialize` may move the folder with the files
             self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
-
-    async def initialize(self, run_config: FinetuneConfig) -> None:
-        await super().initialize(run_config)
-        if self._earlier_curriculum is not None and not self._durable.continues:
-            last_epoch, path = self._earlier_curriculum["epoch"], self.trainer_config.curriculum_state
-            self.report.note(f"the curriculum continues after epoch {last_epoch} of {path}")
 
     @cached_property
     def _estimator(self) -> AdvantageEstimator:

@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.datasets import dataset_file, load_dataset
+from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.records import RunProgress
-from insitu.runs.replay import dataset_record
+from insitu.runs.replay import held_out_record
 from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
@@ -39,15 +39,18 @@ class Validation:
         self._adapter = adapter
         self._report = report
         self._store = store
-        self._rows: tuple[int, str] | None = None
+        self._digest: str | None = None  # of the rows of the latest validation
 
     def _read_rows(self) -> tuple[int, str]:
         """The number of episodes of a validation, and the digest of the file with its rows."""
         moved = self._builder.moved
         held_out = held_out_config(self._builder.config, moved)
         rows = load_dataset(held_out, self.config.dataset, moved=moved)
-        file = dataset_record(dataset_file(held_out, self.config.dataset, moved)[0])
-        return len(rows) * self.config.reps, file["sha256"]
+        file = held_out_record(self._builder.config, moved) or {}
+        if self._digest not in (None, file["sha256"]):
+            self._report.note(f"the held-out dataset {file['file']} has changed: its scores before are of other rows")
+        self._digest = file["sha256"]
+        return len(rows) * self.config.reps, self._digest
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
@@ -61,6 +64,11 @@ class Validation:
             self.history.append(record)
             self._note_best(record)
 
+    async def begin(self, progress: RunProgress) -> None:
+        """Validates the weights that the run starts from, or those it has if it is validated only now."""
+        if not self.history and (progress.epoch or not progress.warmed_up):  # after a warm-up these are not the first
+            await self.run(progress.epoch)
+
     async def run(self, epoch: int) -> dict[str, Any]:
         """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward.
 
@@ -72,9 +80,7 @@ class Validation:
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
         version = endpoint.version if endpoint is not None else None
-        if self._rows is None:
-            self._rows = await asyncio.to_thread(self._read_rows)
-        episodes, digest = self._rows
+        episodes, digest = await asyncio.to_thread(self._read_rows)
         scores: dict[str, list[float]] = {}
         with self._report.phase(f"epoch {epoch}: validating", episodes):
             try:
@@ -93,7 +99,8 @@ class Validation:
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
         if self._note_best(record):
-            checkpoint = self._store.relative(self.checkpoints.get(version))
+            checkpoint = self.checkpoints.get(version) or RunReader(self._store.folder).warmed_up(version)
+            checkpoint = self._store.relative(checkpoint)
             self._store.write(BEST, {**record, "checkpoint": checkpoint})
         self._store.write(VALIDATIONS, [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record

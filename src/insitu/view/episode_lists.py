@@ -3,17 +3,20 @@
 import logging
 import sqlite3
 import threading
+import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from insitu.errors import RequestRefused
-from insitu.runs.index import QUERY, RunIndex
+from insitu.disk.json_files import read_block
+from insitu.errors import InsituError, RequestRefused
+from insitu.runs.files import CALLS, EPISODES
+from insitu.runs.index import QUERY, RunIndex, stored_group
 from insitu.runs.index_database import TrainingStatus
 from insitu.view.episode_pages import EpisodePages
 
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 _MOST_LINES = 1000
 """Lines of a page."""
 _LARGEST = 2**63 - 1
+_SEARCH_SECONDS = 0.5
+"""How long a request reads on for a text."""
+_SAID = ("messages", "message")
 _ORDERS = 16
 """Orders that are remembered, so that scrolling does not sort a list again."""
 _MOST_RUNS = 4
@@ -36,6 +42,8 @@ class _Lines(NamedTuple):
     """The lines of a list: where they are, by what they can be sorted, and how parameters filter them, in SQL."""
 
     table: str
+    name: str
+    """The column by which a search names them."""
     source: str
     sorts: Mapping[str, str]
     filters: Mapping[str, tuple[str, type]]
@@ -45,12 +53,14 @@ _FILTERS: dict[str, tuple[str, type]] = {"epoch": ("epoch = ?", int), "row": ("r
 _SORTS = {"recorded": "id", "epoch": "epoch", "row": "row_key"}
 _GROUPS = _Lines(
     table="groups",
+    name="id",
     source="SELECT * FROM groups",
     sorts={**_SORTS, "mean": "mean", "std": "std", "num_episodes": "num_episodes", "dropped": "num_dropped"},
     filters=_FILTERS,
 )
 _EPISODES = _Lines(
     table="episodes",
+    name="episode",
     source=QUERY,
     sorts={
         **_SORTS,
@@ -83,6 +93,50 @@ def number(asked: Mapping[str, str], name: str, kind: Any, default: Any = None) 
     return value
 
 
+class _Search:
+    """Finds the episodes that say a text, whatever its case: in a message, a tool call, or their answer.
+
+    Each request reads on for a while, so that the first finds are shown before all groups have been read.
+    """
+
+    def __init__(self, index: RunIndex, text: str) -> None:
+        self._index, self._text = index, text
+        self._lock = threading.Lock()
+        self.searched = 0
+        self._found: dict[str, dict[Any, None]] = {"groups": {}, "episodes": {}}
+
+    def found(self, table: str) -> str:
+        """What was found by now, as JSON."""
+        with self._lock:
+            until = time.monotonic() + _SEARCH_SECONDS
+            for group in self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,)):
+                self._read(group)
+                self.searched = group["id"]
+                if time.monotonic() > until:
+                    break
+            return orjson.dumps([*self._found[table]]).decode()
+
+    def _read(self, group: sqlite3.Row) -> None:
+        stored = stored_group(group)
+        for name, block, keys in ((EPISODES, stored.episodes, ("output",)), (CALLS, stored.calls, _SAID)):
+            try:
+                records = read_block(self._index.run / name, block)
+            except InsituError:  # which the page of the run tells
+                continue
+            for record in records:
+                if any(self._text in text.lower() for key in keys for text in _texts(record.get(key))):
+                    self._found["episodes"][record["episode"]] = self._found["groups"][group["id"]] = None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        values = [each for key, each in value.items() if key != "role"] if isinstance(value, Mapping) else value
+        for each in values:
+            yield from _texts(each)
+
+
 class Lists:
     """The lists of a run. Methods raise RequestRefused (400) for a parameter with a value it cannot have."""
 
@@ -90,23 +144,33 @@ class Lists:
         self._index = index
         self._sorted = lru_cache(_ORDERS)(self._read_sorted)
 
+        self._search = lru_cache(_MOST_RUNS)(lambda text: _Search(self._index, text))
+
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/groups`."""
         total, rows = self._page(_GROUPS, asked)
         groups = [
             {
-                **{key: row[key] for key in ("epoch", "row_id", "num_episodes", "mean", "std", "num_dropped")},
+                **{key: row[key] for key in _GROUP_KEYS},
                 "rewards": orjson.loads(row["rewards"]),
                 "dropped": orjson.loads(row["dropped"]),
             }
             for row in rows
         ]
-        return {"total": total, "indexed": self._index.indexed._asdict(), "groups": groups}
+        return {**self._about(total, asked), "groups": groups}
 
     def episodes(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/episodes`."""
         total, rows = self._page(_EPISODES, asked)
-        return {"total": total, "indexed": self._index.indexed._asdict(), "episodes": [*map(episode_line, rows)]}
+        return {**self._about(total, asked), "episodes": [*map(episode_line, rows)]}
+
+    def _about(self, total: int, asked: Mapping[str, str]) -> dict[str, Any]:
+        """`collected` is how many episodes the newest epoch has by now, `searched` how many groups were searched."""
+        newest = "SELECT epoch, sum(num_episodes) AS episodes FROM groups WHERE epoch = (SELECT max(epoch) FROM groups)"
+        indexed, [collected] = self._index.indexed, self._index.select(newest)
+        searched = self._search(text.lower()).searched if (text := asked.get("text", "")) else indexed.of
+        about = {"total": total, "indexed": indexed._asdict(), "collected": dict(collected)}
+        return about | {"searched": {"groups": searched, "of": indexed.of}}
 
     def _page(self, lines: _Lines, asked: Mapping[str, str]) -> tuple[int, list[Any]]:
         """The number of lines that meet the conditions, and those of the page."""
@@ -121,6 +185,10 @@ class Lists:
         filters = {name: each for name, each in lines.filters.items() if asked.get(name, "") != ""}
         values = tuple(number(asked, name, kind) for name, (_, kind) in filters.items())
         conditions = " AND ".join(condition for condition, _ in filters.values())
+        if text := asked.get("text", ""):
+            found = f"{lines.name} IN (SELECT value FROM json_each(?))"
+            conditions = f"{conditions} AND {found}" if conditions else found
+            values = (*values, self._search(text.lower()).found(lines.table))
         select = self._index.select
         if column == "id" and not conditions:  # lists that grow are not sorted again and again
             [counted] = select(f"SELECT count(*) AS lines FROM {lines.table}")
@@ -141,8 +209,9 @@ class Lists:
 
 _EPISODE_KEYS = (
     *("episode", "epoch", "row_id", "generation", "attempt", "outcome", "reason", "dropped", "status", "reward"),
-    *("seconds", "calls", "prompt_tokens", "sampled_tokens"),
+    *("seconds", "calls", "prompt_tokens", "sampled_tokens", "sides", "question", "answer"),
 )
+_GROUP_KEYS = ("epoch", "row_id", "num_episodes", "mean", "std", "num_dropped", "question", "expected")
 
 
 def episode_line(row: sqlite3.Row) -> dict[str, Any]:

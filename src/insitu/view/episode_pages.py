@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 
 from insitu.collect.conversations import Turn, conversations
-from insitu.runs.episodes import RecordedEpisode, RecordedGroups, load_decoder, token_texts
+from insitu.errors import RequestRefused
+from insitu.runs.episodes import RecordedEpisode, RecordedGroup, RecordedGroups, load_decoder, token_texts
 from insitu.runs.index import RunIndex
 from insitu.schemas.episodes import ModelCall
 
@@ -37,14 +38,14 @@ class EpisodePages:
         return {
             "epoch": epoch,
             "row_id": row_id,
+            "row": group.about_row,
+            "pairs": attempt(lambda: _pairs(group), []),
             "dropped": orjson.loads(group.row["dropped"]),
-            "common": _common_messages(dialogues),
             "episodes": [
                 {
                     **each.record,
                     **attempt(partial(_training, each), {}),
                     "dialogue": dialogue,
-                    "outline": [*map(_outline, dialogue)],
                 }
                 for each, dialogue in zip(group.episodes, dialogues, strict=True)
             ],
@@ -77,6 +78,8 @@ class EpisodePages:
             "record": episode.record,
             **trained,
             "training": attempt(lambda: episode.training_summary, None),
+            "row": group.about_row,
+            "pairs": attempt(lambda: _pairs(group, name), []),
             "rescores": list(episode.rescores),
             "group": {
                 "episodes": [
@@ -91,11 +94,20 @@ class EpisodePages:
             },
             "conversations": found,
             "calls": calls,
-            "has_tokenizer": decode is not None,
             **self._links(group.row, names, place, episode.record.get("generation")),
             "problems": group.problems,
         }
         return answer, sampled
+
+    def request(self, name: str, index: int) -> dict[str, Any]:
+        """The answer of `/api/request`. Raises RequestRefused (404)."""
+        group = self._groups.read(self._groups.find_by_episode(name))
+        calls = [c for each in group.episodes if each.record["episode"] == name for c in each.calls if c.index == index]
+        if not calls:
+            problem = f"episode {name!r:.200} has no call {index}"
+            raise RequestRefused(problem, status=404, param="call", code="unknown_call")
+        tools = {"tools": calls[0].tools} if calls[0].tools else {}
+        return {"model": calls[0].model, "messages": calls[0].messages, **tools, **(calls[0].sampling or {})}
 
     def _links(self, row: Any, names: Sequence[str], place: int, generation: int | None) -> dict[str, str | None]:
         """Episodes to go to from one. Before the first of a group is the last of the group before it."""
@@ -145,7 +157,30 @@ def _training(episode: RecordedEpisode) -> dict[str, Any]:
         "reason": episode.reason,
         "dropped": episode.reason if status == "dropped" else None,
         "advantage": sum(advantage * count for advantage, count in weights) / tokens if tokens else None,
+        "sides": episode.sides,
     }
+
+
+def _pairs(group: RecordedGroup, name: str | None = None) -> list[Any]:
+    """The preference pairs of a group, or of one of its episodes, with the completions of both sides."""
+    calls = {each.record["episode"]: {call.index: call for call in each.calls} for each in group.episodes}
+    chosen = [(e.record["episode"], side) for e in group.episodes for side in e.sides if side["side"] == "chosen"]
+    return [
+        {
+            **{key: side[key] for key in ("pair", "margin", "dropped")},
+            "chosen": _side(own, side["calls"], side["score"], calls),
+            "rejected": _side(side["other"], side["other_calls"], side["other_score"], calls),
+        }
+        for own, side in chosen
+        if name in (None, own, side["other"])
+    ]
+
+
+def _side(
+    episode: str, indices: Sequence[int], score: float, calls: Mapping[str, Mapping[int, ModelCall]]
+) -> dict[str, Any]:
+    messages = [calls.get(episode, {})[index].message for index in indices]
+    return {"episode": episode, "calls": indices, "score": score, "messages": messages}
 
 
 def _messages(turns: Iterable[Turn]) -> Iterator[dict[str, Any]]:
@@ -158,30 +193,21 @@ def _dialogue(episode: RecordedEpisode) -> Dialogue:
     before: Dialogue = []
     for number, turns in enumerate(conversations(episode.calls), 1):
         messages = [*_messages(turns)]
-        added = messages[_common_messages([before, messages]) if before else 0 :]
+        added = messages[_common_messages(before, messages) :]
         dialogue += ({**message, "conversation": number} for message in added)
         before = messages
     return dialogue
 
 
-def _common_messages(dialogues: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """How many messages all dialogues begin with."""
+def _common_messages(before: Dialogue, messages: Dialogue) -> int:
+    """How many messages both begin with."""
     count = 0
-    for messages in zip(*dialogues, strict=False):
-        first, *others = ({key: value for key, value in each.items() if key != "call"} for each in messages)
-        if any(other != first for other in others):
+    for pair in zip(before, messages, strict=False):
+        first, second = ({key: value for key, value in each.items() if key != "call"} for each in pair)
+        if first != second:
             break
         count += 1
     return count
-
-
-def _outline(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without its text."""
-    calls = message.get("tool_calls")
-    tools = [(each.get("function") or {}).get("name") for each in calls] if isinstance(calls, list) else []
-    content = message.get("content")
-    length = len(content) if isinstance(content, str) else len(orjson.dumps(content)) if content else 0
-    return {"role": message.get("role"), "call": message["call"], "characters": length, "tools": tools}
 
 
 def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:
@@ -191,6 +217,8 @@ def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) ->
 
 def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) -> Iterator[dict[str, Any]]:
     start = min((call.started for call in episode.calls), default=0.0)
+    sides = episode.sides_by_call
+    trained = episode.advantages.keys() | sides.keys()
     for position, call in enumerate(episode.calls):
         ids, logprobs, texts = call.token_ids or [], call.logprobs or [], list[str]()
         if decode is not None and _is_policy(call, episode, policies):
@@ -203,7 +231,8 @@ def _calls(episode: RecordedEpisode, policies: set[str], decode: Decode | None) 
             "ended": call.ended - start,
             "prompt_tokens": None if call.prompt_token_ids is None else len(call.prompt_token_ids),
             "sampled_tokens": None if call.token_ids is None else len(ids),
-            "trained": call.index in episode.advantages,
+            "trained": call.index in trained,
+            "sides": sorted(sides.get(call.index, ())),
             "advantage": episode.advantages.get(call.index),
             "step_reward": episode.step_reward(position),
             "tools": [(tool.get("function") or {}).get("name") for tool in call.tools or ()],

@@ -24,7 +24,7 @@ _LISTED = 10
 POLL_SECONDS = 0.5
 RECORDED = (
     *("advantages", "credit", "discount", "on_failure", "targets", "training", "episodes_from", "dataset", "seed"),
-    *("source", "insitu", "config"),
+    *("source", "insitu", "episodes_per_epoch", "config"),
 )
 """Keys of `run.json` on the page of a run, beside the settings of its file."""
 
@@ -133,6 +133,7 @@ def _totals(epochs: Records, validations: Records, events: Records) -> dict[str,
         "started": events[0].get("time") if events else None,
         "scores": scores,
         "rewards": [[epoch.get("epoch"), epoch.get("avg_reward")] for epoch in epochs],
+        "last_epochs": epochs[-2:],
     }
 
 

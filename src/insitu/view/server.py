@@ -1,6 +1,6 @@
 """The server of `insitu view`: the page's files, and what it shows as JSON.
 
-    GET /  /runs  /run  /group  /episode   the page
+    GET /  /runs  /run  /group  /episode   the page; any other path, with status 404, says that it is none
     GET /static/...                        its modules, styles and images
     GET /api/...                           JSON; needs the token if there is one
     GET /api/events                        server-sent events: which files change
@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from insitu.disk.json_files import dump_json
 from insitu.errors import InsituError, RequestRefused
 from insitu.schemas.episodes import ModelCall
 from insitu.view.episode_lists import IndexedRun, Indexes, number
+from insitu.view.long_values import part, shortened
 from insitu.view.run_pages import OpenedFolder, Watcher, one_run
 from insitu.view.token_scores import Newest, Scorer
 from insitu.wire.http_access import AccessPolicy
@@ -63,8 +65,10 @@ class ViewServer:
         for page in PAGES:
             app.router.add_get(page, _page)
         app.router.add_static("/static", STATIC)
-        for answer in (self._runs, self._run, self._groups, self._episodes, self._group, self._episode, self._events):
+        lists, pages = (self._runs, self._run, self._groups, self._episodes), (self._group, self._episode)
+        for answer in (*lists, *pages, self._part, self._request, self._events):
             app.router.add_get(f"/api/{answer.__name__.removeprefix('_')}", answer)
+        app.router.add_get("/{path:(?!api/|static/).*}", partial(_page, status=404))
         try:
             async with listening(app, (host, port)) as (_, port):
                 yield http_url(host, port)
@@ -97,17 +101,30 @@ class ViewServer:
         if epoch is None or row is None:
             missing = "epoch" if epoch is None else "row"
             raise RequestRefused(f"{missing} is missing", param=missing, code="missing_value")
-        return await self._from_index(request, lambda run: run.pages.group(epoch, row))
+        return await self._from_index(request, lambda run: shortened(run.pages.group(epoch, row)))
 
     async def _episode(self, request: web.Request) -> web.Response:
         if (name := request.query.get("episode")) is None:
             raise RequestRefused("episode is missing", param="episode", code="missing_value")
         if request.query.get("changed", "0") not in ("1", "true"):
-            return await self._from_index(request, lambda run: run.pages.episode(name)[0])
+            return await self._from_index(request, lambda run: shortened(run.pages.episode(name)[0]))
         async with self._indexed(request) as run:
             answer, calls = await asyncio.to_thread(run.pages.episode, name)
         await self._add_newest(run.index.run, answer, calls)
-        return await _json(lambda: answer)
+        return await _json(lambda: shortened(answer))
+
+    async def _part(self, request: web.Request) -> web.Response:
+        """The rest of a long value, of the answer about an episode, or else about a group."""
+        path, offset = request.query.get("path", ""), max(number(request.query, "offset", int, 0), 0)
+        if (name := request.query.get("episode")) is not None:
+            return await self._from_index(request, lambda run: part(run.pages.episode(name)[0], path, offset))
+        epoch, row = number(request.query, "epoch", int, 0), request.query.get("row", "")
+        return await self._from_index(request, lambda run: part(run.pages.group(epoch, row), path, offset))
+
+    async def _request(self, request: web.Request) -> web.Response:
+        """What a call asked its model, as a request to an OpenAI API."""
+        name, index = request.query.get("episode", ""), number(request.query, "call", int, 0)
+        return await self._from_index(request, lambda run: run.pages.request(name, index))
 
     async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:
         """Adds the log-probabilities of the sampled tokens under the newest weights, or why there are none."""
@@ -159,8 +176,8 @@ class ViewServer:
         return response
 
 
-async def _page(request: web.Request) -> web.FileResponse:
-    return web.FileResponse(STATIC / "index.html")
+async def _page(request: web.Request, status: int = 200) -> web.FileResponse:
+    return web.FileResponse(STATIC / "index.html", status=status)
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -45,6 +45,8 @@ _MOST_DOUBLINGS = 32
 _REPORT_AFTER = 5.0
 """Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
 _CHUNK_BYTES = 1 << 18
+MAX_LINE = 1 << 24
+"""Bytes of a line of a streamed completion; one with the logprobs of a token and its alternatives has thousands."""
 _TRANSIENT_REFUSALS = frozenset((408, 425, 429))
 _REFUSED = (aiohttp.ClientConnectorError, ConnectionRefusedError, socket.gaierror)
 """No such host, or nothing at that port; HTTP libraries other than aiohttp raise the last two."""
@@ -223,8 +225,13 @@ class Connection:
                 if data is not None and len(data) > _CHUNK_BYTES:
                     headers = {**headers, "Content-Length": str(len(data))}
                     body = _chunks(data, limit, seconds)
-                response = await self._session.request(method, url, data=body, headers=headers, timeout=limits)
+                response = await self._session.request(
+                    method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
+                )
             async with response:
+                if 300 <= response.status < 400 and "Location" in response.headers:
+                    problem = f"{self.server} redirects to {response.headers['Location']}, which is not followed"
+                    raise BackendError(f"{problem}: give that address")
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
             raise self._unavailable(f"no connection within {CONNECT_TIMEOUT:g} s") from error
@@ -301,6 +308,8 @@ def event_data(line: bytes) -> bytes | None:
 def parse_events(buffer: bytes) -> tuple[list[Any], bytes]:
     """Splits a stream into the JSON of its complete events, one line of data each, and the incomplete rest."""
     *lines, rest = buffer.split(b"\n")
+    if len(rest) > MAX_LINE:
+        raise aiohttp.ClientPayloadError(f"a line of the stream has more than {MAX_LINE} bytes")
     payloads = map(event_data, lines)
     return [orjson.loads(data) for data in payloads if data is not None and data != DONE], rest
 

@@ -117,10 +117,10 @@ def is_loopback(host: str) -> bool:
     if not host:  # all interfaces
         return False
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    return all(is_loopback_address(str(address[0])) for *_, address in found)
+    return all(is_loopback_address(str(address[0])) for *_, address in addresses)
 
 
 def is_loopback_address(host: str) -> bool:

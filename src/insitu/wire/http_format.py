@@ -75,8 +75,15 @@ def error_param(content: bytes) -> str | None:
     return param if isinstance(param, str) and param else None
 
 
+_DIGITS = 19
+"""Python refuses to read integers of more than 4,300 digits, and databases those beyond 64 bits."""
 format_token_id = f"{_TOKEN_ID}{{}}".format
 """Writes a token in logprobs as vLLM does with `return_tokens_as_token_ids`."""
+
+
+def parse_count(text: str) -> int | None:
+    """A version or token id in a text; None for another text, and for more digits than one has."""
+    return int(text) if text.isdecimal() and len(text) < _DIGITS else None
 
 
 def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
@@ -84,9 +91,9 @@ def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
     ids = []
     for token in tokens:
         before, _, number = str(token).partition(_TOKEN_ID)
-        if before or not number.isdecimal():
+        if before or (parsed := parse_count(number)) is None:
             return None
-        ids.append(int(number))
+        ids.append(parsed)
     return ids or None
 
 

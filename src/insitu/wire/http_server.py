@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
@@ -61,19 +62,22 @@ _M_ARENA_MAX = -8
 """The option of glibc's `mallopt` that limits the number of heaps."""
 _BACKLOG = 4096
 """Connections waiting to be accepted: hundreds of agents may start at the same time."""
+_WINDOW_BITS = {"": 0, "identity": 0, "gzip": 31, "x-gzip": 31, "deflate": 15}
+"""zlib's parameter for each Content-Encoding; 0: the body is not compressed."""
+_PART_BYTES = 2**18
+"""Bytes decompressed before other tasks of the event loop run."""
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}
 """Headers of refusals, by status."""
 
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, address: tuple[str, int] | socket.socket, *, grace: float = 0.5, decompress: bool = False
+    app: web.Application, address: tuple[str, int] | socket.socket, *, grace: float = 0.5
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves at an address (port 0: a free one) or a bound socket while the context is open; yields host and port.
 
-    Idle connections are closed; in the end, requests get `grace` seconds. With `decompress`, handlers read compressed
-    bodies as if they had been sent uncompressed. Raises ConfigError if the process may open too few files, and OSError
-    if the address cannot be bound.
+    Idle connections are closed; in the end, requests get `grace` seconds. Raises ConfigError if the process may open
+    too few files, and OSError if the address cannot be bound.
     """
     prepare_process()
     _log.addFilter(_without_keys)
@@ -81,7 +85,7 @@ async def listening(
     runner = web.AppRunner(
         app,
         access_log=None,
-        auto_decompress=decompress,
+        auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=IDLE_SECONDS,
         logger=_log,
@@ -140,19 +144,52 @@ async def body_chunks(
         raise RequestRefused(f"the body cannot be read: {error}", code="malformed_body") from None
 
 
-async def read_body(request: web.Request, limit: int) -> bytes:
-    """The body as it was sent. Raises RequestRefused (413) if it is larger than `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    if (request.content_length or 0) <= limit:
-        async for part in body_chunks(request):
-            parts.append(part)
+async def read_body(request: web.Request, limit: int, *, decompress: bool = False) -> bytes:
+    """The body, as it was sent unless `decompress`. Raises RequestRefused (413) if it is larger than `limit` bytes."""
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    encoding = request.headers.get("Content-Encoding", "") if decompress else ""
+    return b"".join([part async for part in decompressed(body_chunks(request), encoding, limit)])
+
+
+async def decompressed(chunks: AsyncIterator[bytes], encoding: str, limit: int) -> AsyncIterator[bytes]:
+    """A body without its Content-Encoding, in chunks of bounded size.
+
+    Raises RequestRefused if it is larger than `limit` bytes, is not in that encoding, or the encoding is not allowed.
+    """
+    encoding = encoding.strip().lower()
+    if encoding not in _WINDOW_BITS:
+        problem = f"Content-Encoding is {encoding!r:.50}; allowed: gzip, deflate, identity"
+        raise RequestRefused(problem, status=415, param="Content-Encoding")
+    bits = _WINDOW_BITS[encoding]
+    stream = zlib.decompressobj(bits) if bits else None
+    size = sent = 0
+    async for chunk in chunks:
+        sent += len(chunk)
+        while chunk:
+            part, chunk = (chunk, b"") if stream is None else await _decompress(stream, chunk, encoding)
             size += len(part)
-            if size > limit:
-                break
-        else:
-            return b"".join(parts)
-    raise RequestRefused(f"the body is larger than {limit} bytes", status=413, code="too_large")
+            if max(size, sent) > limit:
+                raise _too_large(limit)
+            yield part
+    if stream is not None and not stream.eof:
+        raise RequestRefused(f"the body is truncated {encoding}", code="malformed_body")
+
+
+async def _decompress(stream: "zlib._Decompress", chunk: bytes, encoding: str) -> tuple[bytes, bytes]:
+    """A part of bounded size, and what is left of the chunk; other tasks run in between."""
+    await asyncio.sleep(0)
+    try:
+        part = stream.decompress(chunk, _PART_BYTES)
+    except zlib.error as error:
+        raise RequestRefused(f"the body is not {encoding}: {error}", code="malformed_body") from None
+    if stream.unused_data:
+        raise RequestRefused(f"the body goes on after the end of the {encoding} stream", code="malformed_body")
+    return part, stream.unconsumed_tail
+
+
+def _too_large(limit: int) -> RequestRefused:
+    return RequestRefused(f"the body is larger than {limit} bytes", status=413, code="too_large")
 
 
 def parse_json(body: bytes, *, max_values: int = MAX_VALUES, loads: Callable[[bytes], Any] = orjson.loads) -> Any:
@@ -295,15 +332,15 @@ def prepare_process() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def raise_file_limit(wanted: int = _WANTED_OPEN_FILES) -> int:
-    """Allows this process at least `wanted` open files, or as many as the system lets it; returns how many."""
+def raise_file_limit() -> int:
+    """Allows this process many open files, or as many as the system lets it; returns how many."""
     try:
         import resource
     except ImportError:  # not on Windows
         return sys.maxsize
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    wanted = min(hard, max(wanted, _WANTED_OPEN_FILES))
+    wanted = min(hard, _WANTED_OPEN_FILES)
     if soft >= wanted:
         return soft
     try:

@@ -6,11 +6,15 @@ or an agent has put a secret into a message, or encoded it. Where settings are s
 keys, whatever the values (`config/resolved.py`).
 """
 
+import errno
 import html
+import io
 import json
+import os
 import re
+import sys
 from base64 import b64encode, urlsafe_b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import quote, quote_plus, unquote
@@ -28,18 +32,33 @@ _SHORTEST_LINE = 16
 _VARIABLE = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|_PWD$|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?)(?:_|$)", re.IGNORECASE
 )
+_GONE = (errno.EPIPE, errno.EIO)
+"""The errors of a pipe that nobody reads, and of a terminal that was closed."""
 _KEY = re.compile(
     r"secret|passw|passphrase|credential|authorization|cookie|(?:api|access|private|auth)[_-]?key$"
     r"|^(?:(?:\w+[_-])?(?:api|auth|access|bearer|refresh|hf|hub)[_-])?token$",
     re.IGNORECASE,
 )
 """Keys of a configuration. Narrower than for variables: `id_key` and `stop_token` hold no secrets."""
+_SENT = re.compile(r"env|env_vars|environment|(?:\w+[_-])?headers", re.IGNORECASE)
+"""Blocks of a configuration whose values go to another program or server, and are secrets whatever their keys."""
+_ORDINARY = re.compile(
+    r"PATH|HOME|USER|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|(?:https?|all|no)_proxy|accept|user-agent"
+    r"|SSL_CERT_(?:FILE|DIR)|(?:REQUESTS|CURL|AWS)_CA_BUNDLE|NODE_EXTRA_CA_CERTS|content-type",
+    re.IGNORECASE,
+)
+"""Variables that every program needs, and headers, which hold no secrets."""
+_REFERENCE = re.compile(r"\$\{\w+\}")
 _NUMBER = re.compile(r"[\d.eE+-]+")
 """Never redacted: it may be a part of any number in a file."""
 _IN_URL = re.compile(
     r"(?:://|^)[^/\s:@]*:([^/\s]+)@|[?&][^=&\s]*(?:key|token|secret|passw)[^=&\s]*=([^&#\s]+)", re.IGNORECASE
 )
 
+EPISODE_KEY = "insitu-ep-"
+"""How keys of episodes begin, by which they are recognised also after their episode."""
+_EPISODE_KEYS = re.compile(rf"{EPISODE_KEY}[\w-]{{16,}}")
+_EPISODE_KEYS_UTF8 = re.compile(_EPISODE_KEYS.pattern.encode())
 _secrets: dict[str, bytes] = {}
 """What this process hides, the longest first, as text and in UTF-8."""
 
@@ -52,6 +71,21 @@ def is_secret_variable(name: str, value: str) -> bool:
 def is_secret_key(name: str) -> bool:
     """Whether a key of a configuration has a secret."""
     return bool(_KEY.search(name))
+
+
+def is_sent_block(name: str, value: Any) -> bool:
+    """Whether a key of a configuration has values for another program or server, such as `env` or `headers`."""
+    return isinstance(value, Mapping | list) and _SENT.fullmatch(name) is not None
+
+
+def is_ordinary_variable(name: str) -> bool:
+    """Whether any program may have an environment variable: paths, language, proxies and certificates."""
+    return _ORDINARY.fullmatch(name) is not None
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value only names an environment variable, as `${NAME}`."""
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def remember_secret(value: str | None) -> bool:
@@ -110,15 +144,15 @@ def remember_url(text: str | None) -> bool:
 
 
 def _url_secrets(text: str) -> Iterator[str]:
-    return (found[1] or found[2] for found in _IN_URL.finditer(text))
+    return (match[1] or match[2] for match in _IN_URL.finditer(text))
 
 
 def hide_url_secrets(text: str) -> str:
     """A text without the passwords, keys and tokens of its URLs, however short."""
 
-    def hide(found: re.Match[str]) -> str:
-        start, end = (index - found.start() for index in found.span(1 if found[1] else 2))
-        return found[0][:start] + MASK + found[0][end:]
+    def hide(match: re.Match[str]) -> str:
+        start, end = (index - match.start() for index in match.span(1 if match[1] else 2))
+        return match[0][:start] + MASK + match[0][end:]
 
     return _IN_URL.sub(hide, text)
 
@@ -131,24 +165,36 @@ def _is_word(value: str) -> bool:
 def remember_environment(variables: Mapping[str, str]) -> None:
     """Remembers the secrets among environment variables, but neither paths nor words, as in `KEY_CHECKING=disabled`."""
     for name, value in variables.items():
-        is_word = value.isalpha() and len(value) < _SHORTEST_ALPHABETIC
-        if _VARIABLE.search(name) and not is_word and not value.startswith("/"):
-            remember_secret(value)
+        if _VARIABLE.search(name):
+            _remember_unless_plain(value)
         remember_url(value)
 
 
-def remember_settings(node: Any, where: str = "", *, secret: bool = False) -> list[str]:
+def _remember_unless_plain(value: str) -> None:
+    """Remembers neither a path nor a word."""
+    if not (value.isalpha() and len(value) < _SHORTEST_ALPHABETIC) and not value.startswith("/"):
+        remember_secret(value)
+
+
+def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent: bool = False) -> list[str]:
     """Remembers the texts in nested mappings and lists whose keys say that they are secret, and those in URLs.
 
+    In a block that goes to another program (`sent`), also those of all other keys, but neither paths nor words.
     Returns the dotted keys of secrets that cannot be recognised.
     """
     if isinstance(node, dict | list):
         items = node.items() if isinstance(node, dict) else enumerate(node)
         unrecognised = []
         for name, value in items:
-            is_secret = secret or is_secret_key(str(name))
-            unrecognised += remember_settings(value, f"{where}.{name}".removeprefix("."), secret=is_secret)
+            of_value = {
+                "secret": secret or is_secret_key(str(name)),
+                "sent": is_sent_block(str(name), value) or (sent and not is_ordinary_variable(str(name))),
+            }
+            unrecognised += remember_settings(value, f"{where}.{name}".removeprefix("."), **of_value)
         return unrecognised
+    if sent and isinstance(node, str):
+        _remember_unless_plain(node)
+        _remember_unless_plain(node.rpartition(" ")[2])
     recognised = not isinstance(node, str) or remember_url(node)
     if secret and isinstance(node, str | int | float) and not isinstance(node, bool) and node != "":
         value = str(node)
@@ -161,7 +207,7 @@ def redact(text: str) -> str:
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    return text
+    return _EPISODE_KEYS.sub(MASK, text) if EPISODE_KEY in text else text
 
 
 def redact_bytes(data: bytes) -> bytes:
@@ -169,13 +215,33 @@ def redact_bytes(data: bytes) -> bytes:
     for secret in _secrets.values():
         if secret in data:
             data = data.replace(secret, MASK.encode())
-    return data
+    return _EPISODE_KEYS_UTF8.sub(MASK.encode(), data) if EPISODE_KEY.encode() in data else data
 
 
 def redact_stream(stream: TextIO) -> None:
     """Redacts whatever is written to a stream: by `print`, rich, logging and tracebacks."""
     write = stream.write
     stream.write = lambda text: write(redact(text))  # type: ignore[method-assign]
+
+
+def outlive_readers() -> None:
+    """From now on this process goes on without output, rather than fail, when nobody reads it any more."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and "flush" not in vars(stream):
+            for name in ("write", "flush"):
+                setattr(stream, name, partial(_or_nowhere, getattr(stream, name), stream))
+
+
+def _or_nowhere(method: Callable[..., Any], stream: io.TextIOWrapper, *args: Any) -> Any:
+    try:
+        return method(*args)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return method(*args)
 
 
 def results_console(*, stderr: bool = False) -> "Console":

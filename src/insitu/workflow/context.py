@@ -23,7 +23,7 @@ from insitu.advantages.credit import is_targeted
 from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, OpenStep, current_call_site
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import EpisodeKey, ModelCall, StepLog
+from insitu.schemas.episodes import EpisodeKey, ModelCall, Needs, StepLog
 from insitu.schemas.finetuning import MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepState, InvocationNode
 from insitu.schemas.steps import IntermediateStepCategory as Category
@@ -68,9 +68,9 @@ class StepRewards:
         if not abs(value) <= MAX_REWARD:
             raise WorkflowError(f"a step reward is {value}; allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}")
         if function is not None and function not in self._latest_call_by_function:
-            known = ", ".join(sorted(self._latest_call_by_function)) or "none"
+            names = ", ".join(sorted(self._latest_call_by_function)) or "none"
             raise WorkflowError(
-                f"cannot reward {function!r}: it has made no model call yet (functions that have: {known})"
+                f"cannot reward {function!r}: it has made no model call yet (functions that have: {names})"
             )
         index = invocation.latest_call if function is None else self._latest_call_by_function[function]
         if index is None:
@@ -216,7 +216,7 @@ class EpisodeScope:
     row: Any = None
     is_evaluating: bool = False
     training: bool | Collection[str] = False
-    needs_token_ids: bool = True
+    needs: Needs = Needs.TOKEN_IDS
     target_functions: Collection[str] = (WORKFLOW,)
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class EpisodeScope:
             name="the current run" if self.key is None else self.key.text(),
             seed=self.seed,
             training=self.training,
-            needs_token_ids=self.needs_token_ids,
+            needs=self.needs,
             on_call=self._on_call,
         )
         self.rewards = StepRewards()

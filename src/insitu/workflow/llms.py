@@ -21,7 +21,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -184,6 +184,18 @@ def _capture_error_type() -> type[CaptureError]:
     return type("CaptureError", (CaptureError, OpenAIError), {})
 
 
+@cache
+def lasting(client: type) -> type:
+    """An HTTP client of all episodes, which none of them can close: the builder does."""
+
+    async def keep_async(_: Any) -> None: ...
+
+    def keep(_: Any) -> None: ...
+
+    methods = {"aclose": keep_async} if hasattr(client, "aclose") else {"close": keep}
+    return type(client.__name__, (client,), methods)
+
+
 def connect(
     name: str,
     config: SamplingConfig,
@@ -201,12 +213,13 @@ def connect(
     http = http_library()
     server = base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
     recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params())
-    http_client = http.AsyncClient(transport=recording_transport(http)(recorder), follow_redirects=True)
+    http_client = lasting(http.AsyncClient)(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=config.max_retries, http_client=http_client, **options
     )
-    return ModelClient(client, model, config.params(), name, config, http_client, recorder, closers=[client.close])
+    closers: list[Callable[[], Any]] = [partial(http.AsyncClient.aclose, http_client)]
+    return ModelClient(client, model, config.params(), name, config, http_client, recorder, closers)
 
 
 def connect_policy(config: SamplingConfig, policy: PolicyEndpoint) -> ModelClient:

@@ -1,6 +1,6 @@
 """How the model calls and functions of an episode look as intermediate steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import ModelCall
@@ -15,7 +15,10 @@ from insitu.schemas.steps import (
     UsageInfo,
 )
 
-_CALL_FIELDS = ("model", "llm", "finish_reason", "policy_version", "prompt_token_ids", "token_ids", "logprobs")
+_CALL_FIELDS = (
+    *("model", "llm", "sampling", "finish_reason", "policy_version"),
+    *("prompt_token_ids", "token_ids", "logprobs", "logprobs_temperature"),
+)
 
 
 class FunctionStep(NamedTuple):
@@ -75,6 +78,30 @@ def call_steps(parent: str, node: InvocationNode, call: ModelCall) -> list[Inter
 def call_metadata(call: ModelCall) -> dict[str, Any]:
     """The step metadata of a recorded call, added to what frameworks report."""
     return {"call": call.index} | {name: getattr(call, name) for name in _CALL_FIELDS}
+
+
+def calls_of_steps(steps: Iterable[IntermediateStep]) -> list[ModelCall]:
+    """The recorded calls that the steps LLM_END of an episode hold."""
+    calls: list[ModelCall] = []
+    for step in steps:
+        data, metadata = step.data, step.metadata
+        if step.event_type is not IntermediateStepType.LLM_END or not isinstance(metadata, TraceMetadata):
+            continue
+        given, prompt = metadata.model_extra or {}, metadata.chat_inputs
+        message, node = getattr(data, "payload", None), step.function_ancestry
+        if (
+            not isinstance(message, dict)
+            or not isinstance(prompt, list)
+            or not all(isinstance(m, dict) for m in prompt)
+        ):
+            continue
+        known = {name: given.get(name) for name in _CALL_FIELDS} | {"model": given.get("model") or ""}
+        functions = tuple(name for name in (node.parent_name, node.function_name) if name)
+        started = step.span_event_timestamp or step.event_timestamp
+        calls.append(
+            ModelCall(len(calls), messages=prompt, message=message, functions=functions, started=started, **known)
+        )
+    return calls
 
 
 def add_call_metadata(payload: IntermediateStepPayload, calls: Sequence[ModelCall]) -> None:

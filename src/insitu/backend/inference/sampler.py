@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
@@ -26,6 +27,8 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy; dividing by them would overflow."""
 MAX_TEMPERATURE = 1e6
 """Beyond this float32 overflows; the distribution is uniform long before."""
+Temperature = Annotated[float, Field(ge=GREEDY_TEMPERATURE, le=MAX_TEMPERATURE)]
+"""What logits are divided by."""
 MAX_TOP_LOGPROBS = 20
 """The OpenAI API's limit."""
 LOGITS_NOT_FINITE = "the model's logits are not finite: its weights are unusable, or too large for its dtype"

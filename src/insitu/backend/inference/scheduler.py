@@ -277,11 +277,13 @@ class Scheduler:
 
 
 def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Samples one token per row; logprobs are the model's own, before temperature and top_p.
+    """Samples one token per row; logprobs are after temperature and before top_p, at temperature 0 the model's own.
 
     Raises BackendError if logits are not finite.
     """
+    temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
     logits_BV = logits_BV.float()
+    logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     if metadata.banned[0]:
         logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))
@@ -298,12 +300,12 @@ def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput
 
 
 def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The logits are those after temperature."""
     greedy = metadata.temperature_B < GREEDY_TEMPERATURE
     if greedy.all():
         return logits_BV.argmax(dim=-1)
     device = logits_BV.device
-    temperature_B = torch.from_numpy(np.where(greedy, 1.0, metadata.temperature_B).astype(np.float32)).to(device)
-    probs_BV = torch.softmax(logits_BV / temperature_B[:, None], dim=-1)
+    probs_BV = torch.softmax(logits_BV, dim=-1)
     if (metadata.top_p_B < 1).any():
         # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020).
         top_p_B1 = torch.from_numpy(metadata.top_p_B).to(device)[:, None]

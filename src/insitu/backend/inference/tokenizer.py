@@ -1,8 +1,7 @@
 """Chat templates, encoding, and incremental decoding of sampled tokens."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,9 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from insitu.errors import RequestRefused
 
 _REPLACEMENT = "\ufffd"
-_CACHED_TOKENS = 2**20
-"""Tokens of all cached prompts."""
-_MAX_CACHED_LENGTH = 16_384
+_CACHED_PROMPTS = 1024
+_MAX_CACHED_LENGTH = 4096
 """Characters of a cached prompt; longer ones seldom recur."""
 
 
@@ -26,10 +24,10 @@ class ChatTokenizer:
         self._fast.no_padding()
         self._fast.no_truncation()
         self._special = dict(tokenizer.special_tokens_map)
-        self._prompts: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
-        self._num_cached = 0
-        self._lock = threading.Lock()
-        self._tokens: dict[int, tuple[str, list[int]]] = {}
+        self._encode = lru_cache(_CACHED_PROMPTS)(
+            lambda text, special: self._fast.encode(text, add_special_tokens=special).ids
+        )
+        self.decode_token = cache(self._decode_token)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
 
     def render_prompt(
@@ -61,30 +59,19 @@ class ChatTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written in the text are parsed in either case."""
-        ids = self._prompts.get((text, add_special_tokens))
-        if ids is None:
-            if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
-                return list(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            with self._lock:  # large requests are parsed in threads
-                self._num_cached += len(ids) - len(self._prompts.get((text, add_special_tokens), ()))
-                self._prompts[text, add_special_tokens] = ids
-                while self._num_cached > _CACHED_TOKENS:
-                    self._num_cached -= len(self._prompts.popitem(last=False)[1])
-        return list(ids)
+        if len(text) > _MAX_CACHED_LENGTH:  # only encode_batch releases the interpreter's lock
+            return list(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        return list(self._encode(text, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""
         return str(self._fast.decode(token_ids, skip_special_tokens=True))
 
-    def decode_token(self, token_id: int) -> tuple[str, list[int]]:
+    def _decode_token(self, token_id: int) -> tuple[str, list[int]]:
         """A single token's text and UTF-8 bytes (a token may be part of a character)."""
-        decoded = self._tokens.get(token_id)
-        if decoded is None:
-            text = self._fast.decode([token_id], skip_special_tokens=False)
-            raw = _raw_bytes(self._fast.id_to_token(token_id) or "") if _REPLACEMENT in text else None
-            decoded = self._tokens[token_id] = (text, list(text.encode() if raw is None else raw))
-        return decoded
+        text = self._fast.decode([token_id], skip_special_tokens=False)
+        raw = _raw_bytes(self._fast.id_to_token(token_id) or "") if _REPLACEMENT in text else None
+        return text, list(text.encode() if raw is None else raw)
 
 
 class CompletionText:

@@ -35,7 +35,8 @@ class Row:
 
     `positions` (K) of the trained tokens are ascending and above 0; `rollout_logprobs` and `advantages` (K) are those
     of the trained tokens, for `method: grpo`. Rows with the same `episode` or the same `pair` stay in one optimizer
-    step; `preferred` is the side of the pair, or whether the episode is desirable.
+    step; `preferred` is the side of the pair, or whether the episode is desirable. All log-probabilities of the row are
+    those of the logits divided by `temperature`.
     """
 
     token_ids: np.ndarray
@@ -45,6 +46,7 @@ class Row:
     episode: str = ""
     pair: str = ""
     preferred: bool | None = None
+    temperature: float = 1.0
 
     @property
     def input_length(self) -> int:
@@ -59,7 +61,8 @@ class Row:
     @property
     def sequence_key(self) -> bytes:
         """Deduplication key: rows with equal keys have the same log-probabilities at their trained tokens."""
-        return self.token_ids[: self.input_length + 1].tobytes() + self.positions.tobytes()
+        temperature = b"" if self.temperature == 1 else np.float64(self.temperature).tobytes()
+        return self.token_ids[: self.input_length + 1].tobytes() + self.positions.tobytes() + temperature
 
     @property
     def prompt_key(self) -> bytes:
@@ -82,7 +85,7 @@ class MicroBatch(NamedTuple):
     """One forward pass, with `prompts` two.
 
     `logit_positions_N` are the positions in the flattened `input_ids_ST` whose logits predict `targets_N`;
-    `target_mask_SK` marks each sequence's targets, in the order of N.
+    `target_mask_SK` marks each sequence's targets, in the order of N. `temperature_N` is None if all are 1.
     """
 
     input_ids_ST: Tensor
@@ -92,6 +95,7 @@ class MicroBatch(NamedTuple):
     sequence_index_B: Tensor
     mask_BK: Tensor
     prompts: SharedPrompts | None
+    temperature_N: Tensor | None
 
     def to_rows(self, values_N: Tensor) -> Tensor:
         """Expands values per distinct token (N) to rows (B, K), zero-padded."""
@@ -247,7 +251,9 @@ def collate(rows: Sequence[Row], device: torch.device, *, share_prompts: bool = 
     }
     tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     prompts = _shared_prompts(distinct, input_ids.shape[1], device) if shares else None
-    return MicroBatch(**tensors, prompts=prompts)
+    temperature_N = np.repeat(np.array([row.temperature for row in distinct], np.float32), counts)
+    divides = None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device)
+    return MicroBatch(**tensors, prompts=prompts, temperature_N=divides)
 
 
 def _shared_prompts(distinct: Sequence[Row], width: int, device: torch.device) -> SharedPrompts:

@@ -50,12 +50,13 @@ class LogprobComputer:
             inputs = {"input_ids": batch.input_ids_ST, **_context(module, batch)}
             if not self.can_project_selected:
                 logits_STV = module(**inputs).logits
-                return _token_logprobs(logits_STV.flatten(0, 1)[batch.logit_positions_N], batch.targets_N)
+                logits_NV = logits_STV.flatten(0, 1)[batch.logit_positions_N]
+                return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
             body, head = _parts(module)
             assert head is not None  # the test forward pass used it
             hidden_STD = body(**inputs).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
-            return _in_chunks(head, self._chunk_tokens, hidden_ND, batch.targets_N)
+            return _in_chunks(head, self._chunk_tokens, hidden_ND, batch)
 
     @torch.no_grad()
     def of_text(self, module: nn.Module, token_ids: Sequence[int]) -> list[float]:
@@ -140,21 +141,28 @@ def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
 
 
-def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
-    def project(hidden_ND: Tensor, targets_N: Tensor) -> TokenLogprobs:
-        return _token_logprobs(head(hidden_ND), targets_N)
+def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
+    def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None) -> TokenLogprobs:
+        return _token_logprobs(head(hidden_ND), targets_N, temperature_N)
 
-    if len(targets_N) <= size:
-        return project(hidden_ND, targets_N)
+    count = len(batch.targets_N)
+    if count <= size:
+        return project(hidden_ND, batch.targets_N, batch.temperature_N)
+    parts = [slice(start, start + size) for start in range(0, count, size)]
+    temperatures = [None if batch.temperature_N is None else batch.temperature_N[part] for part in parts]
     chunks = [
-        checkpoint(project, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True)
+        checkpoint(project, hidden_ND[part], batch.targets_N[part], temperature_N, use_reentrant=False)
+        for part, temperature_N in zip(parts, temperatures, strict=True)
     ]
     return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
 
-def _token_logprobs(logits_NV: Tensor, targets_N: Tensor) -> TokenLogprobs:
-    logprobs_NV = logits_NV.float().log_softmax(-1)
+def _token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor | None) -> TokenLogprobs:
+    """Of the distribution that the tokens were sampled from: the logits are divided by the temperature."""
+    logits_NV = logits_NV.float()
+    if temperature_N is not None:
+        logits_NV = logits_NV / temperature_N[:, None]
+    logprobs_NV = logits_NV.log_softmax(-1)
     with torch.no_grad():
         entropy_N = torch.special.entr(logprobs_NV.exp()).sum(-1)
     return TokenLogprobs(logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N)

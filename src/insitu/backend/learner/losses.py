@@ -108,6 +108,8 @@ def policy_loss(
         mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
         difference_BT = mean_B1.expand_as(difference_BT)
     advantage_BT = _masked(batch.advantage_BT, mask_BT)
+    if ref_BT is not None and settings.kl.in_reward:
+        advantage_BT = advantage_BT - settings.kl.beta * kl_estimate(old_BT, ref_BT, settings.kl)
     inputs = TokenBatch(new_BT, old_BT, rollout_BT, ref_BT, difference_BT.exp(), advantage_BT, mask_BT, batch.weight_B)
     objective = objective or load_named("objectives", str(settings.objective))
     token_loss, metrics = checked_loss(objective(inputs, settings), inputs, settings)
@@ -117,7 +119,8 @@ def policy_loss(
     kl_BT = torch.zeros_like(new_BT)
     if ref_BT is not None:
         kl_BT = kl_estimate(new_BT, ref_BT, settings.kl)
-    penalty_BT = settings.kl.beta * kl_BT if ref_BT is not None and settings.kl.beta > 0 else None
+    in_loss = ref_BT is not None and settings.kl.beta > 0 and not settings.kl.in_reward
+    penalty_BT = settings.kl.beta * kl_BT if in_loss else None
 
     def total(values_BT: Tensor) -> Tensor:
         return (_masked(values_BT, mask_BT).sum(1) * batch.weight_B).sum()
@@ -175,8 +178,10 @@ def probe(objective: TokenObjective, settings: LossSettings) -> tuple[str, ...]:
 def kl_estimate(new_BT: Tensor, ref_BT: Tensor, settings: KLSettings) -> Tensor:
     """Per-token estimate of the KL divergence from the starting weights, in nats."""
     difference_BT = ref_BT - new_BT
-    if settings.estimator == "k1":
+    if settings.estimator in ("k1", "k1_in_loss"):
         return -difference_BT
+    if settings.estimator == "k2":
+        return difference_BT.square() / 2
     return torch.expm1(difference_BT) - difference_BT
 
 

@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import os
-import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,9 +88,9 @@ class Workers:
         self._threads = cores // self.count if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
-    def map(self, fn: Callable[[T], R], items: Sequence[T], *, sequential: bool = False) -> list[R]:
-        """Results in the order of `items`, at most `count` of them; `sequential` if `fn` uses torch's RNG."""
-        if self._pool is None or len(items) < 2 or sequential:
+    def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Results in the order of `items`, at most `count` of them."""
+        if self._pool is None or len(items) < 2:
             return [fn(item) for item in items]
 
         def run(item: T) -> R:
@@ -176,7 +175,6 @@ class OptimizerLoop:
 
     def __init__(self, state: TrainState, settings: TrainingSettings, rows: Sequence[Row]) -> None:
         self._state = state
-        self._policy = state.policy
         self._parameters = list(state.policy.trainable.values())
         self._ranks = state.ranks
         self._reference = reference_module(state.code, settings, state.reference())
@@ -193,7 +191,6 @@ class OptimizerLoop:
         share_prompts = self._objective.shares_prompts and not settings.gradient_checkpointing
         share_prompts = share_prompts and not state.ranks.shards_weights and state.compute_logprobs.can_share_prompts
         self._packer = Packer(self._rows, share_prompts=share_prompts)
-        self._dropout = random.Random(f"{settings.seed}|{settings.schedule_range}")
         self._device = state.policy.loaded.device
         self._at_start = FixedLogprobs()
         self._at_reference = FixedLogprobs()
@@ -203,8 +200,8 @@ class OptimizerLoop:
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
         if self._uses_start:
-            # Without dropout the first step computes the log-probabilities of its rows at the start itself.
-            first = set() if self._policy.has_dropout else {*self._plan[0], *self._objective.baseline_rows(0)}
+            # The first step computes the log-probabilities of its rows at the start itself.
+            first = {*self._plan[0], *self._objective.baseline_rows(0)}
             for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
                 self._map(self._compute_start, batches)
                 yield Progress(0.0)
@@ -222,14 +219,12 @@ class OptimizerLoop:
             metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
         return metrics
 
-    def _map(
-        self, fn: Callable[[list[int]], R], batches: Sequence[list[int]], *, sequential: bool = False
-    ) -> list[tuple[list[int], R]]:
+    def _map(self, fn: Callable[[list[int]], R], batches: Sequence[list[int]]) -> list[tuple[list[int], R]]:
         """Calls `fn` for this rank's micro-batches of a round; returns them with the results."""
         own = self._ranks.deal(batches)
         if not own and self._ranks.shards_weights:
             fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
-        return [*zip(own, self._state.workers.map(fn, own, sequential=sequential), strict=True)]
+        return [*zip(own, self._state.workers.map(fn, own), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         return {
@@ -265,12 +260,10 @@ class OptimizerLoop:
         done = 0
         self._state.optimizer.zero_grad()
         for batches in rounds:
-            with self._policy.dropout(self._dropout.getrandbits(63)):
-                own = self._ranks.deal(batches)
-                backward = functools.partial(self._backward, loss_of=loss_of, counts=bool(own))
-                results = self._map(backward, batches, sequential=self._policy.has_dropout)
+            counts = bool(self._ranks.deal(batches))
+            backward = functools.partial(self._backward, loss_of=loss_of, counts=counts)
             # In this order, for reproducible sums.
-            for _, (sums, gradients) in results:
+            for _, (sums, gradients) in self._map(backward, batches):
                 totals += sums
                 for parameter, gradient in zip(self._parameters, gradients, strict=False):
                     if parameter.grad is None:
@@ -368,6 +361,6 @@ class OptimizerLoop:
 
         pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
         while batches := tuple(itertools.islice(pending, self._ranks.count)):
-            total += sum(kl for _, kl in self._map(kl_of, batches, sequential=True))
+            total += sum(kl for _, kl in self._map(kl_of, batches))
         summed = self._ranks.sum(torch.tensor(total, device=self._device, dtype=torch.float64))
         return summed.item() / self._objective.count_tokens(indices)

@@ -4,10 +4,10 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 `model_files`).
 """
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
-from insitu.backend.model import LoadedModel, complete_model, quiet_peft, wrap_errors
+from insitu.backend.model import LoadedModel, check_patterns, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 _PROBED_TOKENS = 64
+_FINGERPRINTED = 256
 _recompute = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -39,27 +40,6 @@ class TrainablePolicy:
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    @property
-    def has_dropout(self) -> bool:
-        return self.lora is not None and self.lora.dropout > 0
-
-    @contextlib.contextmanager
-    def dropout(self, seed: int) -> Iterator[None]:
-        """Enables the adapters' dropout within the block; the base model's is never active."""
-        if not self.has_dropout:
-            yield
-            return
-        layers = [module for name, module in self.module.named_modules() if "lora_dropout" in name]
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            try:
-                for layer in layers:
-                    layer.train()
-                yield
-            finally:
-                for layer in layers:
-                    layer.eval()
-
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,7 +51,7 @@ class TrainablePolicy:
         for layer in layers:
             layer.gradient_checkpointing = enabled
             layer._gradient_checkpointing_func = _recompute
-            layer.training = enabled  # of this module only: dropout within it stays off
+            layer.training = enabled  # of this module only: the modules in it stay in evaluation mode
 
     def served(self, ranks: Ranks = ALONE) -> nn.Module | None:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors; None on all ranks but 0.
@@ -156,7 +136,6 @@ def loaded_adapter(module: nn.Module) -> LoRASettings | None:
     return LoRASettings(
         rank=config.r,
         alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
     )
 
@@ -183,10 +162,10 @@ def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    check_patterns("lora", {"target_modules": lora.target_modules}, loaded.module)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
@@ -222,6 +201,16 @@ def check_finite(module: Any, settings: TrainingSettings, rows: Sequence[Row]) -
             f"{name} is not finite after the last optimizer step (learning_rate {settings.learning_rate:g}); the "
             "weights from before the job were restored"
         )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A digest of some elements of each parameter: hashing all takes seconds per GB."""
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        flat = parameter.detach().flatten()
+        chosen = flat[:: max(1, flat.numel() // _FINGERPRINTED)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode() + chosen.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:

@@ -4,7 +4,7 @@ A protocol is a module with a function `routes(services) -> list[ApiRoute]`, dec
 `insitu.backend.protocols`. The server serves the routes of all of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,11 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import LATEST, Sampler, WeightVersion
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
+from insitu.backend.learner.policy import fingerprint
 from insitu.backend.model import LoadedModel
+from insitu.disk.model_files import weights_digest
 from insitu.errors import RequestRefused
+from insitu.wire.http_format import parse_count
 
 GROUP = "insitu.backend.protocols"
 
@@ -70,8 +73,8 @@ class ServedModels:
         if name == self._name:
             return ServedModel(LATEST, self._sampler.version)
         policy, _, version = name.rpartition("@")
-        if policy == self._name and version.isdecimal() and int(version) in self._learner.versions:
-            return ServedModel(WeightVersion(int(version)), int(version))
+        if policy == self._name and (number := parse_count(version)) in self._learner.versions:
+            return ServedModel(WeightVersion(number), number)
         return None
 
     def names(self) -> list[str]:
@@ -91,6 +94,20 @@ class Services:
     jobs: TrainingQueue
     models: ServedModels
     output_dir: Path
+    digests: dict[int, str | None] = field(default_factory=dict)
+
+    def weights_digest(self, weights: WeightVersion) -> str | None:
+        """Of a version of the backend's own policy: the same in every process that serves it. None if unknown."""
+        version = weights.version or 0
+        if weights.policy:
+            return None
+        if version not in self.digests:
+            try:
+                digest = weights_digest(self.learners.folder(weights))
+            except RequestRefused:  # deleted meanwhile
+                return None
+            self.digests[version] = fingerprint(self.loaded.module) if digest is None and not version else digest
+        return self.digests[version]
 
 
 def protocol_routes(services: Services) -> list[ApiRoute]:

@@ -17,7 +17,7 @@ from insitu.integrations.art.config import (
 from insitu.integrations.art.conversion import check_order
 from insitu.integrations.art.trainer_adapter import ARTTrainerAdapter
 from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
-from insitu.schemas.episodes import DropReason
+from insitu.schemas.episodes import DropReason, Needs
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer
@@ -31,12 +31,7 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     One asyncio task collects all generations of a run, under one concurrency limit.
     """
 
-    needs_token_ids = False  # ART applies the chat template itself and recovers the sampled tokens from the logprobs
-
-    @property
-    def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
-        """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
-        return {run_id: [task] for run_id, task in self._started.items()}
+    needs = Needs.LOGPROBS  # ART applies the chat template itself and recovers the sampled tokens from the logprobs
 
 
 @register_trainer(config_type=ARTTrainerConfig)

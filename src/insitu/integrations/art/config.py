@@ -34,6 +34,8 @@ _KL_PENALTY = {
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
     """Runs several episodes per dataset row and groups them by row."""
 
+    ignores_unknown_keys = True
+
     num_generations: int = Field(default=2, ge=1)
     """Episodes per row and epoch: the group size."""
 
@@ -110,6 +112,8 @@ class ARTTrainingConfig(BaseModel):
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
     """Trains on a server that speaks OpenPipe ART's protocol, such as `insitu backend`."""
 
+    ignores_unknown_keys = True
+
     backend: ARTBackendConfig
     """The server and the model."""
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
@@ -123,6 +127,8 @@ class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_a
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
     """The training loop for ART servers, which compute the advantages themselves. Has no keys."""
+
+    ignores_unknown_keys = True
 
 
 def load_art() -> Any:

@@ -21,7 +21,7 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
 from insitu.collect.conversations import Turn, chat_logprobs, conversations
-from insitu.collect.recovery import item_message, item_tokens, recover_calls, untrainable_reason
+from insitu.collect.recovery import UNTRAINABLE, item_message, item_tokens, recover_calls
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
@@ -64,8 +64,7 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     else:
         histories = [{"messages_and_choices": [*map(_item_turn, trajectory.episode)], "tools": None}]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
-        reason = "none of its calls is trained" if trajectory.calls else untrainable_reason(trajectory)
-        raise TrajectoryError(f"{label} cannot be trained: {reason}")
+        raise TrajectoryError(f"{label} cannot be trained: {UNTRAINABLE}")
     histories.sort(key=lambda history: -len(history["messages_and_choices"]))
     scalars = {k: v for k, v in (trajectory.metadata or {}).items() if isinstance(v, str | int | float | bool | None)}
     longest, *additional = histories
@@ -137,7 +136,8 @@ def _call_choice(call: ModelCall) -> dict[str, Any]:
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
     message = {"role": "assistant", "content": None, **(call.message or {})}
     choice = _choice(message, chat_logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
-    return choice if call.prompt_token_ids is None else {**choice, "prompt_token_ids": call.prompt_token_ids}
+    names = ("prompt_token_ids", "logprobs_temperature")
+    return choice | {name: value for name in names if (value := getattr(call, name)) is not None}
 
 
 def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:

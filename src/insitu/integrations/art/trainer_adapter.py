@@ -318,12 +318,12 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     async def _may_be_training(self, job: Job) -> bool:
         """Whether the server has the job, or cannot say. Raises JobFailed if the job has failed."""
         try:
-            found = await self._remote.find_job(job.idempotency_key)
+            match = await self._remote.find_job(job.idempotency_key)
         except BackendError:
             return True
-        if found is not None and found.status in ("failed", "canceled"):
-            raise JobFailed(found.message)
-        return found is not None
+        if match is not None and match.status in ("failed", "canceled"):
+            raise JobFailed(match.message)
+        return match is not None
 
     async def _delete_old_checkpoints(self, step: int) -> None:
         """Keeps the latest checkpoint and the one with the highest mean reward. Errors are only logged.

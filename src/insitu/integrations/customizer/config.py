@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.preference_builders import (
@@ -69,6 +69,8 @@ class NIMDeploymentConfig(BaseModel):
 class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_customizer_trainer_adapter"):
     """Trains with NVIDIA NeMo Customizer: uploads the records, submits a job, and can deploy the trained model."""
 
+    ignores_unknown_keys = True
+
     entity_host: str
     """Base URL of the NeMo services: Entity Store, Customizer and Deployment Management."""
     datastore_host: str
@@ -77,11 +79,11 @@ class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_custom
     """Namespace of the dataset, the job and the trained model."""
     customization_config: str = Field(min_length=1)
     """The customization configuration to train with, as in `meta/llama-3.1-8b-instruct@v1.0.0+A100`."""
-    hf_token: SecretStr = SecretStr("")
+    hf_token: str = Field(default="", repr=False)
     """Token for the Data Store; empty: none is sent."""
     dataset_name: str = Field(default="nat-dpo", pattern=_NAME)
-    """First part of the names of dataset, job and trained model. Each run appends its own suffix, so that no run
-    overwrites another's."""
+    """Name of the dataset. The names of the job and of the trained model are this and a suffix of the run; so is that
+    of the dataset if another run has taken the name."""
     dataset_output_dir: Path | None = None
     """Folder for copies of the uploaded files; none: `dataset` in `finetuning.output_dir`."""
     create_namespace_if_missing: bool = True
@@ -103,7 +105,7 @@ class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_custom
     max_consecutive_status_failures: int = Field(default=3, ge=1, le=10)
     """Number of status requests that may fail in a row before the run gives up; the job continues."""
     request_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which a request has failed."""
+    """Seconds without an answer, or without progress of an upload, after which a request has failed."""
     retry_timeout: float = Field(default=600.0, ge=0)
     """Seconds for which a request is retried while a service does not respond, is overloaded (429) or fails (5xx).
     Status requests are limited by `max_consecutive_status_failures` instead."""
@@ -122,6 +124,8 @@ class NeMoCustomizerTrainerConfig(TrainerConfig, name="nemo_customizer_trainer")
     `finetuning.num_epochs` has no effect: `num_runs` is the number of collections, and `epochs` among the
     hyperparameters of the adapter the number of passes over the pairs.
     """
+
+    ignores_unknown_keys = True
 
     num_runs: int = Field(default=1, ge=1)
     """Number of collections, each over the dataset of `eval.general`."""

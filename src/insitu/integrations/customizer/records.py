@@ -17,6 +17,7 @@ from insitu.preferences.selection import pair_item
 from insitu.runs.files import PAIRS
 from insitu.runs.reader import RunReader
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
+from insitu.wire.http_format import has_lone_surrogate
 
 _TURN_KEYS = ("row_id", "example_id", "generation", "turn_id")
 """Metadata that together name a turn, as far as they are given."""
@@ -45,9 +46,18 @@ def single_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
                 if not isinstance(item, DPOItem):
                     problem = f"{name} holds messages, not preference pairs"
                     raise TrajectoryError(f"{problem}: NeMo Customizer is trained on the pairs of dpo_traj_builder")
+                if has_lone_surrogate("".join(_texts(item))):
+                    row = (trajectory.metadata or {}).get("row_id")
+                    of_row = "" if row is None else f" (row {row!r})"
+                    raise TrajectoryError(f"{name}{of_row} has a lone surrogate in its text, which no file can hold")
                 pairs.append(trajectory.model_copy(update={"episode": [item]}))
         groups.append(pairs)
     return collection.model_copy(update={"trajectories": groups})
+
+
+def _texts(item: DPOItem) -> list[str]:
+    prompt = [item.prompt] if isinstance(item.prompt, str) else [message.content for message in item.prompt]
+    return [*prompt, item.chosen_response, item.rejected_response]
 
 
 def split_records(

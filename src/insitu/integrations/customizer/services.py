@@ -10,7 +10,10 @@ import importlib
 import io
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from enum import StrEnum
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -40,7 +43,7 @@ _MOST_JOBS = 10_000
 """Jobs of a namespace that are searched for one of ours, the newest first."""
 _STATUSES = {
     **dict.fromkeys(("created", "pending"), TrainingStatusEnum.PENDING),
-    **dict.fromkeys(("running", "unknown"), TrainingStatusEnum.RUNNING),
+    "running": TrainingStatusEnum.RUNNING,
     **dict.fromkeys(("cancelling", "cancelled"), TrainingStatusEnum.CANCELED),
     **dict.fromkeys(("completed", "ready"), TrainingStatusEnum.COMPLETED),
     "failed": TrainingStatusEnum.FAILED,
@@ -67,6 +70,19 @@ class ServiceJob(NamedTuple):
     message: str | None = None
     metrics: Mapping[str, Any] = {}
     output_model: str | None = None
+    dataset: str | None = None
+
+
+class _Content(io.BytesIO):
+    """A file to upload. A buffer, because huggingface-hub 2 sends files and bytes in a protocol that the Data Store
+    does not have."""
+
+    read_at = 0.0
+    """When it was last read, by `time.monotonic()`."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.read_at = time.monotonic()
+        return super().read(size)
 
 
 class Deployment(NamedTuple):
@@ -91,8 +107,10 @@ class NeMoServices:
 
     def __init__(self, config: NeMoCustomizerTrainerAdapterConfig) -> None:
         nemo, self._hub = load_sdk()
-        token = self._token = config.hf_token.get_secret_value()
+        token = self._token = config.hf_token
         self._hosts = {Store.ENTITIES: config.entity_host, Store.FILES: config.datastore_host}
+        self._timeout = config.request_timeout
+        self._odd_statuses: set[tuple[str, str | None]] = set()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         make, options = nemo.NeMoMicroservices, {"max_retries": 0, "timeout": config.request_timeout}
         self._entities = make(base_url=config.entity_host, **options)
@@ -100,8 +118,11 @@ class NeMoServices:
         self._jobs = self._entities.customization.jobs
         self._deployments = self._entities.deployment.model_deployments
         self._clients = {Store.ENTITIES: self._entities, Store.FILES: datastore}
-        # False: huggingface-hub would send the token of the user's login otherwise
-        self._files = self._hub.HfApi(endpoint=f"{config.datastore_host}/v1/hf", token=token or False)
+        # huggingface-hub would send the token of the user's login: without False, and even so for files in LFS
+        no_token = {"token": False, "headers": {"authorization": ""}}
+        self._files = self._hub.HfApi(
+            endpoint=f"{config.datastore_host}/v1/hf", **({"token": token} if token else no_token)
+        )
 
     def close(self) -> None:
         for client in self._clients.values():
@@ -109,8 +130,8 @@ class NeMoServices:
 
     async def has_namespace(self, store: Store, namespace: str) -> bool:
         client, path = self._clients[store], f"{_NAMESPACES[store]}/{namespace}"
-        found = await self._found(f"namespace {namespace}", lambda: client.get(path, cast_to=object), store)
-        return found is not None
+        answer = await self._found(f"namespace {namespace}", lambda: client.get(path, cast_to=object), store)
+        return answer is not None
 
     async def create_namespace(self, store: Store, namespace: str) -> None:
         """Creates a namespace; it may exist already."""
@@ -126,11 +147,11 @@ class NeMoServices:
     async def training_options(self, config: str) -> list[tuple[str, str]]:
         """Training type and finetuning type of each option of a customization configuration."""
         namespace, _, name = config.rpartition("/")
-        found = await self._request(
+        options = await self._request(
             f"customization configuration {config}",
             lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
         )
-        return [(option.training_type, option.finetuning_type) for option in found.training_options or []]
+        return [(option.training_type, option.finetuning_type) for option in options.training_options or []]
 
     async def register_dataset(self, namespace: str, name: str, job: str) -> None:
         """Registers a dataset of the Data Store. Raises RequestRefused (409) if the name is another job's."""
@@ -141,12 +162,16 @@ class NeMoServices:
         except RequestRefused as error:
             if error.status != 409:
                 raise
-            found = await self._request(what, lambda: self._entities.datasets.retrieve(name, namespace=namespace))
-            if (found.custom_fields or {}).get(JOB_FIELD) != job:
+            dataset = await self._request(what, lambda: self._entities.datasets.retrieve(name, namespace=namespace))
+            if (dataset.custom_fields or {}).get(JOB_FIELD) != job:
                 raise
 
     async def upload(self, namespace: str, name: str, files: Mapping[str, bytes], job: str) -> None:
-        """Uploads files, by their path in the repository, in one commit; the repository may exist already."""
+        """Uploads files, by their path in the repository, in one commit; the repository may exist already.
+
+        huggingface-hub has no timeout: a thread that waits for an answer is left behind.
+        """
+        contents = {path: _Content(content) for path, content in files.items()}
 
         def send() -> None:
             repository = {"repo_id": f"{namespace}/{name}", "repo_type": "dataset"}
@@ -155,29 +180,29 @@ class NeMoServices:
             except self._hub.errors.HfHubHTTPError as error:  # its `exist_ok` needs an answer like that of the Hub
                 if error.response.status_code != 409:
                     raise
-            # A buffer, because huggingface-hub 2 sends files and bytes in a protocol that the Data Store does not have
             operations = [
-                self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=io.BytesIO(content))
-                for path, content in files.items()
+                self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
+                for path, content in contents.items()
             ]
             self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
 
         async with suppress_logs("huggingface_hub"):  # it warns about buffers
-            await self._request(f"dataset {namespace}/{name}", send, Store.FILES)
+            where = f"dataset {namespace}/{name} at {self._hosts[Store.FILES]}"
+            await self._in_time(where, send, lambda: max(content.read_at for content in contents.values()))
 
     async def find_job(self, namespace: str, job: str, output_model: str) -> ServiceJob | None:
         """The newest job that was submitted for `job`; None if there is none."""
 
         def search() -> Any:
             jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE)
-            for found in islice(jobs, _MOST_JOBS):
-                named = (found.custom_fields or {}).get(JOB_FIELD)
-                if named == job or (named is None and (found.output_model or "").split("@")[0] == output_model):
-                    return found
+            for candidate in islice(jobs, _MOST_JOBS):
+                named = (candidate.custom_fields or {}).get(JOB_FIELD)
+                if named == job or (named is None and (candidate.output_model or "").split("@")[0] == output_model):
+                    return candidate
             return None
 
-        found = await self._request("customization jobs", search)
-        return _job(found.id, found) if found is not None else None
+        matches = await self._request("customization jobs", search)
+        return self._job(matches.id, matches) if matches is not None else None
 
     async def create_job(self, namespace: str, name: str, job: str, options: Mapping[str, Any]) -> ServiceJob:
         """Submits a job. A second one of the same name is refused (409)."""
@@ -188,10 +213,12 @@ class NeMoServices:
             raise BackendError(f"Customizer at {self._hosts[Store.ENTITIES]} {problem}")
         for warning in created.warnings or []:
             logger.warning("job %s: %s", created.id, warning.message or warning.explanation)
-        return _job(created.id, created)
+        return self._job(created.id, created)
 
     async def job(self, job_id: str) -> ServiceJob:
-        return _job(job_id, await self._request(f"customization job {job_id}", lambda: self._jobs.retrieve(job_id)))
+        return self._job(
+            job_id, await self._request(f"customization job {job_id}", lambda: self._jobs.retrieve(job_id))
+        )
 
     async def cancel_job(self, job_id: str) -> None:
         await self._request(f"customization job {job_id}", lambda: self._jobs.cancel(job_id))
@@ -203,14 +230,14 @@ class NeMoServices:
 
     async def deployment(self, namespace: str, name: str) -> Deployment | None:
         """The state of a deployment; None if there is none of that name."""
-        found = await self._found(
+        answer = await self._found(
             f"deployment {namespace}/{name}", lambda: self._deployments.retrieve(name, namespace=namespace)
         )
-        if found is None:
+        if answer is None:
             return None
-        model = getattr(found.config, "model", None)  # a config may be a name
-        details = found.status_details
-        status = _STATUSES.get(details.status, TrainingStatusEnum.RUNNING)
+        model = getattr(answer.config, "model", None)  # a config may be a name
+        details = answer.status_details
+        status = self._status(f"deployment {namespace}/{name}", details.status)
         return Deployment(status, details.description, model if isinstance(model, str) else None)
 
     async def _found(self, what: str, retrieve: Callable[[], T], store: Store = Store.ENTITIES) -> T | None:
@@ -224,6 +251,51 @@ class NeMoServices:
 
     async def _request(self, what: str, request: Callable[[], T], store: Store = Store.ENTITIES) -> T:
         return await asyncio.to_thread(self._attempt, f"{what} at {self._hosts[store]}", request)
+
+    async def _in_time(self, where: str, work: Callable[[], Any], active_at: Callable[[], float]) -> None:
+        """Runs blocking work, which ends after `request_timeout` seconds without activity."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(self._attempt(where, work))
+            except BaseException as error:  # raised by the caller
+                future.set_exception(error)
+
+        started, done = time.monotonic(), asyncio.wrap_future(future)
+        threading.Thread(target=run, name="upload to the Data Store", daemon=True).start()
+        try:
+            while not done.done():
+                left = max(started, active_at()) + self._timeout - time.monotonic()
+                if left <= 0:
+                    raise BackendUnavailable(f"{where}: no answer for {self._timeout:g} s (request_timeout)")
+                await asyncio.wait({done}, timeout=left)
+            done.result()
+        finally:
+            done.cancel()
+
+    def _status(self, what: str, status: Any) -> TrainingStatusEnum:
+        """The status of a job or a deployment; one that is null or unknown is a warning, and means that it runs."""
+        known = _STATUSES.get(str(status))
+        if known is None and (what, status) not in self._odd_statuses:
+            self._odd_statuses.add((what, status))
+            logger.warning("%s has the status %r, which is unknown: it is taken to be running", what, status)
+        return known or TrainingStatusEnum.RUNNING
+
+    def _job(self, job_id: str, job: Any) -> ServiceJob:
+        """From the SDK's models, whose values are not validated."""
+        details = job.status_details
+        logs = [log for log in getattr(details, "status_logs", None) or [] if log.message or log.detail]
+        return ServiceJob(
+            job_id,
+            self._status(f"job {job_id}", job.status or getattr(details, "status", None)),
+            _percent(getattr(details, "percentage_done", None)),
+            ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None,
+            {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None},
+            job.output_model,
+            _dataset_name(job.dataset),
+        )
 
     def _attempt(self, where: str, request: Callable[[], T]) -> T:
         try:
@@ -257,18 +329,10 @@ class NeMoServices:
         return text.replace(self._token, "***") if self._token else text
 
 
-def _job(job_id: str, job: Any) -> ServiceJob:
-    """From the SDK's models, whose values are not validated."""
-    details = job.status_details
-    logs = [log for log in getattr(details, "status_logs", None) or [] if log.message or log.detail]
-    return ServiceJob(
-        job_id,
-        _STATUSES.get(str(job.status or getattr(details, "status", None)), TrainingStatusEnum.RUNNING),
-        _percent(getattr(details, "percentage_done", None)),
-        ": ".join(filter(None, (logs[-1].message, logs[-1].detail))) if logs else None,
-        {name: value for name in _METRICS if (value := getattr(details, name, None)) is not None},
-        job.output_model,
-    )
+def _dataset_name(dataset: Any) -> str | None:
+    """The namespace and the name of a job's dataset; the SDK gives a model or text."""
+    names = [getattr(dataset, field, None) for field in ("namespace", "name")]
+    return "/".join(map(str, names)) if all(names) else None
 
 
 def _percent(value: Any) -> float | None:
@@ -291,6 +355,6 @@ def _reason(response: Any, error: Exception) -> str:
         body = parse_lenient_json(response.content)
     except (ValueError, RuntimeError):  # not JSON, or not read
         body = None
-    given = body.get("message") or body.get("detail") if isinstance(body, dict) else None
-    text = error_message(body) or given or getattr(error, "server_message", None) or error
+    message = body.get("message") or body.get("detail") if isinstance(body, dict) else None
+    text = error_message(body) or message or getattr(error, "server_message", None) or error
     return " ".join(str(text).split())[:500]

@@ -15,7 +15,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.disk.json_files import load_json, read_object
-from insitu.errors import ConfigError, Stalled, TrajectoryError, describe_error
+from insitu.errors import ConfigError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
@@ -51,6 +51,8 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         super().__init__(trainer_config, builder, **kwargs)
         self.collection_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
+        self._submits_again = False
+        """Whether the pairs are submitted again if their job was canceled."""
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
@@ -74,9 +76,14 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             self.final_metrics = await asyncio.to_thread(read_object, self.store.folder / FINAL_METRICS)
             history = self.store.folder / COLLECTION_HISTORY
             self.collection_history = load_json(await asyncio.to_thread(history.read_bytes))
+            request, status = self._builder.request, self.final_metrics.get("status")
+            self._submits_again &= status in (None, TrainingStatusEnum.CANCELED)  # the run has canceled it itself
+            self._submits_again |= request is not None and request.force
 
     def _open_run(self, folder: Path) -> list[str]:
         _adopt(folder)
+        progress = folder / PROGRESS
+        self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
         return super()._open_run(folder)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -89,9 +96,9 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             return [*jobs]
         started, status = time.perf_counter(), None
         try:
-            if not self._durable.continues:
-                await self._start_new(num_epochs)
             with self._durable.recorded_end():
+                if not self._durable.continues:
+                    await self._start_new(num_epochs)
                 self._durable.mark_running()
                 status = await self._status_of(await self.run_epoch(1, self.run_id))
         except BaseException as error:  # recorded, then re-raised
@@ -122,7 +129,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             self._write_final_metrics(pairs=sizes, dropped=collection.dropped)
             await self._durable.commit(phase="collected")
         with self.report.phase("submitting the job"):
-            ref = await submit_once(self.trainer_adapter, collection, None, resumed)
+            ref = await submit_once(self.trainer_adapter, collection, None, resumed and not self._submits_again)
         self._write_final_metrics(job=ref.metadata)
         self._durable.enter("submitted")
         self.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
@@ -178,6 +185,9 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             with self.report.phase(f"waiting for {job_label(ref)}"):
                 status = await wait_for_job(self.trainer_adapter, ref, self._full_config, self._note)
         self._write_final_metrics(status=status.status.value, job=status.metadata, message=status.message)
+        if status.status is TrainingStatusEnum.CANCELED:
+            problem = f"{job_label(status)} ended as canceled: {status.message or 'no reason given'}"
+            raise JobFailed(f"{problem}; --resume with --force submits its pairs again")
         if status.status not in UNFINISHED:
             check_completed(job_label(ref), status)
             await self._durable.commit(epoch=1, jobs=[status])
@@ -208,13 +218,13 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
     def _selection_settings(self) -> dict[str, Any]:
         return self.trainer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
 
-    def _write_final_metrics(self, **known: Any) -> None:
+    def _write_final_metrics(self, **metrics: Any) -> None:
         """Updates `final_metrics.json` with what has become known of the run."""
         unknown = dict.fromkeys(("status", "pairs", "job", "message", "seconds"))
         failed = sum("error" in record for record in self.collection_history)
         collections = {"collections": len(self.collection_history), "collections_failed": failed}
         first: dict[str, Any] = {"run_id": self.run_id, **unknown, "dropped": {}}
-        self.final_metrics = {**first, **self.final_metrics, "error": None, **known, **collections}
+        self.final_metrics = {**first, **self.final_metrics, "error": None, **metrics, **collections}
         self.store.write(FINAL_METRICS, self.final_metrics)
 
 

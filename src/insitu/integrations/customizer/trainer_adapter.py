@@ -19,6 +19,7 @@ from insitu.errors import BackendError, ConfigError, JobFailed, RequestRefused
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.integrations.customizer.records import Split, single_pairs, split_records
 from insitu.integrations.customizer.services import NeMoServices, ServiceJob, Store
+from insitu.schemas.episodes import Needs
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -44,7 +45,7 @@ class _Submission(NamedTuple):
 
     key: str
     name: str
-    """Of the dataset, the job and the trained model."""
+    """Of the job and the trained model; of the dataset if `dataset_name` is taken."""
     output_model: str
 
 
@@ -93,6 +94,10 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             offers = ", ".join(f"{training_type} with {finetuning_type}" for training_type, finetuning_type in options)
             raise ConfigError(f"{what} does not offer {problem}; it offers {offers}")
 
+    @property
+    def needs(self) -> Needs:
+        return Needs.TEXT
+
     def training_settings(self) -> dict[str, Any]:
         services = ("entity_host", "datastore_host", "namespace", "customization_config")
         names = {*services, "dataset_name", "use_full_message_history", "validation_fraction"}
@@ -134,19 +139,21 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         else:
             if self.config.deploy_on_completion:
                 await self._check_deployment_name(submission.output_model)
-            await self._upload(submission, split)
-            job = await self._submitted(submission)
+            dataset = await self._upload(submission, split)
+            job = await self._submitted(submission, dataset)
         sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
         return self._ref(trajectories.run_id, submission, job, **sizes, turns=split.turns)
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
-        """The job that was submitted for this run and epoch, by any process; None if there is none to wait for."""
+        """The job that any process has submitted for this run and epoch; None if there is none, or it has failed."""
         submission = self._submission(run_id, epoch)
-        job = await self._running_job(submission)
+        job = await self._entities("find the job", lambda: self._find(submission))
+        if job is None or job.status is TrainingStatusEnum.FAILED:
+            return None
         return self._ref(run_id, submission, job) if job is not None else None
 
     async def _running_job(self, submission: _Submission) -> ServiceJob | None:
-        """The job of a submission, unless it has failed."""
+        """The job of a submission, unless it has failed or was canceled."""
         job = await self._entities("find the job", lambda: self._find(submission))
         return job if job is not None and job.status not in _ENDED_BADLY else None
 
@@ -160,28 +167,37 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         metadata = {
             "job_id": job.id,
             "key": submission.key,
-            "dataset": f"{self.config.namespace}/{submission.name}",
+            "dataset": job.dataset or f"{self.config.namespace}/{submission.name}",
             "output_model": job.output_model or submission.output_model,
             **sizes,
         }
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
-    async def _upload(self, submission: _Submission, split: Split) -> None:
-        namespace, name = self.config.namespace, submission.name
+    async def _upload(self, submission: _Submission, split: Split) -> str:
+        """Registers and uploads the dataset; returns its name, `dataset_name` if that is free."""
+        namespace, name = self.config.namespace, await self._registered(submission)
         files = {
             "training/training.jsonl": dump_lines(split.training),
             "validation/validation.jsonl": dump_lines(split.validation),
         }
         await asyncio.to_thread(self._write, name, files)
-        register = partial(self._services.register_dataset, namespace, name, submission.key)
-        try:
-            await self._entities("register the dataset", register)
-        except RequestRefused as error:
-            if error.status != 409:
-                raise
-            problem = f"the dataset {namespace}/{name} exists and belongs to another run; choose another dataset_name"
-            raise ConfigError(f"trainer_adapters: dataset_name: {problem}") from error
         await self._files("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))
+        return name
+
+    async def _registered(self, submission: _Submission) -> str:
+        """The name under which the dataset is registered now. Raises ConfigError if other runs have all its names."""
+        namespace, names = self.config.namespace, (self.config.dataset_name, submission.name)
+        for name in names:
+            register = partial(self._services.register_dataset, namespace, name, submission.key)
+            try:
+                await self._entities("register the dataset", register)
+                return name
+            except RequestRefused as error:
+                if error.status != 409:
+                    raise
+                refusal = error
+        problem = f"the datasets {' and '.join(names)} of namespace {namespace} exist and belong to other runs"
+        raise ConfigError(f"trainer_adapters: dataset_name: {problem}; choose another dataset_name") from refusal
 
     def _write(self, name: str, files: dict[str, bytes]) -> None:
         folder, key = self.config.dataset_output_dir, "trainer_adapters: dataset_output_dir"
@@ -191,9 +207,9 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             target = folder / name / path
             write_file(writable_folder(target.parent, key) / target.name, content)
 
-    async def _submitted(self, submission: _Submission) -> ServiceJob:
+    async def _submitted(self, submission: _Submission, dataset: str) -> ServiceJob:
         """Submits the job. If that is interrupted, waits for the answer and cancels the job."""
-        task = asyncio.create_task(self._entities("submit the job", lambda: self._find_or_create(submission)))
+        task = asyncio.create_task(self._entities("submit the job", lambda: self._find_or_create(submission, dataset)))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -205,7 +221,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
                 await self.interrupted(self._ref(submission.key, submission, task.result()))
             raise
 
-    async def _find_or_create(self, submission: _Submission) -> ServiceJob:
+    async def _find_or_create(self, submission: _Submission, dataset: str) -> ServiceJob:
         """One attempt. An earlier one may have created the job although its answer was lost."""
         job, name = await self._find(submission), submission.name
         if job is not None and job.status not in _ENDED_BADLY:
@@ -213,7 +229,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         if job is not None:  # its name is taken
             name = f"{name}-{job.id}"
         try:
-            options = self._job_options(submission)
+            options = self._job_options(submission, dataset)
             return await self._services.create_job(self.config.namespace, name, submission.key, options)
         except RequestRefused as error:
             if error.status == 409 and (job := await self._find(submission)) is not None:
@@ -223,10 +239,10 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
     async def _find(self, submission: _Submission) -> ServiceJob | None:
         return await self._services.find_job(self.config.namespace, submission.key, submission.output_model)
 
-    def _job_options(self, submission: _Submission) -> dict[str, Any]:
+    def _job_options(self, submission: _Submission, dataset: str) -> dict[str, Any]:
         return {
             "config": self.config.customization_config,
-            "dataset": {"namespace": self.config.namespace, "name": submission.name},
+            "dataset": {"namespace": self.config.namespace, "name": dataset},
             "hyperparameters": {**self._hyperparameters(), "seed": self._seed},
             "output_model": submission.output_model,
             "description": f"insitu run {submission.key}",
@@ -314,4 +330,6 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
 
 
 def _job_id(ref: TrainingJobRef) -> str:
-    return str((ref.metadata or {})["job_id"])
+    if (job_id := (ref.metadata or {}).get("job_id")) is None:
+        raise JobFailed(f"a job of run {ref.run_id!r} without metadata['job_id'] cannot be found at NeMo Customizer")
+    return str(job_id)

@@ -100,8 +100,8 @@ class ResponsesTranslation(Translation):
         refuse_unsupported(request, _KNOWN, _NEUTRAL)
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
-            known = ", ".join(memory) or "none"
-            problem = f"there is no response {before!r} in this episode; available: {known}"
+            ids = ", ".join(memory) or "none"
+            problem = f"there is no response {before!r} in this episode; available: {ids}"
             raise RequestRefused(problem, status=404, param="previous_response_id")
         super().__init__(_chat_request(request, memory[before] if before is not None else []), memory)
         self._original = request

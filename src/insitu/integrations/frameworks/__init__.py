@@ -6,41 +6,27 @@ In: our model object. Out: theirs, whose calls are recorded. `insitu.agents.fram
 
 from typing import Any
 
-from insitu.agents.frameworks import push
-from insitu.schemas.steps import IntermediateStepType, StreamEventData, TraceMetadata
-from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.agents.frameworks import RunSteps
+from insitu.schemas.steps import IntermediateStepType, TraceMetadata
 
 
-class ModelSteps:
-    """Reports the model calls of a framework as steps of the episode they started in. Run ids are globally unique."""
+class ModelSteps(RunSteps):
+    """Reports the model calls of a framework."""
 
-    def __init__(self, framework: str) -> None:
-        self._framework = framework
-        self._open: dict[str, tuple[EpisodeScope, Any]] = {}
+    types = IntermediateStepType.LLM_START, IntermediateStepType.LLM_END
 
     def start(self, run_id: object, name: str | None, prompt: Any, **metadata: Any) -> None:
-        """Pushes LLM_START. The prompt is repeated in LLM_END."""
-        scope = current_scope()
-        if scope is not None:
-            self._open[str(run_id)] = scope, prompt
-            fields = TraceMetadata.model_construct(**metadata) if metadata else None
-            data = StreamEventData(input=prompt)
-            push(self._framework, IntermediateStepType.LLM_START, run_id, name, data, scope, metadata=fields)
+        """The prompt is repeated in LLM_END."""
+        self._start(run_id, name, prompt, TraceMetadata.model_construct(**metadata) if metadata else None)
 
     def end(
         self,
         run_id: object,
-        name: str | None = None,
         output: str | None = None,
         responses: Any = None,
         error: str | None = None,
+        payload: Any = None,
         **others: Any,
     ) -> None:
-        """Pushes LLM_END with the framework's response objects, or the error. Ignores calls without a start."""
-        scope, prompt = self._open.pop(str(run_id), (None, None))
-        if scope is not None:
-            metadata: Any = {"error": error}
-            if error is None:
-                metadata = TraceMetadata.model_construct(chat_responses=responses)
-            data = StreamEventData(input=prompt, output=output, payload=others.pop("payload", None))
-            push(self._framework, IntermediateStepType.LLM_END, run_id, name, data, scope, metadata=metadata, **others)
+        """Pushes the framework's response objects, or the error. Ignores calls without a start."""
+        self._end(run_id, error, {"chat_responses": responses}, {"output": output, "payload": payload}, **others)

@@ -34,8 +34,8 @@ async def ask_agent(agent: BaseAgent, question: Any) -> str:
     """Asks the agent in a new session; returns the text of the last final response."""
     runner = InMemoryRunner(agent, plugins=[ToolReports()])
     session = await runner.session_service.create_session(app_name=runner.app_name, user_id="user")
-    asked = Content(role="user", parts=[Part(text=str(question))])
-    events = runner.run_async(user_id="user", session_id=session.id, new_message=asked)
+    message = Content(role="user", parts=[Part(text=str(question))])
+    events = runner.run_async(user_id="user", session_id=session.id, new_message=message)
     final = [event async for event in events if event.is_final_response()]
     return _text((final[-1].content.parts if final and final[-1].content else None) or ())
 
@@ -70,11 +70,11 @@ class _ReportingLlm(LiteLlm):
                 else:
                     held.append(response)
         except BaseException as error:  # reported, then re-raised
-            _MODELS.end(run_id, name, error=repr(error))
+            _MODELS.end(run_id, error=repr(error))
             raise
         final = [response for response in held if not response.partial]
         parts = [part for response in final if response.content for part in response.content.parts or ()]
-        _MODELS.end(run_id, name, _text(parts), final)
+        _MODELS.end(run_id, _text(parts), final)
         for response in held:  # after LLM_END: ADK runs the tools of a response before it resumes this generator
             yield response
 

@@ -45,8 +45,8 @@ def make_llm(llm: ModelClient) -> ChatOpenAI:
 async def ask_agent(agent: Any, question: Any) -> Any:
     """The text of the last message of a graph, or what another runnable returns. A mapping is a graph's whole input."""
     is_graph = type(agent).__module__.startswith("langgraph.")
-    asked = {"messages": [{"role": "user", "content": question}]}
-    answer = await agent.ainvoke(asked if is_graph and isinstance(question, str) else question)
+    inputs = {"messages": [{"role": "user", "content": question}]}
+    answer = await agent.ainvoke(inputs if is_graph and isinstance(question, str) else question)
     if is_graph and isinstance(answer, dict) and answer.get("messages"):
         answer = answer["messages"][-1]
     return answer.text if isinstance(answer, BaseMessage) else answer
@@ -75,7 +75,7 @@ class StepReporter(BaseCallbackHandler):
         first, report = generations[0] if generations else None, response.llm_output or {}
         output = None if first is None else first.text
         usage = UsageInfo.model_construct(token_usage=report.get("token_usage"), num_llm_calls=1)
-        _MODELS.end(run_id, report.get("model_name"), output, generations, payload=first, usage_info=usage)
+        _MODELS.end(run_id, output, generations, payload=first, usage_info=usage)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **others: Any) -> None:
         _MODELS.end(run_id, error=repr(error))

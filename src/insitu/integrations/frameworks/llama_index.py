@@ -75,7 +75,7 @@ class _ModelReports(BaseEventHandler):
                 response = event.response
                 is_text = isinstance(response, CompletionResponse)
                 text = response.text if is_text else response and response.message.content
-                _MODELS.end(event.span_id, None, text, [] if response is None else [response])
+                _MODELS.end(event.span_id, text, [] if response is None else [response])
             case ExceptionEvent():
                 _MODELS.end(event.span_id, error=repr(event.exception))
             case SpanDropEvent():

@@ -48,7 +48,10 @@ class Completion(ModelCall):
     tokens: list[str] | None = None
 
 
-_RECORDED = ("finish_reason", "logprobs", "token_ids", "prompt_token_ids", "policy_version")
+_RECORDED = (
+    *("finish_reason", "logprobs", "token_ids", "prompt_token_ids"),
+    *("policy_version", "sampling", "logprobs_temperature"),
+)
 """Fields of a Completion that the metadata of a recorded call has."""
 
 
@@ -76,7 +79,7 @@ def parse_prompt(value: Any, formats: Sequence[StepFormat]) -> list[Message]:
 def parse_completions(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[Completion]:
     """The completions of one prompt."""
     readers = [f.read_completions for f in formats]
-    return [found for item in _json_items(value) for found in _first_reading("completion", item, readers, prompt)]
+    return [reading for item in _json_items(value) for reading in _first_reading("completion", item, readers, prompt)]
 
 
 def _first_reading(
@@ -140,9 +143,9 @@ def step_completions(
 def assistant_message(message: Message, call: ModelCall | None) -> Message:
     """The message with its `logprobs` (see `call_logprobs`), and `token_ids` and `finish_reason` if known."""
     sampling = {} if call is None else {"token_ids": call.token_ids, "finish_reason": call.finish_reason}
-    known = {name: value for name, value in sampling.items() if value is not None}
+    options = {name: value for name, value in sampling.items() if value is not None}
     tokens = call.tokens if isinstance(call, Completion) else None
-    return {**message, "logprobs": call_logprobs(call, tokens), **known}
+    return {**message, "logprobs": call_logprobs(call, tokens), **options}
 
 
 def step_parser(*formats: StepFormat) -> Callable[..., Message]:

@@ -171,7 +171,7 @@ async def _check_address(address: str) -> None:
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError(f"{KEY}.address is {address!r}; expected auto, or host:port such as 10.0.0.5:6379")
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):

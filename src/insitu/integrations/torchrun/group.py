@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from insitu.backend.child_process import ChildProcess, describe_exit
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
+from insitu.integrations.child_process import ChildProcess, describe_exit
 from insitu.integrations.torchrun.rank import write_rows
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
 
@@ -183,12 +183,12 @@ class RankGroup:
         assert self._process is not None
         self._process.wait(20)  # torchrun stops the other ranks first
         log = self._process.output()
-        found = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
-        if found is None:
+        match = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
+        if match is None:
             return JobFailed(
                 f"the learner's processes have ended{_last_error(log, '')} ({self._folder / LOG}); {RESTORED}"
             )
-        rank, code = map(int, found.groups())
+        rank, code = map(int, match.groups())
         error = _last_error(log, f"[rank{rank}]: ")
         which = f"rank {rank} of {self._options.total}"
         return JobFailed(f"{which} {describe_exit(code)}{error} ({self._folder / LOG}); {RESTORED}")

@@ -47,23 +47,23 @@ _NOT_METRICS = {"epoch", "timestamp", "run_id", "job", "curriculum_state"}
 
 def training_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a line of `training_metrics.jsonl`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, value in line.items():
         if key not in _NOT_METRICS:
-            found |= _numbers(_SECTIONS.get(key) or f"train/{_TRAIN.get(key, key)}", value)
-    return found
+            metrics |= _numbers(_SECTIONS.get(key) or f"train/{_TRAIN.get(key, key)}", value)
+    return metrics
 
 
 def validation_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a record of `validation_history.json`; none of a failed validation."""
     if "error" in record:
         return {}
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, name in _VALIDATION.items():
-        found |= _numbers(name, record.get(key))
+        numbers |= _numbers(name, record.get(key))
     for name, bound in zip(("low", "high"), record.get("ci95") or (), strict=False):
-        found |= _numbers(f"validation/score_{name}", bound)
-    return found
+        numbers |= _numbers(f"validation/score_{name}", bound)
+    return numbers
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
@@ -135,8 +135,8 @@ class TrackedFiles:
             calls = self._files.calls(group)
             for record in [*self._files.episode_records([group])][:SAMPLED_EPISODES]:
                 prompt, answer = _texts(calls.get(record["episode"], []))
-                known = (record["row_id"], record["generation"], record["outcome"], record["reward"])
-                yield *known, prompt, answer, _short(str(record["output"]))
+                values = (record["row_id"], record["generation"], record["outcome"], record["reward"])
+                yield *values, prompt, answer, _short(str(record["output"]))
 
 
 def _texts(calls: list[ModelCall]) -> tuple[str, str]:

@@ -67,9 +67,9 @@ class PrefixRouter(Generic[T]):
         """`loads` has the servers that can take the completion, with their unfinished ones."""
         keys = _block_keys(prompt)
         server = min(loads, key=lambda each: loads[each])
-        known = next((each for key in reversed(keys) if (each := self._servers.get(key)) is not None), None)
-        if known is not None and known in loads and loads[known] <= loads[server] + AFFINITY:
-            server = known
+        match = next((each for key in reversed(keys) if (each := self._servers.get(key)) is not None), None)
+        if match is not None and match in loads and loads[match] <= loads[server] + AFFINITY:
+            server = match
         for key in keys:
             self._servers[key] = server
             self._servers.move_to_end(key)

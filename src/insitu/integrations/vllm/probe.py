@@ -56,10 +56,10 @@ class Probe:
         sampled = [token.logprob for token in tokens]
         own, tempered = await self._compute.call(_logprobs, loaded, loaded.module, prompt, ids)
         tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
-        if (gap := _mean_gap(sampled, own)) <= tolerance:
+        if (gap := _mean_gap(sampled, tempered)) <= tolerance:
             return
-        if _mean_gap(sampled, tempered) <= tolerance:
-            problem = "returns log-probabilities after temperature: start it with --logprobs-mode raw_logprobs"
+        if _mean_gap(sampled, own) <= tolerance:
+            problem = "returns log-probabilities before temperature: start it with --logprobs-mode processed_logprobs"
             raise BackendError(f"{name} {problem}")
         problem = f"the log-probabilities of its samples differ by {gap:.2g} on average (allowed: {tolerance:g})"
         raise BackendError(f"{name} has another model than {loaded.source}: {problem}")

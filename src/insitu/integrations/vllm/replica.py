@@ -285,6 +285,8 @@ def _connector(server: StartedServer | None) -> Callable[[], aiohttp.BaseConnect
 
 
 _MAX_SEED = 2**63 - 1
+_LARGEST_LOGPROB = 1e-3
+"""0 but for rounding."""
 _NOT_FINITE = -9999.0
 """What vLLM writes for a log-probability that is not a number."""
 
@@ -312,21 +314,32 @@ def request_body(model: str, completion: Completion, eos_token_ids: Iterable[int
 
 
 def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> list[SampledToken]:
-    """The tokens of a choice, or of its part in an event, with the model's own log-probabilities."""
+    """The tokens of a choice, or of its part in an event, with their log-probabilities after temperature."""
     content = (choice.get("logprobs") or {}).get("content") or []
     ids = choice.get("token_ids") or []
     if len(content) != len(ids):
         raise BackendUnavailable(f"vLLM returned {len(ids)} tokens with {len(content)} log-probabilities")
     tokens = []
     for token_id, entry in zip(ids, content, strict=True):
-        if entry["logprob"] <= _NOT_FINITE:
-            raise BackendError(LOGITS_NOT_FINITE)
+        check_token(token_id, entry["logprob"])
         top = None
         if num_top_logprobs:
             ranked = sorted((each for each in entry["top_logprobs"] if each["rank"]), key=lambda each: each["rank"])
             top = [(each["token_id"], each["logprob"]) for each in ranked if each["rank"] <= num_top_logprobs]
+            for alternative in top:
+                check_token(*alternative)
         tokens.append(SampledToken(token_id, entry["logprob"], top))
     return tokens
+
+
+def check_token(token_id: Any, logprob: Any) -> None:
+    """Raises BackendError for what no model samples: it would be trained."""
+    if type(token_id) is not int or not 0 <= token_id < 2**31:
+        raise BackendUnavailable(f"vLLM returned the token {token_id!r:.80}; expected a number of the vocabulary")
+    if type(logprob) not in (int, float) or not logprob <= _LARGEST_LOGPROB:
+        raise BackendUnavailable(f"vLLM returned the log-probability {logprob!r:.80}; expected one of at most 0")
+    if logprob <= _NOT_FINITE:
+        raise BackendError(LOGITS_NOT_FINITE)
 
 
 def weight_tags(choice: dict[str, Any]) -> set[str]:

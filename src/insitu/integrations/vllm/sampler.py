@@ -228,6 +228,10 @@ class VllmSampler(Sampler):
         text = ""
         token: SampledToken
         for token in sampled_tokens(choice, completion.params.top_logprobs):
+            if token.id >= self.vocab_size:
+                raise BackendUnavailable(
+                    f"vLLM returned the token {token.id}; the vocabulary ends at {self.vocab_size - 1}"
+                )
             new, finish_reason = completion.append(token, self.tokenizer, self.max_length)
             text += new
             if finish_reason is not None:

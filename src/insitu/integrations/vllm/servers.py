@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE
-from insitu.backend.child_process import ChildProcess
 from insitu.backend.model import LoadedModel, base_and_adapter
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError, install_command
+from insitu.integrations.child_process import ChildProcess
 from insitu.schemas.training_jobs import SamplerOptions
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -118,7 +118,7 @@ def _settings(
         "max-model-len": max_length,
         "tensor-parallel-size": options.tensor_parallel,
         "enable-scale-out": True,
-        "logprobs-mode": "raw_logprobs",
+        "logprobs-mode": "processed_logprobs",
         "max-logprobs": 21,
         "generation-config": "vllm",
         "disable-uvicorn-access-log": True,
@@ -160,11 +160,11 @@ def visible_devices(gpus: Sequence[int]) -> str:
 
     Raises BackendError if there are not as many.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
         return ",".join(map(str, gpus))
-    visible = [name.strip() for name in given.split(",") if name.strip()]
+    visible = [name.strip() for name in devices.split(",") if name.strip()]
     if max(gpus) >= len(visible):
-        problem = f"but {len(visible)} GPUs are visible (CUDA_VISIBLE_DEVICES is {given!r})"
+        problem = f"but {len(visible)} GPUs are visible (CUDA_VISIBLE_DEVICES is {devices!r})"
         raise BackendError(f"sampler.gpus is {list(gpus)}, {problem}")
     return ",".join(visible[gpu] for gpu in gpus)

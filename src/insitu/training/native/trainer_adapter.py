@@ -52,6 +52,8 @@ class Health(BaseModel):
     policy_version: int
     vocab_size: int | None = None
     max_length: int | None = None
+    weights: str | None = None
+    logprob_tolerance: float | None = None
 
 
 class Model(BaseModel):
@@ -150,11 +152,11 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
         """
         request, record = self._builder.request, folder / STARTED_FILE
-        if request is not None and request.resume and record.is_file():
+        if folder.exists():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
+        if request is not None and request.resume and record.is_file():
             return str(read_object(record)["model"])
         if (folder / "checkpoints").exists():
-            FolderLock(folder, OUTPUT_DIR).release()
             self._builder.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
             logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
         resolved = self._resolve_model(model)
@@ -275,8 +277,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
     ) -> TrainingJobRef:
         options = {key: value for key, value in self._training if key not in LossSettings.model_fields}
-        given = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
-        settings = TrainingSettings(**given, seed=self._full_config.general.seed)
+        values = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
+        settings = TrainingSettings(**values, seed=self._full_config.general.seed)
         return await self._submit(rows, settings.effective(), run_id, f"{run_id}/{name}", None)
 
     def note_best(self, version: int | None) -> None:
@@ -312,8 +314,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        given = keep.model_dump(include={"last", "every", "optimizer"})
-        return Retention(**given, versions=versions, after=self._first_version)
+        limits = keep.model_dump(include={"last", "every", "optimizer"})
+        return Retention(**limits, versions=versions, after=self._first_version)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:

@@ -1,7 +1,7 @@
 /** Shows the page that the address names, and keeps it up to date while its runs are written. */
 
 import { ApiError, setToken, takeToken } from "./api.js";
-import { debounce, fill, h } from "./dom.js";
+import { debounce, fill, focusMark, focusMarked, h } from "./dom.js";
 import { listenForKeys, setShortcuts, showKeys } from "./keys.js";
 import { follow } from "./live.js";
 import { link } from "./links.js";
@@ -28,19 +28,23 @@ const live = /** @type {HTMLElement} */ (document.getElementById("live"));
 let leave = new AbortController();
 /** @type {Page | null} */
 let current = null;
+let shownBefore = false;
 
-async function show(scroll = 0) {
+/** @typedef {{scroll?: number, list?: number, focus?: import("./dom.js").FocusMark | null}} Place where a page was left */
+
+/** @param {Place} [place] */
+async function show(place = {}) {
   leave.abort();
   leave = new AbortController();
   const { signal } = leave;
-  const build = PAGES[location.pathname] ?? runsPage;
+  const build = PAGES[location.pathname] ?? noPage;
   const slow = setTimeout(() => main.setAttribute("aria-busy", "true"), 150);
   try {
     const page = await build({ parameters: new URLSearchParams(location.search), signal, go });
     if (signal.aborted) return page.close?.();
     current?.close?.();
     current = page;
-    display(page, scroll);
+    display(page, place, signal);
     const update = refresher(page, signal);
     follow(page.runs ?? [], update, showLive, signal);
   } catch (error) {
@@ -51,8 +55,8 @@ async function show(scroll = 0) {
   }
 }
 
-/** @param {Page} page @param {number} scroll */
-function display(page, scroll) {
+/** @param {Page} page @param {Place} place @param {AbortSignal} signal */
+function display(page, place, signal) {
   document.title = `${page.title} · insitu`;
   fill(
     crumbs,
@@ -60,8 +64,43 @@ function display(page, scroll) {
   );
   fill(main, page.node);
   setShortcuts(page.shortcuts ?? []);
-  window.scrollTo(0, scroll);
+  window.scrollTo(0, place.scroll ?? 0);
+  if (shownBefore) comeBack(place, signal);
+  shownBefore = true;
   page.shown?.();
+}
+
+/**
+ * Goes back to where a page was left, as soon as its lists have come. The focus of a new page is at its start.
+ * @param {Place} place @param {AbortSignal} signal
+ */
+function comeBack(place, signal) {
+  main.focus({ preventScroll: true });
+  const again = () => {
+    const scroller = main.querySelector(".scroller");
+    if (place.list && (!scroller || scroller.scrollHeight < place.list + scroller.clientHeight)) return false;
+    if (place.list && scroller) scroller.scrollTop = place.list;
+    window.scrollTo(0, place.scroll ?? 0);
+    return !place.focus || focusMarked(place.focus);
+  };
+  if (again()) return;
+  const changes = new MutationObserver(() => again() && changes.disconnect());
+  changes.observe(main, { childList: true, subtree: true, attributes: true, attributeFilter: ["style"] });
+  for (const event of ["keydown", "pointerdown", "wheel"])
+    addEventListener(event, () => changes.disconnect(), { once: true, capture: true, signal });
+  setTimeout(() => changes.disconnect(), 5000);
+}
+
+/** @returns {Promise<Page>} */
+async function noPage() {
+  const node = h(
+    "section",
+    { class: "page problem", role: "alert" },
+    h("h1", {}, "There is no such page"),
+    h("p", {}, h("code", { class: "break" }, location.pathname), " is none of the pages of insitu view."),
+    h("p", {}, link("/runs", {}, "All runs")),
+  );
+  return { title: "No such page", crumbs: [], node };
 }
 
 /** At most one update at a time, and one more if something changed meanwhile. @param {Page} page @param {AbortSignal} signal */
@@ -147,9 +186,15 @@ function tokenForm() {
   );
 }
 
+/** Keeps where the page is left, for Back. */
+function leavePlace() {
+  const list = main.querySelector(".scroller")?.scrollTop ?? 0;
+  history.replaceState({ scroll: window.scrollY, list, focus: focusMark() }, "");
+}
+
 /** Opens an address without loading the page anew. @param {string} href @param {boolean} [replace] */
 function go(href, replace = false) {
-  history.replaceState({ scroll: window.scrollY }, "");
+  leavePlace();
   if (replace) history.replaceState({}, "", href);
   else history.pushState({}, "", href);
   show();
@@ -164,7 +209,7 @@ document.addEventListener("click", (event) => {
   event.preventDefault();
   go(anchor.pathname + anchor.search);
 });
-window.addEventListener("popstate", (event) => show(event.state?.scroll ?? 0));
+window.addEventListener("popstate", (event) => show(event.state ?? {}));
 window.addEventListener("hashchange", () => {
   if (!location.hash.startsWith("#token=")) return;
   takeToken();

@@ -8,7 +8,7 @@ import uPlot from "./vendor/uPlot.esm.js";
  * A curve. `colour` is a custom property of the stylesheet; `band` has a lower and an upper bound for each x, and `sparse`
  * curves have points at some epochs only, which a line connects.
  * @typedef {{label: string, colour: string, points: [number, number | null][], band?: [number, number, number][], sparse?: boolean,
- *   dashed?: boolean}} Series
+ *   dashed?: boolean, faint?: boolean}} Series
  */
 
 /**
@@ -39,6 +39,8 @@ export class ChartCard {
     /** @type {uPlot | null} */
     this.uplot = null;
     this.drawn = "";
+    /** @type {[number, number] | null} */
+    this.span = null;
     this.resizing = new ResizeObserver(() => this.resize());
     this.resizing.observe(this.plot);
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -46,13 +48,14 @@ export class ChartCard {
     this.scheme.addEventListener("change", this.redraw);
   }
 
-  /** @param {Series[]} series */
-  update(series) {
-    const text = JSON.stringify(series);
+  /** @param {Series[]} series @param {[number, number] | null} [span] the planned epochs */
+  update(series, span = null) {
+    const text = JSON.stringify([series, span]);
     if (text === this.drawn) return;
     this.drawn = text;
+    this.span = span;
     this.chart.series = series;
-    this.plot.setAttribute("aria-label", summary(this.chart));
+    this.plot.setAttribute("aria-label", summary(this.chart, this.span));
     if (this.uplot) this.draw();
   }
 
@@ -92,7 +95,11 @@ export class ChartCard {
         x: {
           time: false,
           range: (/** @type {any} */ _, /** @type {number} */ min, /** @type {number} */ max) =>
-            min === max ? [min - 1, max + 1] : [min, max],
+            this.span
+              ? [Math.min(min ?? this.span[0], this.span[0]), Math.max(max ?? this.span[1], this.span[1], this.span[0] + 1)]
+              : min === max
+                ? [min - 1, max + 1]
+                : [min, max],
         },
         y: {
           range: (/** @type {any} */ _, /** @type {number} */ min, /** @type {number} */ max) =>
@@ -131,7 +138,10 @@ export class ChartCard {
     const { series } = this.chart;
     const xs = this.uplot?.data[0] ?? [];
     const x = index == null ? null : xs[index];
-    const shown = series.map((each) => ({ each, value: at(each, x) })).filter(({ value }) => value != null);
+    const shown = series
+      .filter((each) => !each.faint)
+      .map((each) => ({ each, value: at(each, x) }))
+      .filter(({ value }) => value != null);
     const parts =
       index == null && series.length > MANY
         ? []
@@ -185,10 +195,10 @@ function columns(curves) {
     data.push(column(curve.points));
     series.push({
       ...common,
-      stroke,
-      width: 1.75,
+      stroke: curve.faint ? `color-mix(in srgb, ${stroke} 35%, transparent)` : stroke,
+      width: curve.faint ? 1 : 1.75,
       dash: curve.dashed ? [5, 4] : undefined,
-      points: { show: few, size: curve.sparse ? 6 : 4, fill: stroke, stroke },
+      points: { show: few && !curve.faint, size: curve.sparse ? 6 : 4, fill: stroke, stroke },
     });
   }
   return { data, series, bands };
@@ -215,14 +225,15 @@ function tick(splits, format) {
     : (/** @type {number} */ value) => value.toFixed(decimals).replace("-", "−");
 }
 
-/** What a chart shows in a sentence, for those who do not see it. @param {Chart} chart */
-function summary(chart) {
+/** What a chart shows in a sentence, for those who do not see it. @param {Chart} chart @param {[number, number] | null} planned */
+function summary(chart, planned) {
   const format = chart.format ?? number;
-  const curves = chart.series.map(({ label, points }) => {
+  const span = planned ? ` Planned: epochs ${planned[0]} to ${planned[1]}.` : "";
+  const curves = chart.series.filter((each) => !each.faint).map(({ label, points }) => {
     const known = points.filter(([, value]) => value != null);
     if (!known.length) return `${label}: no values`;
     const [first, last] = [known[0], known[known.length - 1]];
     return `${label}: ${format(first[1])} at epoch ${first[0]}, ${format(last[1])} at epoch ${last[0]}`;
   });
-  return `${chart.title}. ${curves.join("; ")}`;
+  return `${chart.title}. ${curves.join("; ")}.${span}`;
 }

@@ -2,13 +2,16 @@
 
 import { h, style } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, signed } from "./format.js";
-import { contentOf, contentText, foldLong, furtherFields, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
+import { copyButton, curl, messageJson } from "./copying.js";
+import { foldLong } from "./longtext.js";
+import { contentOf, contentText, furtherFields, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
+import { sideTags } from "./pairs.js";
 import { definitions, folded } from "./parts.js";
 import { advantageClass, TokenText } from "./tokens.js";
 
 /**
  * @typedef {{answer: Record<string, any>, view: {colour: import("./tokens.js").Colour, bound: number}, title: string,
- *   href: (call: number) => string, withText: (call: number, text: TokenText) => void}} Shown
+ *   href: (call: number) => string, request: (call: number) => Promise<any>, withText: (call: number, text: TokenText) => void}} Shown
  */
 
 /** @param {Record<string, any>[]} messages @param {Shown} shown */
@@ -50,6 +53,8 @@ function context(message) {
       {},
       h("span", { class: "role" }, role),
       message.name ? h("span", { class: "mono muted" }, message.name) : null,
+      h("span", { class: "spacer" }),
+      copyMessage(message),
     ),
     reasoningOf(message),
     tool ? toolResult(message) : contentOf(message),
@@ -85,13 +90,14 @@ function completion(message, call, shown) {
     call.step_reward != null
       ? h("span", { class: "tag reward", title: "step reward" }, `reward ${signed(call.step_reward)}`)
       : null,
-    call.trained
+    call.sides?.length ? sideTags(call.sides) : call.trained
       ? h(
           "span",
           { class: `tag adv ${advantageClass(call.advantage, shown.view.bound)}`, title: "advantage" },
           call.advantage == null ? "trained by the server" : `advantage ${signed(call.advantage, 2)}`,
         )
       : h("span", { class: "tag quiet" }, "not trained"),
+    copyMessage(message),
   );
   return h(
     "article",
@@ -99,9 +105,13 @@ function completion(message, call, shown) {
     head,
     body(message, call, shown),
     furtherFields(message),
-    callDetails(call),
+    callDetails(call, shown),
   );
 }
+
+/** @param {Record<string, any>} message */
+const copyMessage = (message) =>
+  message.$cut ? null : copyButton("Copy JSON", () => messageJson(message));
 
 /** @param {Record<string, any>} answer */
 function severalModels(answer) {
@@ -111,7 +121,7 @@ function severalModels(answer) {
 /** @param {Record<string, any>} message @param {Record<string, any>} call @param {Shown} shown */
 function body(message, call, shown) {
   const tokens = call.tokens ?? [];
-  if (!tokens.length || tokens.some((/** @type {any} */ token) => token.text == null)) {
+  if (!tokens.length || call.$cut?.tokens || tokens.some((/** @type {any} */ token) => token.text == null)) {
     const content = [reasoningOf(message), ...contentOf(message), ...toolCallsOf(message)].filter(Boolean);
     return h(
       "div",
@@ -144,8 +154,8 @@ function differentContent(message, tokens) {
   );
 }
 
-/** @param {Record<string, any>} call */
-function callDetails(call) {
+/** @param {Record<string, any>} call @param {Shown} [shown] */
+function callDetails(call, shown) {
   const usage = `${count(call.prompt_tokens ?? call.usage?.prompt_tokens)} prompt + ${count(call.tokens?.length ?? call.sampled_tokens ?? call.usage?.completion_tokens)} sampled tokens`;
   const time = isNumber(call.ended) ? duration(call.ended - call.started) : ABSENT;
   const summary = h(
@@ -185,6 +195,15 @@ function callDetails(call) {
         ],
       ]).filter(([, value]) => value != null && value !== ""),
     ),
+    shown
+      ? h(
+          "p",
+          { class: "copies" },
+          copyButton("Copy the request as JSON", async () => JSON.stringify(await shown.request(call.index), null, 2)),
+          " · ",
+          copyButton("Copy the request as curl", async () => curl(await shown.request(call.index))),
+        )
+      : null,
   );
 }
 

@@ -35,7 +35,7 @@ export function comparison(runs, adding) {
           h(
             "tr",
             {},
-            h("th", {}),
+            h("th", {}, h("span", { class: "sr" }, "Figure")),
             runs.map((run) => h("th", { scope: "col" }, link(toRun(run.run), {}, runName(run)))),
           ),
         ),

@@ -25,13 +25,30 @@ const FIRST = [
 
 /** The charts of a page. */
 export class Curves {
-  /** @param {(epoch: number) => void} pick */
-  constructor(pick) {
+  /** @param {(epoch: number) => void} pick @param {string} smoothing the share of the average that each point keeps */
+  constructor(pick, smoothing) {
     this.pick = pick;
+    this.smoothing = smoothing;
     this.node = h("div", { class: "curves" });
+    this.controls = h("div", { class: "controls" });
+    /** The charts that are less important than the episodes. */
+    this.further = h("div", { class: "curves" });
     /** @type {Map<string, ChartCard>} */
     this.cards = new Map();
     this.layout = "";
+  }
+
+  /** @param {string} smoothing @param {Details[]} runs */
+  smooth(smoothing, runs) {
+    this.smoothing = smoothing;
+    this.update(runs);
+  }
+
+  /** @param {string} key @param {Details[]} runs @param {Series[]} series */
+  draw(key, runs, series) {
+    const planned = Math.max(...runs.map((run) => run.summary.epochs ?? 0));
+    const first = Math.min(...series.flatMap((each) => each.points.map(([x]) => x)), 1);
+    this.cards.get(key)?.update(smoothed(series, Number(this.smoothing)), planned ? [first, planned] : null);
   }
 
   /** @param {Details[]} runs the first is the run of the page */
@@ -44,10 +61,12 @@ export class Curves {
       hasScores(runs),
     ]);
     if (layout !== this.layout) this.build(layout, runs, groups);
-    this.cards.get("score")?.update(several ? heldOut(runs) : scoreAndReward(runs[0]));
-    this.cards.get("reward")?.update(rewards(runs));
+    this.draw("score", runs, several ? heldOut(runs) : scoreAndReward(runs[0]));
+    this.draw("reward", runs, rewards(runs));
     for (const metric of groups.flatMap(([, metrics]) => metrics)) {
-      this.cards.get(metric.key)?.update(
+      this.draw(
+        metric.key,
+        runs,
         runs.map((run, index) => ({
           label: runName(run),
           colour: COLOURS[index % COLOURS.length],
@@ -90,7 +109,7 @@ export class Curves {
     const closed = { Other: true };
     fill(
       this.node,
-      several ? runLegend(runs) : scoreLegend(runs[0]),
+      h("div", { class: "title-line" }, (several ? runLegend(runs) : scoreLegend(runs[0])) ?? h("span"), this.controls),
       h(
         "div",
         { class: "lead" },
@@ -101,6 +120,9 @@ export class Curves {
           first.map((metric) => this.card(metric.key, metric.title, metric)),
         ),
       ),
+    );
+    fill(
+      this.further,
       groups
         .map(([name, all]) => ({ name, all: all.filter((metric) => !first.includes(metric)) }))
         .filter(({ all }) => all.length)
@@ -138,6 +160,23 @@ export class Curves {
     for (const card of this.cards.values()) card.close();
     this.cards.clear();
   }
+}
+
+/** Curves, the original behind the smoothed one. Held-out scores are few, and stay as they are. @param {Series[]} series @param {number} keep @returns {Series[]} */
+function smoothed(series, keep) {
+  if (!keep) return series;
+  return series.flatMap((each) => {
+    if (each.sparse) return [each];
+    let average = /** @type {number | null} */ (null);
+    const points = each.points.map(([x, y]) => {
+      if (y != null) average = average == null ? y : keep * average + (1 - keep) * y;
+      return /** @type {[number, number | null]} */ ([x, y == null ? null : average]);
+    });
+    return [
+      { ...each, faint: true },
+      { ...each, points, label: `${each.label}, smoothed` },
+    ];
+  });
 }
 
 /** @param {Details[]} runs */

@@ -50,11 +50,42 @@ export function append(parent, children) {
   }
 }
 
-/** Replaces what an element contains. @param {Element} element @param {...(Child | Child[])} children */
+/**
+ * Replaces what an element contains. The focus stays on the element that says the same as before, and what was unfolded
+ * stays so.
+ * @param {Element} element @param {...(Child | Child[])} children
+ */
 export function fill(element, ...children) {
   const fragment = document.createDocumentFragment();
   append(fragment, children);
+  const focused = element.contains(document.activeElement) && element !== document.activeElement ? focusMark() : null;
+  const opened = [...element.querySelectorAll("details[open] > summary")].map((each) => each.textContent);
   element.replaceChildren(fragment);
+  for (const summary of opened.length ? element.querySelectorAll("details:not([open]) > summary") : [])
+    if (opened.includes(summary.textContent)) summary.parentElement?.setAttribute("open", "");
+  if (focused) focusMarked(focused, element);
+}
+
+/** @typedef {{tag: string, says: string, place: number}} FocusMark */
+
+/** What tells an element from others after it was made again. @param {Element} element */
+const identity = (element) =>
+  element.getAttribute("href") || element.id || element.getAttribute("aria-label") || (element.textContent ?? "");
+
+/** Where the focus is. @returns {FocusMark | null} */
+export function focusMark() {
+  const element = document.activeElement;
+  if (!element || element === document.body || element.id === "main") return null;
+  const alike = [...document.querySelectorAll(element.tagName)].filter((each) => identity(each) === identity(element));
+  return { tag: element.tagName, says: identity(element), place: alike.indexOf(element) };
+}
+
+/** Focuses the element of a mark, if it is there. @param {FocusMark} mark @param {ParentNode} [within] @returns {boolean} */
+export function focusMarked(mark, within = document) {
+  const alike = [...document.querySelectorAll(mark.tag)].filter((each) => identity(each) === mark.says);
+  const found = alike[mark.place] ?? alike.find((each) => within.contains(each));
+  /** @type {HTMLElement | undefined} */ (found)?.focus({ preventScroll: true });
+  return found != null;
 }
 
 /**

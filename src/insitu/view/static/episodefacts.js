@@ -3,7 +3,8 @@
 import { h } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, score, signed } from "./format.js";
 import { episodeLabel, link, toEpisode, toGroup } from "./links.js";
-import { longText } from "./messages.js";
+import { longText } from "./longtext.js";
+import { aboutRow, sideTags } from "./pairs.js";
 import { definitions, fact, failure, outcomeBadge, problems } from "./parts.js";
 import { rewardDots } from "./sparkline.js";
 
@@ -38,11 +39,14 @@ export function head(run, answer) {
         ? failure(`No reward: ${record.reason ?? "no reason is recorded"}`, record.error)
         : null,
     problems(answer.problems),
+    aboutRow(answer.row),
     h(
       "dl",
       { class: "facts" },
       fact("Reward", score(record.reward), comparedWithGroup(answer)),
-      fact("Advantage", advantage(answer), trainedText(answer)),
+      answer.sides?.length
+        ? fact("Trained as", sideTags(answer.sides).length ? sideTags(answer.sides) : ABSENT, trainedText(answer))
+        : fact("Advantage", advantage(answer), trainedText(answer)),
       fact("Outcome", outcomeBadge({ ...record, dropped: answer.dropped }), answer.status ?? null),
       fact(
         "Calls",
@@ -108,7 +112,7 @@ export function side(run, answer) {
                 { class: "judgement" },
                 h("span", { class: "small muted" }, "The evaluator's reasoning"),
                 typeof record.reasoning === "string"
-                  ? longText(record.reasoning)
+                  ? longText(record.reasoning, "text", record.$cut?.reasoning)
                   : h("pre", {}, JSON.stringify(record.reasoning, null, 2)),
               )
             : null,
@@ -127,7 +131,7 @@ export function side(run, answer) {
           "section",
           { "aria-label": "Answer" },
           h("h2", {}, "Answer"),
-          typeof record.output === "string" ? longText(record.output) : foldedJson(record.output),
+          typeof record.output === "string" ? longText(record.output, "text", record.$cut?.output) : foldedJson(record.output),
         )
       : null,
     record.candidates?.length

@@ -86,15 +86,6 @@ export function duration(seconds) {
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
 }
 
-/** @param {any} value */
-export function bytes(value) {
-  if (!isNumber(value)) return ABSENT;
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let power = 0;
-  while (value >= 1000 && power < units.length - 1) [value, power] = [value / 1000, power + 1];
-  return `${power ? value.toPrecision(3) : value} ${units[power]}`;
-}
-
 /** Local time, with the date unless it is today. @param {any} iso */
 export function when(iso) {
   const time = new Date(iso);

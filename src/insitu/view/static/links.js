@@ -12,6 +12,22 @@ export function address(path, parameters = {}) {
   return query.size ? `${path}?${query}` : path;
 }
 
+/**
+ * Puts other parameters into the address. What was chosen is a step that Back undoes, what is typed is none.
+ * @param {Record<string, string | number | null>} changes null or "": without the parameter @param {boolean} [step]
+ */
+export function remember(changes, step = true) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(changes)) {
+    if (value == null || value === "") query.delete(name);
+    else query.set(name, String(value));
+  }
+  const now = query.size ? `${location.pathname}?${query}` : location.pathname;
+  if (now === location.pathname + location.search) return;
+  if (step) history.pushState({}, "", now);
+  else history.replaceState(history.state, "", now);
+}
+
 /** What a run is called: its path below the opened folder. @param {{run: string, name?: string, summary?: {name: string}}} run */
 export const runName = (run) => (run.run === "." ? (run.name ?? run.summary?.name ?? "run") : run.run);
 

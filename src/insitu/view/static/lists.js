@@ -1,22 +1,34 @@
 /** The groups and the episodes of a run as long tables with filters. */
 
 import { get } from "./api.js";
-import { fill, h } from "./dom.js";
+import { debounce, fill, h } from "./dom.js";
 import { ABSENT, count, duration, score } from "./format.js";
-import { episodeLabel, toEpisode, toGroup } from "./links.js";
+import { episodeLabel, remember, toEpisode, toGroup } from "./links.js";
 import { choice, indexing, outcomeBadge, select } from "./parts.js";
+import { sideTags } from "./pairs.js";
 import { bar, rewardDots } from "./sparkline.js";
 import { LongTable } from "./table.js";
 
 /** @typedef {Record<string, any>} Row */
 
+/** @param {string | null} text */
+const quoted = (text) => (text == null ? ABSENT : h("span", { title: text }, text));
+
+/** @param {{groups: number, of: number} | undefined} searched @param {string} text */
+const searching = (searched, text) =>
+  text && searched && searched.groups < searched.of
+    ? ` · searched ${count(searched.groups)} of ${count(searched.of)} groups so far`
+    : "";
+
 /** What of a run is listed; it is also what the address of the page keeps. */
 export class Lists {
   /**
    * @param {string} run @param {URLSearchParams} parameters @param {AbortSignal} signal
+   * @param {(collected: {epoch: number | null, episodes: number | null}) => void} onCollected
    */
-  constructor(run, parameters, signal) {
+  constructor(run, parameters, signal, onCollected) {
     this.run = run;
+    this.onCollected = onCollected;
     this.signal = signal;
     this.epochs = 0;
     this.timer = 0;
@@ -29,6 +41,11 @@ export class Lists {
       row: parameters.get("row") ?? "",
       min_reward: parameters.get("min_reward") ?? "",
       max_reward: parameters.get("max_reward") ?? "",
+      text: parameters.get("text") ?? "",
+    };
+    this.order = {
+      sort: parameters.get("sort") ?? "recorded",
+      descending: parameters.get("descending") !== "0",
     };
     this.reasons = /** @type {string[]} */ ([]);
     this.controls = h("div", { class: "controls" });
@@ -45,7 +62,11 @@ export class Lists {
 
   /** @param {string} list */
   show(list) {
-    this.view.list = list;
+    if (list !== this.view.list) {
+      this.view.list = list;
+      this.order = { sort: "recorded", descending: true };
+      this.keep();
+    }
     this.table?.close();
     this.table = list === "episodes" ? this.episodes() : this.groups();
     fill(this.box, this.table.node);
@@ -69,14 +90,44 @@ export class Lists {
     this.node.scrollIntoView({ behavior: "smooth", block: "start" });
   }
 
-  filtered() {
-    const query = new URLSearchParams(location.search);
-    for (const [name, value] of Object.entries(this.view)) {
-      if (value && !(name === "list" && value === "groups")) query.set(name, value);
-      else query.delete(name);
-    }
-    history.replaceState(history.state, "", `${location.pathname}?${query}`);
+  filtered(step = true) {
+    this.keep(step);
     void this.table?.reset();
+  }
+
+  /** Puts what is listed, and how, into the address. @param {boolean} [step] */
+  keep(step = true) {
+    const { sort, descending } = this.order;
+    const list = this.view.list === "groups" ? "" : this.view.list;
+    remember(
+      { ...this.view, list, sort: sort === "recorded" ? "" : sort, descending: descending ? "" : "0" },
+      step,
+    );
+  }
+
+  /** The rows of the list from an offset. @param {import("./table.js").Order} order @param {number} offset @param {number} limit */
+  async fetch(order, offset, limit) {
+    const { list, ...all } = this.view;
+    const { epoch, row, text } = all;
+    const filters = list === "groups" ? { epoch, row, text } : all;
+    const { sort, descending } = order;
+    const asked = { run: this.run, ...filters, sort, descending: Number(descending), offset, limit };
+    const answer = await get(list, asked, this.signal);
+    this.onCollected(answer.collected);
+    return { ...answer, rows: answer[list] };
+  }
+
+  /** Saves all rows that are listed, as JSON lines. */
+  async download() {
+    const lines = [];
+    for (let offset = 0, total = 1; offset < total; offset += 1000) {
+      const answer = await this.fetch(this.order, offset, 1000);
+      total = answer.total;
+      lines.push(...answer.rows.map((/** @type {Row} */ row) => `${JSON.stringify(row)}\n`));
+    }
+    const href = URL.createObjectURL(new Blob(lines, { type: "application/x-ndjson" }));
+    h("a", { href, download: `${this.view.list}.jsonl` }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 10_000);
   }
 
   drawControls() {
@@ -119,11 +170,7 @@ export class Lists {
           ["groups", "Groups"],
           ["episodes", "Episodes"],
         ],
-        (list) => {
-          this.view.list = list;
-          this.filtered();
-          this.show(list);
-        },
+        (list) => this.show(list),
       ),
       select(
         "Epoch",
@@ -144,27 +191,38 @@ export class Lists {
             input("to", "max_reward", { type: "number", step: "any", class: "short" }),
           ]
         : input("Row", "row", { type: "search", size: 12, placeholder: "id" }),
+      this.search(),
+      h("button", { type: "button", onclick: () => void this.download().catch(() => {}) }, "Download"),
     );
+  }
+
+  search() {
+    const later = debounce(() => this.filtered(false), 300);
+    const element = /** @type {HTMLInputElement} */ (
+      h("input", {
+        type: "search",
+        size: 16,
+        value: this.view.text,
+        placeholder: "in messages and answers",
+        oninput: () => {
+          this.view.text = element.value;
+          later();
+        },
+      })
+    );
+    return h("label", { class: "field" }, h("span", {}, "Search"), element);
   }
 
   groups() {
     const { run } = this;
     return new LongTable({
       label: "Groups",
-      order: { sort: "recorded", descending: true },
+      ...this.shared(),
       empty: "No group has been completed yet.",
       href: (/** @type {Row} */ row) => toGroup(run, /** @type {any} */ (row)),
-      fetchRows: async (order, offset, limit) => {
-        const { epoch, row } = this.view;
-        const answer = await get(
-          "groups",
-          { run, epoch, row, sort: order.sort, descending: Number(order.descending), offset, limit },
-          this.signal,
-        );
-        return { ...answer, rows: answer.groups };
-      },
       columns: [
         { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => row.row_id },
+        { title: "Prompt", width: "minmax(8rem, 4fr)", rank: 2, cell: (row) => quoted(row.question) },
         { title: "Epoch", width: "5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
         {
           title: "Rewards",
@@ -192,7 +250,7 @@ export class Lists {
         },
         {
           title: "Left out",
-          width: "minmax(8rem, 5fr)",
+          width: "minmax(8rem, 3fr)",
           sort: "dropped",
           rank: 3,
           cell: (row) =>
@@ -208,20 +266,9 @@ export class Lists {
     const { run } = this;
     return new LongTable({
       label: "Episodes",
-      order: { sort: "recorded", descending: true },
+      ...this.shared(),
       empty: "No episode matches.",
       href: (/** @type {Row} */ row) => toEpisode(run, row.episode),
-      note: (answer) => indexing(answer.indexed),
-      fetchRows: async (order, offset, limit) => {
-        const { list: _, ...filters } = this.view;
-        const answer = await get(
-          "episodes",
-          { run, ...filters, sort: order.sort, descending: Number(order.descending), offset, limit },
-          this.signal,
-        );
-        this.askAgain(answer.indexed);
-        return { ...answer, rows: answer.episodes };
-      },
       columns: [
         {
           title: "Row",
@@ -230,6 +277,8 @@ export class Lists {
           cell: (row) => [row.row_id, " ", h("span", { class: "muted" }, episodeLabel(/** @type {any} */ (row)))],
         },
         { title: "Epoch", width: "4.5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
+        { title: "Prompt", width: "minmax(7rem, 3fr)", rank: 3, cell: (row) => quoted(row.question) },
+        { title: "Answer", width: "minmax(7rem, 3fr)", rank: 2, cell: (row) => quoted(row.answer) },
         {
           title: "Reward",
           width: "9.5rem",
@@ -243,7 +292,7 @@ export class Lists {
             score(row.reward),
           ],
         },
-        { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => outcomeBadge(row) },
+        { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => [outcomeBadge(row), " ", sideTags(row.sides?.split(", "))] },
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         {
           title: "Prompt",
@@ -275,10 +324,27 @@ export class Lists {
     });
   }
 
-  /** While the server still reads the run, its list of episodes is incomplete. @param {{groups: number, of: number} | undefined} indexed */
-  askAgain(indexed) {
+  /** What both tables have in common. */
+  shared() {
+    return {
+      order: this.order,
+      sorted: (/** @type {import("./table.js").Order} */ order) => {
+        this.order = order;
+        this.keep();
+      },
+      note: (/** @type {any} */ answer) => indexing(answer.indexed) + searching(answer.searched, this.view.text),
+      fetchRows: async (/** @type {import("./table.js").Order} */ order, /** @type {number} */ offset, /** @type {number} */ limit) => {
+        const answer = await this.fetch(order, offset, limit);
+        this.askAgain(this.view.list === "episodes" ? answer.indexed : null, answer.searched);
+        return answer;
+      },
+    };
+  }
+
+  /** While the server still reads the run, its lists are incomplete. @param {...({groups: number, of: number} | null)} read */
+  askAgain(...read) {
     clearTimeout(this.timer);
-    if (indexed && indexed.groups < indexed.of && !this.signal.aborted)
+    if (read.some((each) => each && each.groups < each.of) && !this.signal.aborted)
       this.timer = window.setTimeout(() => void this.table?.refresh().catch(() => {}), 500);
   }
 

@@ -2,12 +2,11 @@
 
 import { h } from "./dom.js";
 import { count, plain, pretty } from "./format.js";
+import { longText } from "./longtext.js";
 import { folded } from "./parts.js";
 
 /** @typedef {Record<string, any>} Message */
 
-const LONG = 1500;
-const LINES = 24;
 const IMAGE = /^data:image\/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+$/;
 
 /** The text of a message's content, parts that are not text by their type. @param {Message} message */
@@ -35,10 +34,10 @@ export function messageText(message) {
 export function contentOf(message) {
   const { content } = message;
   if (content == null || content === "") return [];
-  if (!Array.isArray(content)) return [longText(plain(content))];
+  if (!Array.isArray(content)) return [longText(plain(content), "text", message.$cut?.content)];
   return content.map((part) => {
     if (typeof part === "string") return longText(part);
-    if (typeof part?.text === "string") return longText(part.text);
+    if (typeof part?.text === "string") return longText(part.text, "text", part.$cut?.text);
     return partOf(part);
   });
 }
@@ -68,35 +67,6 @@ function partOf(part) {
   );
 }
 
-/** A text that is folded if it is long. @param {string} text @param {string} [kind] */
-export function longText(text, kind = "text") {
-  const body = h("div", { class: kind }, text);
-  return foldLong(body, text);
-}
-
-/** Folds an element with a long text, with a button that shows all of it. @param {HTMLElement} body @param {string} text */
-export function foldLong(body, text) {
-  const lines = text.split("\n", LINES + 1).length;
-  if (text.length <= LONG && lines <= LINES) return body;
-  body.classList.add("clamped");
-  const label = () => (body.classList.contains("clamped") ? `Show all ${count(text.length)} characters` : "Show less");
-  const button = h(
-    "button",
-    {
-      type: "button",
-      class: "more",
-      "aria-expanded": "false",
-      onclick: () => {
-        body.classList.toggle("clamped");
-        button.textContent = label();
-        button.setAttribute("aria-expanded", String(!body.classList.contains("clamped")));
-      },
-    },
-    label(),
-  );
-  return h("div", { class: "foldable" }, body, button);
-}
-
 /** @param {Message} message */
 export function reasoningOf(message) {
   const text = message.reasoning_content ?? message.reasoning;
@@ -105,7 +75,7 @@ export function reasoningOf(message) {
     "details",
     { class: "reasoning", open: text.length < 600 },
     h("summary", {}, `reasoning, ${count(text.length)} characters`),
-    h("div", { class: "text" }, text),
+    longText(text, "text", message.$cut?.reasoning_content ?? message.$cut?.reasoning),
   );
 }
 
@@ -125,7 +95,7 @@ export function toolCallsOf(message) {
         " ",
         h("span", { class: "mono" }, h("strong", {}, name), `(${oneLine(text, 60)})`),
       ),
-      h("pre", {}, pretty(text)),
+      call.function?.$cut ? longText(text, "code", call.function.$cut.arguments) : h("pre", {}, pretty(text)),
       call.id ? h("p", { class: "muted small mono" }, call.id) : null,
     );
   });
@@ -149,9 +119,9 @@ export function toolResult(message) {
         "summary",
         {},
         h("span", { class: "mono" }, oneLine(text, 90)),
-        h("span", { class: "muted" }, ` ${count(text.length)} characters ${name ? `· ${name}` : ""}`),
+        h("span", { class: "muted" }, ` ${count(message.$cut?.content?.length ?? text.length)} characters ${name ? `· ${name}` : ""}`),
       ),
-      h("pre", {}, pretty(text)),
+      message.$cut ? longText(text, "code", message.$cut.content) : h("pre", {}, pretty(text)),
     ),
   ];
 }
@@ -174,6 +144,7 @@ export function furtherFields(message) {
     "conversation",
     "name",
     "tool_call_id",
+    "$cut",
   ]);
   const rest = Object.entries(message).filter(
     ([key, value]) => !shown.has(key) && value != null && !(Array.isArray(value) && !value.length),

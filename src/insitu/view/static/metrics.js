@@ -56,7 +56,7 @@ const GROUPS = [
     "Episodes",
     [
       ["reward_std", "Reward deviation within a group", "standard deviation, averaged over the groups", number, true],
-      ["frac_reward_zero_std", "Groups with equal rewards", "they teach nothing", percent, true],
+      ["frac_reward_zero_std", "Groups that teach nothing", "all their advantages are 0", percent, true],
       ["completions_mean_length", "Answer length, tokens", "mean of the trained answers", inTokens, true],
       ["completions_clipped_ratio", "Answers cut off", "at max_tokens or the model's limit", percent, true],
       ["num_trajectories", "Episodes with a reward", "of the epoch", compact, true],

@@ -1,17 +1,13 @@
-/** The settings, history and files of a run, folded at the end of its page. */
+/** The settings and history of a run, folded at the end of its page. */
 
 import { h } from "./dom.js";
-import { ABSENT, bytes, count, duration, isNumber, number, plain, when } from "./format.js";
+import { ABSENT, count, duration, isNumber, number, plain, when } from "./format.js";
 import { definitions } from "./parts.js";
 
 /** @param {Record<string, any>} run the answer of /api/run */
 export function about(run) {
   return [
-    part(
-      "settings",
-      `Settings that differ from the defaults (${Object.keys(run.settings ?? {}).length})`,
-      settings(run),
-    ),
+    part("settings", `Settings of the file (${Object.keys(run.settings ?? {}).length})`, settings(run)),
     part("recorded", "How advantages and losses are computed", recorded(run)),
     run.config ? part("config", "All settings", filtered(flatten(run.config))) : null,
     run.epochs.length ? part("numbers", "All numbers of the epochs", epochTable(run.epochs)) : null,
@@ -20,7 +16,7 @@ export function about(run) {
     run.validations.length
       ? part("validations", `Validations (${run.validations.length})`, validationTable(run.validations))
       : null,
-    part("history", "History and files", history(run)),
+    part("history", "History", history(run)),
   ];
 }
 
@@ -175,6 +171,5 @@ function history(run) {
         );
       }),
     ),
-    definitions(Object.entries(run.files ?? {}).map(([name, size]) => [name, bytes(size)])),
   ];
 }

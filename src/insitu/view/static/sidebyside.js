@@ -4,7 +4,8 @@ import { diffWords } from "./diff.js";
 import { h, style } from "./dom.js";
 import { plural, score, signed } from "./format.js";
 import { episodeLabel, link, toEpisode } from "./links.js";
-import { contentOf, foldLong, messageText, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
+import { foldLong } from "./longtext.js";
+import { contentOf, messageText, reasoningOf, toolCallsOf, toolResult } from "./messages.js";
 import { outcomeBadge } from "./parts.js";
 import { advantageClass } from "./tokens.js";
 
@@ -99,7 +100,7 @@ function cell(message, other, isReference) {
   const long = text.length + (other ? messageText(other).length : 0) > LONGEST;
   const content =
     differs && !long
-      ? [marked(text, messageText(other), isReference)]
+      ? [marked(text, messageText(other))]
       : [
           reasoningOf(message),
           ...(message.role === "tool" ? toolResult(message) : contentOf(message)),
@@ -119,14 +120,14 @@ function cell(message, other, isReference) {
   );
 }
 
-/** A text with what it has and the other has not. @param {string} text @param {string} other @param {boolean} isReference */
-function marked(text, other, isReference) {
+/** A text with what it has and the other has not. @param {string} text @param {string} other */
+function marked(text, other) {
   const pieces = diffWords(other, text).filter((piece) => piece.kind !== "removed");
   return foldLong(
     h(
       "div",
       { class: "text" },
-      pieces.map((piece) => (piece.kind === "same" ? piece.text : h(isReference ? "del" : "ins", {}, piece.text))),
+      pieces.map((piece) => (piece.kind === "same" ? piece.text : h("mark", {}, piece.text))),
     ),
     text,
   );

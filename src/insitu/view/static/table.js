@@ -20,7 +20,7 @@ const AROUND = 8;
 export class LongTable {
   /**
    * `fetchRows` returns rows from an offset and the total; `href` is where a row leads.
-   * @param {{label: string, columns: Column<Row>[], order: Order, href: (row: Row) => string, note?: (answer: any) => string,
+   * @param {{label: string, columns: Column<Row>[], order: Order, sorted?: (order: Order) => void, href: (row: Row) => string, note?: (answer: any) => string,
    *   fetchRows: (order: Order, offset: number, limit: number) => Promise<{total: number, rows: Row[]}>, empty: string}} table
    */
   constructor(table) {
@@ -88,6 +88,7 @@ export class LongTable {
     const sort = column.sort ?? "";
     const same = sort === this.order.sort;
     this.order = { sort, descending: same ? !this.order.descending : Boolean(column.number) };
+    this.table.sorted?.(this.order);
     this.drawHeader();
     this.reset();
   }

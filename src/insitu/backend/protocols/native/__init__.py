@@ -3,10 +3,12 @@
 import time
 from typing import Any
 
+import torch
 from aiohttp import web
 from pydantic import BaseModel
 
 from insitu.backend.http import ApiRoute
+from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
@@ -18,6 +20,9 @@ from insitu.wire.http_server import body_chunks, latin1_header, parse_json, read
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
+LOGPROB_TOLERANCES = {torch.float32: 0.005}
+LOGPROB_TOLERANCE = 0.1
+"""Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
 
 
 def routes(services: Services) -> list[ApiRoute]:
@@ -30,13 +35,16 @@ def routes(services: Services) -> list[ApiRoute]:
 class Health(BaseModel):
     """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
 
-    A prompt and its completion may have `max_length` tokens together.
+    A prompt and its completion may have `max_length` tokens together. `weights` is a digest of the latest weights, None
+    if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding.
     """
 
     status: str
     policy_version: int
     vocab_size: int
     max_length: int
+    weights: str | None
+    logprob_tolerance: float
 
 
 def state_routes(services: Services) -> list[ApiRoute]:
@@ -44,8 +52,11 @@ def state_routes(services: Services) -> list[ApiRoute]:
 
     async def health(request: web.Request) -> web.Response:
         services.compute.check_alive()
-        limits = {"vocab_size": sampler.vocab_size, "max_length": sampler.max_length}
-        return _json(Health(status="ok", policy_version=sampler.version, **limits))
+        limits: dict[str, Any] = {"vocab_size": sampler.vocab_size, "max_length": sampler.max_length}
+        limits["logprob_tolerance"] = LOGPROB_TOLERANCES.get(services.loaded.dtype, LOGPROB_TOLERANCE)
+        version = sampler.version
+        weights = services.weights_digest(WeightVersion(version))
+        return _json(Health(status="ok", policy_version=version, weights=weights, **limits))
 
     async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
@@ -75,7 +86,7 @@ def job_routes(
             async for _ in body_chunks(request):  # the client reads the response only after sending its body
                 pass
         else:
-            encoding = request.headers.get("content-encoding", "").lower()
+            encoding = request.headers.get("Content-Encoding", "")
             jobs.check_room()
             header, rows = await read_job(body_chunks(request), encoding, limits, tokenizer)
             job = jobs.submit(key, header.settings, rows, keep=header.keep or keep)

@@ -5,7 +5,6 @@ chat completions.
 """
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.advantages.estimator import rows_of
 from insitu.backend.http import StopAtFirstError
+from insitu.backend.inference.sampler import Temperature
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
@@ -22,13 +22,12 @@ from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.parts import key_of
 from insitu.schemas.training_jobs import Retention, TrainingSettings
+from insitu.wire.http_server import decompressed
 
 MAX_BYTES = 1 << 30
 """Maximum size of a job, decompressed."""
 MAX_ROWS = 1 << 18
 """Maximum number of rows; short ones take more memory as arrays than as text."""
-CHUNK_BYTES = 1 << 18
-"""Bytes decompressed before other tasks of the event loop run."""
 _INSTEAD = {
     **dict.fromkeys(("kl_beta", "kl_coef", "kl_penalty_coef"), "kl.beta, the coefficient of the KL penalty"),
     "beta": "kl.beta, the coefficient of the KL penalty (dpo.beta and kto.beta with these methods)",
@@ -64,7 +63,7 @@ async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
 ) -> tuple[JobHeader, list[Row]]:
     """Returns the header and the rows with trained tokens. Raises RequestRefused naming line and field."""
-    lines = _lines(_decoded(chunks, encoding, limits), limits)
+    lines = _lines(decompressed(chunks, encoding, limits.max_bytes), limits)
     first = await anext(lines, None)
     if first is None:
         raise refused("the job is empty; its first line holds settings and num_rows", "settings")
@@ -83,34 +82,6 @@ async def read_job(
     if not rows:
         raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
     return header, rows
-
-
-async def _decoded(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> AsyncIterator[bytes]:
-    """The decompressed body in chunks of bounded size."""
-    if encoding not in ("", "identity", "gzip"):
-        raise refused(f"Content-Encoding is {encoding!r}; allowed: gzip, identity", "Content-Encoding", status=415)
-    total = 0
-    unzip = zlib.decompressobj(wbits=31)
-    async for chunk in chunks:
-        while chunk:
-            if encoding == "gzip":
-                try:
-                    part = unzip.decompress(chunk, CHUNK_BYTES)
-                except zlib.error as error:
-                    problem = f"Content-Encoding is gzip, but the body is not: {error}"
-                    raise refused(problem, "Content-Encoding") from None
-                chunk = unzip.unconsumed_tail
-                if unzip.unused_data:
-                    raise refused("there is data after the end of the gzip stream", "Content-Encoding")
-            else:
-                part, chunk = chunk[:CHUNK_BYTES], chunk[CHUNK_BYTES:]
-            total += len(part)
-            if total > limits.max_bytes:
-                raise refused(f"the job is longer than {limits.max_bytes} bytes; send fewer rows", status=413)
-            yield part
-            await asyncio.sleep(0)
-    if encoding == "gzip" and not unzip.eof:
-        raise refused("the gzip stream ends early; the upload was cut off", code="truncated")
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
@@ -161,6 +132,7 @@ class RowLine(BaseModel):
     loss_mask: Annotated[list[int], StopAtFirstError()] | None = None
     logprobs: Annotated[list[float | None], StopAtFirstError()] | None = None
     advantages: float | Annotated[list[float | None], StopAtFirstError()] | None = 0.0
+    temperature: Temperature = 1.0
     episode: str = ""
     calls: Annotated[list[int], StopAtFirstError()] = []
     pair: str = ""
@@ -278,11 +250,12 @@ class RowReader:
                 raise refused(f"{key}[{index}] is {token}; the vocabulary ends at {self.limits.vocab_size - 1}", key)
 
     def _converted(self, token_ids: Sequence[int], positions: np.ndarray, sent: RowLine, episode: str) -> Row:
-        sampled = {}
+        sampled: dict[str, Any] = {}
         if self.method == "grpo":
             weights = sent.advantages if isinstance(sent.advantages, list) else [sent.advantages] * len(token_ids)
             sampled["rollout_logprobs"] = _finite("logprobs", sent.logprobs or [], positions.tolist())
             sampled["advantages"] = _finite("advantages", weights, positions.tolist())
+            sampled["temperature"] = sent.temperature
         return Row(
             token_ids=np.array(token_ids, dtype=np.int32),
             positions=positions.astype(np.int32),

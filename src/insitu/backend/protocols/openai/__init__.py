@@ -4,60 +4,58 @@ In: a request. Out: what the sampler has completed, streamed or not. `chat` and 
 with their prompts and the format of the response; `text` also has what both share.
 """
 
-import logging
-from collections.abc import Sequence
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from aiohttp import web
 
 from insitu.backend.http import ApiRoute
-from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, WeightVersion
+from insitu.backend.inference.sampler import GenerationRequest, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.protocols.openai.text import ResponseFormatter, SamplingRequest, TextRequest
-from insitu.errors import BackendError, RequestRefused
+from insitu.errors import RequestRefused
 from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
 
 MAX_BODY = 16 * 2**20
 
-logger = logging.getLogger(__name__)
+TEMPLATE_SECONDS = 10.0
+"""How long a chat template may run."""
 
+T = TypeVar("T")
 Job = tuple[SamplingRequest, list[GenerationRequest], WeightVersion]
 
 
-class SampleLog:
-    """Appends a JSON line per completed choice to a file."""
+class TemplateTooSlow(Exception):
+    """Raised in the thread of a chat template that runs too long."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise BackendError(f"log_samples is {path}, which cannot be written: {error.strerror}") from error
+    def __str__(self) -> str:
+        return f"it has not ended within {TEMPLATE_SECONDS:g} s"
 
-    def write(self, requests: Sequence[GenerationRequest], outputs: Sequence[OutputDelta], streamed: bool) -> None:
-        lines = []
-        for (prompt, params), output in zip(requests, outputs, strict=True):
-            line = {
-                "prompt_token_ids": prompt,
-                "token_ids": [token.id for token in output.tokens],
-                "logprobs": [token.logprob for token in output.tokens],
-                "version": output.version,
-                "seed": params.seed,
-                "finish_reason": output.finish_reason,
-                "streamed": streamed,
-            }
-            lines.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+async def within_limit(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Parses a request in a thread: its chat template is a program of the model's author, which may loop."""
+    threads: list[int] = []
+
+    def run() -> T:
+        threads.append(threading.get_ident())
         try:
-            if not self._file.closed:
-                self._file.write(b"".join(lines))
-        except OSError as error:  # e.g. a full disk: completions do not depend on their log
-            self._file.close()
-            logger.error("%s cannot be written, no more samples are logged: %s", self._path, error.strerror)
+            return parse(body)
+        finally:
+            threads.clear()
+
+    work = asyncio.create_task(asyncio.to_thread(run))
+    await asyncio.wait([work], timeout=TEMPLATE_SECONDS)
+    for thread in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TemplateTooSlow))
+    return await work
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,12 @@ class CompletionEndpoint:
 
     kind: type[SamplingRequest]
     services: Services
-    log: SampleLog | None = None
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        job = await parse_body(self._parse, await read_body(request, MAX_BODY))
+        body = await read_body(request, MAX_BODY)
+        job = await (within_limit(self._parse, body) if self.kind is ChatRequest else parse_body(self._parse, body))
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
+        formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
     def _parse(self, body: bytes) -> Job:
@@ -95,8 +94,6 @@ class CompletionEndpoint:
     async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
         request, requests, weights = job
         outputs = await self.services.sampler.complete(requests, weights)
-        if self.log is not None:
-            self.log.write(requests, outputs, streamed=False)
         response = formatter.response(outputs)
         version = outputs[0].version
         if request.wants_prompt_logprobs:
@@ -110,18 +107,17 @@ class CompletionEndpoint:
         self, prompts: Sequence[list[int]], weights: WeightVersion
     ) -> list[list[dict[str, dict[str, float]] | None]]:
         """Logprobs of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
-        known: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
+        logprobs_by_prompt: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
         for prompt in map(tuple, prompts):
-            if prompt not in known:
+            if prompt not in logprobs_by_prompt:
                 logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
                 tokens = zip(prompt[1:], logprobs, strict=True)
-                known[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
-        return [known[tuple(prompt)] for prompt in prompts]
+                logprobs_by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
+        return [logprobs_by_prompt[tuple(prompt)] for prompt in prompts]
 
     async def _stream(self, request: web.Request, job: Job, formatter: ResponseFormatter) -> web.StreamResponse:
         """Sends a server-sent event per delta; an error after the first event is sent as an event."""
         options, requests, weights = job
-        deltas: list[list[OutputDelta]] = [[] for _ in requests]
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
@@ -131,10 +127,9 @@ class CompletionEndpoint:
                     if not response.prepared:
                         response.headers["X-Policy-Version"] = str(delta.version)
                         await response.prepare(request)
-                    deltas[index].append(delta)
                     await response.write(format_event(orjson.dumps(formatter.chunk(index, delta))))
             if options.include_usage:
-                await response.write(format_event(orjson.dumps(formatter.usage_chunk(deltas[0][0].version))))
+                await response.write(format_event(orjson.dumps(formatter.usage_chunk(delta.version))))
             await response.write(format_event(DONE))
         except ConnectionError:  # the client has left
             raise
@@ -142,17 +137,7 @@ class CompletionEndpoint:
             if not response.prepared:
                 raise
             await response.write(format_event(orjson.dumps(error_body(str(error), 500))))
-            return response
-        if self.log is not None:
-            self.log.write(requests, [_join(each) for each in deltas], streamed=True)
         return response
-
-
-def _join(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """The deltas of one choice as a single output."""
-    tokens = [token for delta in deltas for token in delta.tokens]
-    text = "".join(delta.text for delta in deltas)
-    return OutputDelta(deltas[0].version, text, tokens, deltas[-1].finish_reason)
 
 
 _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
@@ -160,11 +145,10 @@ _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
 
 def routes(services: Services) -> list[ApiRoute]:
     models = services.models
-    log = SampleLog(services.options.log_samples) if services.options.log_samples else None
 
     def completions(path: str, kind: type[SamplingRequest], what: str) -> ApiRoute:
         summary = f"{what} completion; with `stream`, events that end with [DONE]"
-        endpoint = CompletionEndpoint(kind, services, log).complete
+        endpoint = CompletionEndpoint(kind, services).complete
         return ApiRoute("POST", path, endpoint, summary, request=[kind], streamed=True)
 
     async def list_models(request: web.Request) -> web.Response:

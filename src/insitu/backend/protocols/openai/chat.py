@@ -143,7 +143,7 @@ class ChatFormatter(ResponseFormatter):
     def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
         content = [self._token_logprob(token) for token in output.tokens] if self._request.logprobs else None
         logprobs = None if content is None else {"content": content, "refusal": None}
-        return {"logprobs": logprobs, **self._token_ids(output)}
+        return {"logprobs": logprobs, **self._token_ids(output), **({} if logprobs is None else self._temperature)}
 
     def _token_logprob(self, token: SampledToken) -> dict[str, Any]:
         top = [self._logprob(*alternative) for alternative in token.top or []]
@@ -174,7 +174,7 @@ class ChatRequest(SamplingRequest):
     messages: Annotated[list[Message], StopAtFirstError()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
-    """Natural log-probabilities of the model's own distribution, before temperature and top_p."""
+    """Natural log-probabilities after temperature: `logprobs_temperature` of the choice, 1 where it is greedy."""
     top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None

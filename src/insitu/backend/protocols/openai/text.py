@@ -5,7 +5,7 @@ Text completions (`POST /v1/completions`) have prompts without a chat template.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import (
+    GREEDY_TEMPERATURE,
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     GenerationRequest,
@@ -179,6 +180,8 @@ class ResponseFormatter:
             "created": int(time.time()),
             "model": request.model,
         }
+        self.weights_of: Callable[[int], str | None] = lambda version: None
+        """The digest of the weights of a version."""
         self._started: set[int] = set()
         self._completion_tokens = 0
 
@@ -205,6 +208,7 @@ class ResponseFormatter:
             "usage": self._usage(sum(len(output.tokens) for output in outputs)),
         }
         if self._request.return_token_ids:
+            body["weights"] = self.weights_of(outputs[0].version)
             for choice in choices:
                 self._add_prompt_ids(body, choice)
         return body
@@ -217,6 +221,7 @@ class ResponseFormatter:
         choice = self._delta_choice(index, output, first)
         body = {**self._base, "object": self.chunk_object, "policy_version": output.version, "choices": [choice]}
         if first and self._request.return_token_ids:
+            body["weights"] = self.weights_of(output.version)
             self._add_prompt_ids(body, choice)
         return body
 
@@ -227,6 +232,13 @@ class ResponseFormatter:
 
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
         return {"token_ids": [token.id for token in output.tokens]} if self._request.return_token_ids else {}
+
+    @property
+    def _temperature(self) -> dict[str, float]:
+        """What the logits were divided by before the log-probabilities."""
+        requested = self._request.temperature
+        divided = requested is not None and requested >= GREEDY_TEMPERATURE
+        return {"logprobs_temperature": requested if divided else 1.0}
 
     def _token_text(self, token_id: int) -> str:
         """A token as it is written in logprobs."""
@@ -256,6 +268,7 @@ class TextFormatter(ResponseFormatter):
             "finish_reason": output.finish_reason,
             "logprobs": None if self._request.logprobs is None else self._logprobs(index, output),
             **self._token_ids(output),
+            **({} if self._request.logprobs is None else self._temperature),
         }
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:

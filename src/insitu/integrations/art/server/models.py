@@ -22,6 +22,7 @@ from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
+from insitu.wire.http_format import parse_count
 
 ARTIFACT = "wandb-artifact:///"
 """Prefix of `entity/project/name` in the serverless protocol."""
@@ -122,8 +123,8 @@ class RegisteredModel:
             if name == base:
                 return ServedModel(WeightVersion(None, policy), self.step, returns_token_ids=True)
             step = name.removeprefix(base + separator)
-            if step != name and step.isdecimal() and int(step) in self.learner.versions:
-                return ServedModel(WeightVersion(int(step), policy), int(step), returns_token_ids=True)
+            if step != name and (number := parse_count(step)) in self.learner.versions:
+                return ServedModel(WeightVersion(number, policy), number, returns_token_ids=True)
         return None
 
     def names(self) -> list[str]:
@@ -204,8 +205,8 @@ class ArtModels:
         for registered in self._models.values():
             if registered.id == model_id:
                 return registered
-        known = ", ".join(registered.id for registered in self._models.values()) or "none"
-        raise RequestRefused(f"no such model: {model_id!r}; known models: {known}", status=404, code="model_not_found")
+        names = ", ".join(registered.id for registered in self._models.values()) or "none"
+        raise RequestRefused(f"no such model: {model_id!r}; known models: {names}", status=404, code="model_not_found")
 
     async def delete_steps(self, registered: RegisteredModel, steps: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (step 0); returns the deleted steps."""

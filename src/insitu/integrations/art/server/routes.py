@@ -22,6 +22,7 @@ from insitu.integrations.art.server import trajectories as bodies
 from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
 from insitu.integrations.art.server.trajectories import ArtModel, parse
+from insitu.wire.http_format import parse_count
 from insitu.wire.http_server import error_response, json_response, latin1_header, parse_body, parse_json, read_body
 
 logger = logging.getLogger(__name__)
@@ -330,7 +331,7 @@ def _paginate(entries: Sequence[dict[str, Any]], request: web.Request) -> dict[s
     after, limit = request.query.get("after"), request.query.get("limit")
     if after is not None and after not in ids:
         raise RequestRefused(f"unknown cursor after={after!r}", param="after")
-    if limit is not None and not limit.isdecimal():
+    if limit is not None and parse_count(limit) is None:
         raise RequestRefused(f"limit must be a non-negative integer, got {limit!r}", param="limit")
     remaining = entries[ids.index(after) + 1 :] if after is not None else entries
     page = remaining[: int(limit)] if limit else remaining

@@ -7,7 +7,7 @@ chat template renders from the preceding messages. Sampled text is never re-toke
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -95,9 +95,8 @@ def _calls(history: ArtHistory, render: Render, vocab_size: int, episode: str) -
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 problem = f"choice {index} has the token id {token!r}; the vocabulary ends at {vocab_size - 1}"
                 raise _refused(f"trajectory {episode}: {problem}")
-        calls.append(
-            ModelCall(index, "", [], prompt_token_ids=prompt, token_ids=choice.token_ids, logprobs=choice.logprobs)
-        )
+        call = ModelCall(index, "", [], prompt_token_ids=prompt, token_ids=choice.token_ids, logprobs=choice.logprobs)
+        calls.append(replace(call, logprobs_temperature=choice.logprobs_temperature))
     return calls
 
 
@@ -109,6 +108,7 @@ def _row(row: TrainingRow, advantage: float) -> Row:
         rollout_logprobs=np.array(row.logprobs, dtype=np.float32)[positions],
         advantages=np.full(len(positions), advantage, dtype=np.float32),
         episode=row.episode,
+        temperature=row.temperature,
     )
 
 

@@ -71,7 +71,7 @@ class ArtSettings(BaseModel):
     seed: int = Field(default=3407, alias="peft_args.random_state")
     rank: int = Field(default=8, alias="peft_args.r")
     alpha: float = Field(default=16, alias="peft_args.lora_alpha")
-    dropout: float = Field(default=0.0, alias="peft_args.lora_dropout")
+    dropout: float = Field(default=0.0, ge=0, le=0, alias="peft_args.lora_dropout")
     target_modules: list[Any] = Field(default=[], alias="peft_args.target_modules")
 
     def objective(self, legacy: bool, unbounded: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from insitu.backend.http import StopAtFirstError
+from insitu.backend.inference.sampler import Temperature
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import parse_token_ids
@@ -101,6 +102,7 @@ class ArtMessage:
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None
+    logprobs_temperature: float | None = None
 
 
 def _template_message(data: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +133,7 @@ class _Choice(_Body):
     logprobs: _Logprobs = _Logprobs()
     token_ids: list[Any] | None = None
     prompt_token_ids: list[Any] | None = None
+    logprobs_temperature: Temperature | None = None
 
 
 def _sampled_message(choice: _Choice) -> ArtMessage:
@@ -146,9 +149,8 @@ def _sampled_message(choice: _Choice) -> ArtMessage:
     if len(ids) != len(logprobs):
         raise ValueError(f"it has {len(ids)} token_ids and {len(logprobs)} logprobs")
     prompt = choice.prompt_token_ids
-    return ArtMessage(
-        choice.message, ids, logprobs, choice.logprobs.call.prompt_token_ids if prompt is None else prompt
-    )
+    prompt = choice.logprobs.call.prompt_token_ids if prompt is None else prompt
+    return ArtMessage(choice.message, ids, logprobs, prompt, choice.logprobs_temperature)
 
 
 def _tag(turn: Any) -> str:

@@ -5,6 +5,8 @@ import { conversation, failedCalls } from "../chat.js";
 import { append, fill, h } from "../dom.js";
 import { head, side } from "../episodefacts.js";
 import { address, episodeLabel, toEpisode, toGroup, toRun } from "../links.js";
+import { pairList } from "../pairs.js";
+import { loadParts } from "../longtext.js";
 import { choice } from "../parts.js";
 import { timeline } from "../timeline.js";
 import { advantageBound, hideTip, legend, watchTokens } from "../tokens.js";
@@ -19,6 +21,7 @@ export async function episodePage({ parameters, signal, go }) {
   let answer = await get("episode", { run, episode: name }, signal);
   withAdvantages(answer);
   const { record } = answer;
+  loadParts((path, offset) => get("part", { run, episode: name, path: JSON.stringify(path), offset }, signal));
   const trained = answer.calls.some((/** @type {any} */ call) => call.advantage != null);
   const view = {
     colour: /** @type {import("../tokens.js").Colour} */ (asked ?? (trained ? "advantage" : "logprob")),
@@ -96,6 +99,7 @@ export async function episodePage({ parameters, signal, go }) {
       conversation(messages, {
         answer,
         view,
+        request: (/** @type {number} */ call) => get("request", { run, episode: name, call }, signal),
         title:
           answer.conversations.length > 1
             ? `Conversation ${index + 1} of ${answer.conversations.length}`
@@ -128,6 +132,7 @@ export async function episodePage({ parameters, signal, go }) {
       "div",
       { class: "page episode-page" },
       head(run, answer),
+      pairList(run, answer.pairs, name),
       calls ? timeline(answer.calls, view.bound, here, openCall) : null,
       h(
         "div",

@@ -4,7 +4,9 @@ import { get } from "../api.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, score, signed } from "../format.js";
 import { address, episodeLabel, link, toEpisode, toGroup, toRun } from "../links.js";
+import { loadParts } from "../longtext.js";
 import { contentText, oneLine } from "../messages.js";
+import { aboutRow, pairList, sideTags } from "../pairs.js";
 import { fact, outcomeBadge, problems } from "../parts.js";
 import { rowHistory } from "../rowhistory.js";
 import { messagesOf, sideBySide } from "../sidebyside.js";
@@ -20,11 +22,15 @@ export async function groupPage({ parameters, signal, go }) {
   const key = { epoch: Number(parameters.get("epoch")), row_id: parameters.get("row") ?? "" };
   const read = () => get("group", { run, epoch: key.epoch, row: key.row_id }, signal);
   let answer = await read();
+  loadParts((path, offset) =>
+    get("part", { run, epoch: key.epoch, row: key.row_id, path: JSON.stringify(path), offset }, signal),
+  );
   let drawn = JSON.stringify(answer);
   let chosen = chosenAtFirst(answer.episodes, parameters.getAll("show"));
   let focused = -1;
   const head = h("div");
   const list = h("div");
+  const pairs = h("div");
   const beside = h("section", { class: "section", "aria-label": "Side by side" });
 
   const drawBeside = () => {
@@ -41,22 +47,15 @@ export async function groupPage({ parameters, signal, go }) {
   };
   const choose = (/** @type {string} */ name, /** @type {boolean} */ on) => {
     chosen = on ? [...chosen, name].slice(-MOST_COLUMNS) : chosen.filter((each) => each !== name);
-    history.replaceState(
-      history.state,
-      "",
-      address("/group", {
-        run,
-        epoch: key.epoch,
-        row: key.row_id,
-        show: chosen.map((each) => generation(answer, each)),
-      }),
-    );
+    const show = chosen.map((each) => generation(answer, each));
+    history.pushState({}, "", address("/group", { run, epoch: key.epoch, row: key.row_id, show }));
     drawList();
     drawBeside();
   };
   const drawList = () => fill(list, episodeTable(run, answer, chosen, choose));
   const draw = () => {
     fill(head, header(run, key, answer));
+    fill(pairs, pairList(run, answer.pairs));
     drawList();
     drawBeside();
   };
@@ -76,7 +75,7 @@ export async function groupPage({ parameters, signal, go }) {
       [key.row_id, null],
     ],
     runs: [run],
-    node: h("div", { class: "page" }, head, list, beside),
+    node: h("div", { class: "page" }, head, list, pairs, beside),
     update: async () => {
       answer = await read();
       const now = JSON.stringify(answer);
@@ -99,10 +98,21 @@ export async function groupPage({ parameters, signal, go }) {
 function chosenAtFirst(episodes, asked) {
   const found = episodes.filter((each) => asked.includes(String(each.generation))).map((each) => each.episode);
   if (found.length) return found;
-  const scored = episodes.filter((each) => isNumber(each.reward)).toSorted((a, b) => b.reward - a.reward);
-  const ends =
-    scored.length > 1 ? [scored[0], scored[scored.length - 1]] : scored.length ? scored : episodes.slice(0, 1);
-  return ends.map((each) => each.episode);
+  const { best, worst } = ends(episodes);
+  return best ? [best, worst].filter(Boolean).map((each) => each.episode) : episodes.slice(0, 1).map((each) => each.episode);
+}
+
+/** By advantage, as far as it is known, or else by reward. @param {any} a @param {any} b */
+const better = (a, b) =>
+  isNumber(a.advantage) && isNumber(b.advantage) && a.advantage !== b.advantage
+    ? b.advantage - a.advantage
+    : (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.generation - b.generation;
+
+/** The episodes with the highest and the lowest advantage, or else reward. @param {any[]} episodes */
+function ends(episodes) {
+  const trained = episodes.filter((each) => isNumber(each.advantage));
+  const scored = (trained.length > 1 ? trained : episodes.filter((each) => isNumber(each.reward))).toSorted(better);
+  return { best: scored[0] ?? null, worst: scored.length > 1 ? scored[scored.length - 1] : null };
 }
 
 /** @param {Answer} answer @param {string} name */
@@ -140,7 +150,7 @@ function header(run, key, answer) {
     target
       ? link(toGroup(run, target), { class: "button", "aria-label": label, title: label }, text)
       : h("span", { class: "button off", "aria-hidden": "true" }, text);
-  const dropped = answer.episodes.filter((/** @type {any} */ each) => each.dropped || each.reward == null).length;
+  const dropped = answer.episodes.filter((/** @type {any} */ each) => each.status === "dropped").length;
   return [
     h(
       "header",
@@ -160,6 +170,7 @@ function header(run, key, answer) {
       ),
     ),
     problems(answer.problems),
+    aboutRow(answer.row),
     h(
       "div",
       { class: "group-head" },
@@ -195,10 +206,8 @@ function header(run, key, answer) {
 /** @param {string} run @param {Answer} answer @param {string[]} chosen @param {(name: string, on: boolean) => void} choose */
 function episodeTable(run, answer, chosen, choose) {
   const { low, high, advantage } = bounds(answer.episodes);
-  const sorted = answer.episodes.toSorted(
-    (/** @type {any} */ a, /** @type {any} */ b) =>
-      (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.generation - b.generation,
-  );
+  const sorted = answer.episodes.toSorted(better);
+  const { best, worst } = ends(answer.episodes);
   const rows = sorted.map((/** @type {any} */ episode) => {
     const tick = /** @type {HTMLInputElement} */ (
       h("input", {
@@ -212,7 +221,14 @@ function episodeTable(run, answer, chosen, choose) {
       "tr",
       {},
       h("td", { class: "tick" }, tick),
-      h("th", { scope: "row" }, link(toEpisode(run, episode.episode), {}, episodeLabel(episode))),
+      h(
+        "th",
+        { scope: "row" },
+        link(toEpisode(run, episode.episode), {}, episodeLabel(episode)),
+        worst && (episode === best || episode === worst)
+          ? h("span", { class: "muted small" }, episode === best ? " best" : " worst")
+          : null,
+      ),
       h(
         "td",
         { class: "n" },
@@ -227,7 +243,7 @@ function episodeTable(run, answer, chosen, choose) {
           ? [divergingBar(episode.advantage, advantage), h("span", { class: "num" }, signed(episode.advantage, 2))]
           : h("span", { class: "num" }, ABSENT),
       ),
-      h("td", { class: "w-2" }, outcomeBadge(episode)),
+      h("td", { class: "w-2" }, outcomeBadge(episode), " ", sideTags(episode.sides)),
       h("td", { class: "n num w-2" }, count(episode.calls)),
       h("td", { class: "n num w-2" }, compact(episode.sampled_tokens)),
       h("td", { class: "n num w-3" }, duration(episode.seconds)),

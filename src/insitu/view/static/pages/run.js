@@ -5,8 +5,10 @@ import { compareWith, comparison, differences } from "../comparison.js";
 import { Curves } from "../curves.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
+import { FEW_TRAINED, OFTEN_CUT, trainedShare, warnings } from "../figures.js";
 import { Lists } from "../lists.js";
-import { arrow, fact, failure, problems, section, stateBadge } from "../parts.js";
+import { remember } from "../links.js";
+import { arrow, choice, fact, failure, problems, section, stateBadge } from "../parts.js";
 import { about } from "../settings.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -18,8 +20,20 @@ export async function runPage({ parameters, signal, go }) {
   const compared = parameters.getAll("compare").filter((other) => other !== name);
   const read = () => Promise.all([name, ...compared].map((run) => get("run", { run }, signal)));
   let [runs, others] = await Promise.all([read(), get("runs", {}, signal)]);
-  const lists = compared.length ? null : new Lists(name, parameters, signal);
-  const curves = new Curves((epoch) => epoch > 0 && lists?.choose(String(epoch)));
+  const progress = h("span");
+  let collected = /** @type {{epoch: number | null, episodes: number | null}} */ ({ epoch: null, episodes: null });
+  const lists = compared.length
+    ? null
+    : new Lists(name, parameters, signal, (now) => {
+        collected = now;
+        fill(progress, withinEpoch(runs[0], collected));
+      });
+  const curves = new Curves((epoch) => epoch > 0 && lists?.choose(String(epoch)), parameters.get("smooth") ?? "0");
+  const smoothing = choice("Smoothing of the curves", curves.smoothing, [...SMOOTHING], (smooth) => {
+    remember({ smooth: smooth === "0" ? "" : smooth });
+    curves.smooth(smooth, runs);
+  });
+  fill(curves.controls, h("span", { class: "field" }, h("span", {}, "Smoothing"), smoothing));
   const head = h("div");
   const dropped = h("div");
   const foot = h("div");
@@ -30,8 +44,10 @@ export async function runPage({ parameters, signal, go }) {
       drawn = now;
       const [run] = runs;
       const adding = compareWith(name, compared, others.runs, go);
-      fill(head, compared.length ? comparison(runs, adding) : header(run, adding));
-      curves.node.hidden = !runs.some((each) => each.epochs.length || each.validations.length);
+      fill(head, compared.length ? comparison(runs, adding) : header(run, adding, progress));
+      fill(progress, withinEpoch(run, collected));
+      const empty = !runs.some((each) => each.epochs.length || each.validations.length);
+      curves.node.hidden = curves.further.hidden = empty;
       curves.update(runs);
       fill(dropped, compared.length ? differences(runs) : leftOut(run));
       if (compared.length) return;
@@ -52,7 +68,7 @@ export async function runPage({ parameters, signal, go }) {
       ["Runs", "/runs"],
       [compared.length ? "Comparison" : runs[0].summary.name, null],
     ],
-    node: h("div", { class: "page" }, head, curves.node, dropped, lists?.node, foot),
+    node: h("div", { class: "page" }, head, curves.node, lists?.node, curves.further, dropped, foot),
     runs: [name, ...compared],
     update: async () => {
       runs = await read();
@@ -72,10 +88,33 @@ export async function runPage({ parameters, signal, go }) {
   };
 }
 
-/** @param {Details} run @param {Node | null} adding a control to compare it with another */
-function header(run, adding) {
+/** @type {[string, string, string?][]} */
+const SMOOTHING = [
+  ["0", "none"],
+  ["0.6", "some", "an exponential moving average: each point keeps 60 % of the average so far"],
+  ["0.9", "much", "an exponential moving average: each point keeps 90 % of the average so far"],
+];
+
+/** How far the epoch is that a run collects. @param {Details} run @param {{epoch: number | null, episodes: number | null}} collected */
+function withinEpoch(run, collected) {
+  const { summary } = run;
+  const epoch = (summary.epoch ?? 0) + 1;
+  if (summary.status !== "running" || (summary.epochs && epoch > summary.epochs)) return null;
+  const done = collected.epoch === epoch ? (collected.episodes ?? 0) : 0;
+  const planned = run.episodes_per_epoch;
+  if (planned && done >= planned) return `epoch ${epoch}: all ${count(planned)} episodes collected, training`;
+  return [
+    `epoch ${epoch}: ${count(done)} ${planned ? `of ${count(planned)} ` : ""}episodes`,
+    planned ? bar(done, planned) : null,
+  ];
+}
+
+/** @param {Details} run @param {Node | null} adding a control to compare it with another @param {Node} progress of the epoch */
+function header(run, adding, progress) {
   const { summary } = run;
   const last = run.epochs.at(-1);
+  const warned = warnings(run.epochs);
+  const cut = last?.completions_clipped_ratio;
   const origin = [
     summary.method,
     summary.model,
@@ -98,6 +137,18 @@ function header(run, adding) {
       ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`)
       : null,
     problems(run.problems, summary.run_dir),
+    warned.length
+      ? h(
+          "div",
+          { class: "callout warn", role: "status" },
+          h("strong", {}, "What the last epochs warn of"),
+          h(
+            "ul",
+            {},
+            warned.map((text) => h("li", { class: "pre" }, text)),
+          ),
+        )
+      : null,
     h(
       "dl",
       { class: "facts" },
@@ -119,10 +170,21 @@ function header(run, adding) {
       fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [
         bar(summary.epoch ?? 0, summary.epochs ?? 0),
         remaining(run),
+        progress,
       ]),
       fact("Trained tokens", compact(summary.tokens), throughput(run)),
       fact("Time", duration(summary.seconds), "of complete epochs"),
-      fact("Trained episodes", percent(learning(run)), last ? `of those with a reward, epoch ${last.epoch}` : null),
+      marked(
+        (trainedShare(last) ?? 1) < FEW_TRAINED,
+        fact(
+          last?.pairs == null ? "Trained episodes" : "Trained pairs",
+          percent(trainedShare(last)),
+          last ? `of those ${last.pairs == null ? "with a reward" : "made"}, epoch ${last.epoch}` : null,
+        ),
+      ),
+      isNumber(cut) && cut > 0
+        ? marked(cut >= OFTEN_CUT, fact("Cut off", percent(cut), `of the answers, epoch ${last?.epoch}`))
+        : null,
     ),
   ];
 }
@@ -194,10 +256,13 @@ function throughput(run) {
   return `${compact(last.tokens / last.seconds.train)}/s in the job, epoch ${last.epoch}`;
 }
 
-/** The share of the last epoch's episodes that were trained. @param {Details} run */
-function learning(run) {
-  const last = run.epochs.at(-1);
-  return last?.num_trajectories ? last.filtered_trajectories / last.num_trajectories : null;
+/** Marks a figure that is bad. @param {boolean} bad @param {HTMLElement} figure */
+function marked(bad, figure) {
+  if (bad) {
+    figure.classList.add("is-bad");
+    figure.querySelector(".figure")?.prepend(h("span", { "aria-label": "bad: ", role: "img" }, "⚠ "));
+  }
+  return figure;
 }
 
 /** @param {any[]} epochs @returns {[number, number]} */

@@ -2,8 +2,9 @@
 
 import { get } from "../api.js";
 import { fill, h } from "../dom.js";
+import { warnings } from "../figures.js";
 import { ABSENT, compact, count, duration, isNumber, plural, score, when } from "../format.js";
-import { link, runName, toRun } from "../links.js";
+import { remember as keep, link, runName, toRun } from "../links.js";
 import { arrow, select, stateBadge } from "../parts.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -94,16 +95,9 @@ export async function runsPage({ parameters, signal, go }) {
         : null,
     );
   };
-  const remember = () => {
-    const query = new URLSearchParams(
-      Object.entries({
-        filter: view.text,
-        state: view.state,
-        sort: view.sort,
-        descending: view.sort && !view.descending ? "0" : "",
-      }).filter(([, value]) => value),
-    );
-    history.replaceState(history.state, "", query.size ? `/runs?${query}` : "/runs");
+  const remember = (step = true) => {
+    const descending = view.sort && !view.descending ? "0" : "";
+    keep({ filter: view.text, state: view.state, sort: view.sort, descending }, step);
   };
   const filter = /** @type {HTMLInputElement} */ (
     h("input", {
@@ -112,7 +106,7 @@ export async function runsPage({ parameters, signal, go }) {
       placeholder: "name, model, method",
       oninput: () => {
         view.text = filter.value;
-        remember();
+        remember(false);
         draw();
       },
     })
@@ -177,7 +171,7 @@ function visible(runs, view) {
       `${run.run} ${run.model ?? ""} ${run.method ?? ""}`.toLowerCase().includes(text),
   );
   const column = COLUMNS.find(([, , , key]) => key === view.sort);
-  if (!column) return found;
+  if (!column) return found.toSorted(newestFirst);
   const sign = view.descending ? -1 : 1;
   const value = column[1];
   return found.toSorted((a, b) => {
@@ -186,6 +180,11 @@ function visible(runs, view) {
     return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
   });
 }
+
+/** Running ones, then the newest. @param {Run} a @param {Run} b */
+const newestFirst = (a, b) =>
+  Number(b.status === "running") - Number(a.status === "running") ||
+  (b.started ?? b.written ?? "").localeCompare(a.started ?? a.written ?? "");
 
 /** @param {Run} run @param {Set<string>} chosen @param {() => void} changed */
 function row(run, chosen, changed) {
@@ -203,6 +202,7 @@ function row(run, chosen, changed) {
   );
   const about = [run.method, run.model?.split("/").slice(-2).join("/")].filter(Boolean).join(" · ");
   const reward = run.rewards?.at(-1)?.[1];
+  const warned = warnings(run.last_epochs ?? []);
   return h(
     "tr",
     {},
@@ -220,6 +220,7 @@ function row(run, chosen, changed) {
             `⚠ ${plural(run.problems.length, "problem")} with its files`,
           )
         : null,
+      warned.length ? h("span", { class: "about warn", title: warned.join("\n") }, `⚠ ${warned[0]}`) : null,
     ),
     h("td", { class: "c-state" }, stateBadge(run.status)),
     h("td", { class: "c-score", "data-label": "held-out score" }, scoreCell(run)),

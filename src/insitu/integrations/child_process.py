@@ -1,6 +1,6 @@
 """A command that works for the backend: its processes, its log, and how it ended.
 
-`python -m insitu.backend.child_process COMMAND ...` runs a command that ends with the process that started it.
+`python -m insitu.integrations.child_process COMMAND ...` runs a command that ends with the process that started it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class ChildProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         if bound:
-            command = [sys.executable, "-m", "insitu.backend.child_process", *command]
+            command = [sys.executable, "-m", "insitu.integrations.child_process", *command]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,

@@ -1,0 +1,51 @@
+"""Long texts and lists of an answer are sent in parts, so that a message of 10 MB does not keep a page from opening."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from insitu.errors import RequestRefused
+
+CUT = "$cut"
+"""Key that names the values of its object which are only a beginning: their paths in the answer, and lengths."""
+_LONGEST = 100_000
+"""Characters, or tokens, of a value that is sent as a whole."""
+_BEGINNING = 20_000
+_PART = 1_000_000
+
+
+def shortened(value: Any, path: tuple[str | int, ...] = ()) -> Any:
+    """An answer with only the beginnings of its long texts and of its lists of tokens."""
+    if isinstance(value, Mapping):
+        cut = {key: {"path": (*path, key), "length": len(each)} for key, each in value.items() if _is_long(key, each)}
+        short = {key: _inner(key, each, path) for key, each in value.items() if key not in cut}
+        return short | {key: value[key][:_BEGINNING] for key in cut} | ({CUT: cut} if cut else {})
+    if isinstance(value, list | tuple):
+        return [_item(each, (*path, index)) for index, each in enumerate(value)]
+    return value
+
+
+def _is_long(key: str, value: Any) -> bool:
+    return len(value) > _LONGEST if isinstance(value, str) or (key == "tokens" and isinstance(value, list)) else False
+
+
+def _inner(key: str, value: Any, path: tuple[str | int, ...]) -> Any:
+    return value if key == "tokens" else shortened(value, (*path, key))
+
+
+def _item(value: Any, path: tuple[str | int, ...]) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return {"text": value[:_BEGINNING], CUT: {"text": {"path": path, "length": len(value)}}}
+    return shortened(value, path)
+
+
+def part(answer: Any, path: str, offset: int) -> Any:
+    """A part of the value at a path, from an offset. Raises RequestRefused (400) if there is none."""
+    try:
+        for key in orjson.loads(path):
+            answer = answer[key]
+        return answer[offset : offset + _PART] if isinstance(answer, str | list) else answer
+    except (ValueError, TypeError, LookupError):
+        problem = f"path is {path!r:.200}, which is nothing there"
+        raise RequestRefused(problem, param="path", code="invalid_value") from None

@@ -1,0 +1,59 @@
+/** Texts that are folded if they are long, and loaded in parts if they are very long: nothing is cut off. */
+
+import { h } from "./dom.js";
+import { count } from "./format.js";
+
+/** Where the rest of a value is that an answer only begins. @typedef {{path: (string | number)[], length: number}} Cut */
+
+const LONG = 1500;
+const LINES = 24;
+
+/** @type {(path: (string | number)[], offset: number) => Promise<string>} */
+let readPart = () => Promise.reject(new Error("The rest is not on this page."));
+
+/** Sets how the page in view reads the rest of long texts. @param {typeof readPart} read */
+export function loadParts(read) {
+  readPart = read;
+}
+
+/** A text that is folded if it is long. @param {string} text @param {string} [kind] @param {Cut} [cut] */
+export function longText(text, kind = "text", cut) {
+  return foldLong(h("div", { class: kind }, text), text, cut);
+}
+
+/**
+ * Folds an element with a long text. A button shows all of it, or the next part.
+ * @param {HTMLElement} body @param {string} text @param {Cut} [cut]
+ */
+export function foldLong(body, text, cut) {
+  const lines = text.split("\n", LINES + 1).length;
+  if (!cut && text.length <= LONG && lines <= LINES) return body;
+  body.classList.add("clamped");
+  let shown = text.length;
+  const all = cut?.length ?? shown;
+  const label = () => {
+    if (body.classList.contains("clamped"))
+      return shown < all ? `Show the first ${count(shown)} of ${count(all)} characters` : `Show all ${count(all)} characters`;
+    return shown < all ? `Show more: ${count(shown)} of ${count(all)} characters are shown` : "Show less";
+  };
+  const press = async () => {
+    if (body.classList.contains("clamped") || shown >= all) body.classList.toggle("clamped");
+    else if (cut) {
+      button.disabled = true;
+      try {
+        const part = await readPart(cut.path, shown);
+        const end = shown + part.length < all ? part.lastIndexOf("\n") + 1 || part.length : part.length;
+        body.append(h("span", { class: "part" }, part.slice(0, end)));
+        shown += end;
+      } finally {
+        button.disabled = false;
+      }
+    }
+    button.textContent = label();
+    button.setAttribute("aria-expanded", String(!body.classList.contains("clamped")));
+  };
+  const button = /** @type {HTMLButtonElement} */ (
+    h("button", { type: "button", class: "more", "aria-expanded": "false", onclick: press }, label())
+  );
+  return h("div", { class: "foldable" }, body, button);
+}
