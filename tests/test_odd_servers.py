@@ -4,7 +4,7 @@ import codecs
 import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -83,7 +83,8 @@ async def model_at(body: bytes, kind: str = "text/event-stream", status: int = 2
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     config = OpenAIConfig(model_name="m", base_url=address, max_retries=0)
     try:
-        yield connect("player", config, "m", address, "none")
+        async with aclosing(connect("player", config, "m", address, "none")) as client:
+            yield client
     finally:
         await runner.cleanup()
 
@@ -368,7 +369,7 @@ async def test_a_redirect_to_another_server_gets_no_prompt(by: str, streamed: bo
     async with server_of(note) as elsewhere, server_of(redirect) as url:
         config = OpenAIConfig(model_name="m", base_url=f"{url}/v1", max_retries=0)
         llm = connect("player", config, "m", f"{url}/v1", "none")
-        async with gateway_to(llm) as gateway:
+        async with aclosing(llm), gateway_to(llm) as gateway:
             with EpisodeScope() as scope, gateway.endpoint(scope) as endpoint:
                 client = llm.client if by == "an agent of this process" else plain(endpoint).with_options(max_retries=0)
                 with pytest.raises(openai.APIError):

@@ -204,6 +204,7 @@ def test_on_a_remote_backend_the_job_may_still_be_running(served: Served, tmp_pa
     ("trainer", "continues"), [("Scratch", False), ("OwnRun", False), ("OwnResume", True), ("OwnEpoch", True)]
 )
 def test_a_trainer_with_its_own_run_has_to_say_that_it_continues(project: Path, trainer: str, continues: bool) -> None:
+    (project / "go").touch()
     before = os.listdir(project)
     options = (*QUIET, "-o", "finetuning.num_epochs", "2", "-o", "trainers.grpo._type", trainer.lower(), "--force")
     code, out, err = run_project(project, *options, "--resume")

@@ -17,11 +17,9 @@ from insitu.advantages.credit import (
     has_step_rewards,
 )
 from insitu.errors import InsituError, TrajectoryError, describe_error
-from insitu.schemas.episodes import DropReason, ModelCall, TrainingRow
+from insitu.schemas.episodes import GREEDY_TEMPERATURE, DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
-GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy, as in vLLM."""
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),

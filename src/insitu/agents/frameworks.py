@@ -101,7 +101,7 @@ class RunSteps:
     """Reports runs of a framework as steps of the episode they started in. Run ids are globally unique."""
 
     types: tuple[IntermediateStepType, IntermediateStepType]
-    """Of the start and of the end."""
+    """The types of the first and of the last step of a run."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework

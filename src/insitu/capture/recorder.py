@@ -108,7 +108,7 @@ class Recorder:
     outside_completions: int = 0
     """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
-    """Those of them that no evaluator requested: by threads that do not know their episode, for example."""
+    """The part of them that no evaluator requested: by threads that do not know their episode, for example."""
     _warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -35,7 +35,7 @@ from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 logger = logging.getLogger(__name__)
 
 _generations = count()
-"""Of evaluations for training outside a finetuning run."""
+"""Numbers the evaluations for training outside a finetuning run."""
 
 
 @dataclass(eq=False)

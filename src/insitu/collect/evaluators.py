@@ -175,7 +175,7 @@ class Scorer:
 
     async def _score(self, episode: Episode, row: EvalInputItem) -> None:
         scoring = self.scoring
-        item = episode.fill(row.own_copy())
+        item = episode.fill(row.model_copy())
         outputs = await asyncio.gather(
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )

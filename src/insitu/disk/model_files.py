@@ -112,14 +112,14 @@ def check_optimizer_file(folder: Path, *, required: bool) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Of the weights of a checkpoint, as its record has them; None for other folders, and those of earlier releases."""
+    """The digest of a checkpoint's weights, by its record; None for folders without one, as of earlier releases."""
     own = (f"{name} {sha256}" for name, sha256 in sorted(_listed(folder).items()) if name.endswith(".safetensors"))
     text = " ".join(each for each in own if not each.startswith(OPTIMIZER_FILE))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH] if text else None
 
 
 def model_digest(folder: Path) -> str:
-    """Of a folder's model: of sizes and samples of its files, as hashing all takes seconds per GB."""
+    """The digest of a model: of the sizes and of samples of its files, as hashing all takes seconds per GB."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
         if path.name != OPTIMIZER_FILE:

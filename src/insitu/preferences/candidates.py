@@ -191,8 +191,8 @@ def _functions(step: IntermediateStep) -> list[str]:
 
 
 def _metadata(step: IntermediateStep) -> dict[str, Any]:
-    given = step.metadata
-    return given.model_dump(exclude_none=True) if isinstance(given, BaseModel) else dict(given or {})
+    metadata = step.metadata
+    return metadata.model_dump(exclude_none=True) if isinstance(metadata, BaseModel) else dict(metadata or {})
 
 
 def _prompt(value: Any) -> list[dict[str, Any]] | str:

@@ -115,7 +115,7 @@ class Exporter:
         self.dropped: Counter[str] = Counter()
         """What was left out, by reason."""
         self.first_error: str | None = None
-        """That of the first untrainable episode."""
+        """The error of the first untrainable episode."""
         self._seen = Duplicates()
         settings = run.files.settings()
         self._run_id = settings.get("run_id")

@@ -94,7 +94,7 @@ class HostedWorkflow:
     def __init__(self, config: Config, serve_policy: ServePolicy) -> None:
         self.config = config
         self._builders: WeakKeyDictionary[Builder, ServedPolicy | None] = WeakKeyDictionary()
-        """Those of the workflows that are in use."""
+        """The builders of the workflows in use."""
         self._serve_policy = serve_policy
         self._deployments: OrderedDict[ServedPolicy | None, _Deployment] = OrderedDict()  # most recently used last
         self._closing: set[asyncio.Task[None]] = set()

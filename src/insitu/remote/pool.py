@@ -107,9 +107,9 @@ class ServicePool:
         self._most_failures = most_failures
         self._ready: list[RemoteService] = []
         self._services: list[RemoteService] = []
-        """Those that are ready, and those that start."""
+        """The services that are ready, and those that start."""
         self._workflows: dict[str, Any] = {}
-        """Their descriptions."""
+        """The descriptions of the workflows."""
         self._keepers: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()

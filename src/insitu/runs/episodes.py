@@ -54,7 +54,7 @@ class RecordedEpisode:
     epoch: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     rescores: Sequence[Mapping[str, Any]] = ()
-    """Its latest line in `rescores.jsonl` of each evaluator."""
+    """The latest line in `rescores.jsonl` of each evaluator."""
 
     @property
     def advantages(self) -> dict[int, float | None]:
@@ -109,7 +109,7 @@ class RecordedEpisode:
 
     @property
     def training_summary(self) -> str:
-        """Its status, and with how many calls it was trained or why it was dropped."""
+        """The status, and with how many calls the episode was trained or why it was dropped."""
         if self.status is TrainingStatus.TRAINED and self.sides:
             kept = Counter(side["side"] for side in self.sides if side["dropped"] is None)
             as_what = ", ".join(side + f" in {n} pairs" * (n > 1) for side, n in kept.items())

@@ -61,10 +61,10 @@ class TrainingStatus(StrEnum):
     """Trained on a server that computes the advantages itself."""
     DROPPED = "dropped"
     PENDING = "not trained yet"
-    """Its epoch is still running, or was when the run was interrupted."""
+    """The epoch is still running, or was when the run was interrupted."""
     JOB_FAILED = "job failed"
     UNKNOWN = "not recorded"
-    """Its epoch is complete, but the run has no record of its advantages."""
+    """The epoch is complete, but the run has no record of the advantages."""
 
     @classmethod
     def of(cls, *, dropped: bool, epoch_is_over: bool, job: str | None, trained: int, sent: bool) -> "TrainingStatus":
@@ -100,7 +100,7 @@ class IndexDatabase:
         self.complete = False
         """Whether all files have been read once."""
         self._inode = 0
-        """That of the file, 0 if the database is temporary."""
+        """The inode of the file, 0 if the database is temporary."""
         self._lock = threading.RLock()
         self._changes = 0
         self._opened = 0

@@ -98,7 +98,7 @@ def _restore_candidate(record: Mapping[str, Any], calls: Sequence[ModelCall]) ->
 
 
 _ROW_CHARACTERS = 2000
-"""Of a question or an expected answer in the line of a group; the calls have the whole prompt."""
+"""The length of a question or an expected answer in the line of a group; the calls have the whole prompt."""
 _EXCERPT = 200
 
 
@@ -124,7 +124,7 @@ def excerpt(value: Any) -> str | None:
 
 
 SIDES = ("chosen", "rejected")
-"""Of a preference pair."""
+"""The sides of a preference pair."""
 
 
 def side_metadata(side: str, episode: str, calls: Iterable[ModelCall]) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class RunProgress(BaseModel):
     curriculum: CurriculumState | None = None
     rewards: list[dict[str, Any]] = []
     jobs: list[TrainingJobStatus] = []
-    """Of each epoch that trained."""
+    """The last state of the job of each epoch that trained."""
     submitted_epoch: int = 0
     """The epoch whose job may have been submitted; its job and episodes are recorded once `epoch` is as high."""
     phase: Phase | None = None

@@ -70,7 +70,7 @@ class StoredRun:
         if not complete:
             raise ConfigError(f"{self.files.where} has no complete group yet")
         self.epochs = complete if epochs is None else epochs
-        """Those to read, in this order."""
+        """The epochs to read, in this order."""
         if missing := [epoch for epoch in self.epochs if epoch not in complete]:
             numbers = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
             raise ConfigError(f"{self.files.where} has no complete group of epoch {missing[0]}; available: {numbers}")
@@ -238,9 +238,9 @@ class Rescoring:
         self.episodes_in_total = sum(group.size for group in self._run.selected)
         self.scores: list[float] = []
         self.unscored: Counter[str] = Counter()
-        """By reason."""
+        """The number of episodes without a score, by reason."""
         self.first_error: str | None = None
-        """That of the first episode without a score."""
+        """The error of the first episode without a score."""
         self.failed_episodes = 0
         """Not scored, as they have no output."""
 

@@ -21,6 +21,8 @@ from insitu.schemas.steps import IntermediateStep
 
 FORMAT_VERSION = 2
 """Format version, written as the first line of each `.jsonl` file of a run except `training_metrics.jsonl`."""
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM; dividing by them would overflow."""
 
 
 class EpisodeKey(NamedTuple):
@@ -70,10 +72,10 @@ class ModelCall:
     (temperature, max_tokens, ...). `message` is the sampled assistant message. With `n` > 1 or several prompts, each
     choice is a separate call. `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are as
     returned by the server, and `policy_version` is the version of the weights that sampled them, `weights` their digest
-    if the server sends one. `logprobs` are those
-    of the logits divided by `logprobs_temperature`; None: the server does not say, they are the model's own (raw), as
-    in calls recorded by releases that did not divide. `functions` are the enclosing functions, outermost first;
-    `started` and `ended` are Unix timestamps. `error` says why the completion is missing or incomplete.
+    if the server sends one. `logprobs` are of the logits divided by `logprobs_temperature`; None if the server does not
+    say: they are the model's own, as in calls recorded by releases that did not divide. `functions` are the enclosing
+    functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is missing or
+    incomplete.
     """
 
     index: int
@@ -307,7 +309,7 @@ class Episode:
     requested: Mapping[str, int] = field(default_factory=dict)
     """Completions requested by all attempts, by URL of the server; those of failed requests too."""
     candidates: list[CandidateStep] = field(default_factory=list)
-    """Those of its targeted functions and llms; only preference builders read them from the steps."""
+    """The candidates of the targeted functions and llms; only preference builders read them from the steps."""
     trained_calls: list[int] | None = None
     """Positions in `calls` of those that are trained; None: not determined yet."""
     source: str | None = None

@@ -390,7 +390,7 @@ class JobState(BaseModel):
     checkpoint: str | None = None
     """Folder of those weights."""
     metrics: dict[str, Any] = Field(default_factory=dict)
-    """Of every method: loss, entropy, grad_norm, learning_rate, steps, tokens, rows, episodes, seconds.
+    """The metrics of every method: loss, entropy, grad_norm, learning_rate, steps, tokens, rows, episodes, seconds.
 
     grpo: kl, clip_fraction, logprob_gap, ratio_mean. Without a KL penalty, kl is measured after the last step on at
     most 128 rows. dpo: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen,

@@ -140,7 +140,7 @@ def gap_warning(gap: float | None, served: PolicyEndpoint | None) -> str | None:
         return None
     return (
         f"WARNING: logprob_gap is {gap:.2g}, above {limit:g}: the log-probabilities of the sampler differ from the "
-        "learner's, so other weights or another distribution were sampled than are trained (lora.dropout adds to it)"
+        "learner's, so other weights or another distribution were sampled than are trained"
     )
 
 

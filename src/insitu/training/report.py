@@ -46,7 +46,7 @@ class Report:
         self._run_started = 0.0
         self._completed_before = 0
         self._line: asyncio.TimerHandle | None = None
-        """Of the next line about the phase in progress."""
+        """Prints the next line about the phase in progress."""
 
     def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
         self.console.print(f"[bold]run {run_id}[/bold]")

@@ -96,17 +96,17 @@ def number(asked: Mapping[str, str], name: str, kind: Any, default: Any = None) 
 class _Search:
     """Finds the episodes that say a text, whatever its case: in a message, a tool call, or their answer.
 
-    Each request reads on for a while, so that the first finds are shown before all groups have been read.
+    Each request reads on for a while, so that the first matches are shown before all groups have been read.
     """
 
     def __init__(self, index: RunIndex, text: str) -> None:
         self._index, self._text = index, text
         self._lock = threading.Lock()
         self.searched = 0
-        self._found: dict[str, dict[Any, None]] = {"groups": {}, "episodes": {}}
+        self._matches: dict[str, dict[Any, None]] = {"groups": {}, "episodes": {}}
 
-    def found(self, table: str) -> str:
-        """What was found by now, as JSON."""
+    def matches(self, table: str) -> str:
+        """What matches among the lines read, as JSON."""
         with self._lock:
             until = time.monotonic() + _SEARCH_SECONDS
             for group in self._index.select("SELECT * FROM groups WHERE id > ? ORDER BY id", (self.searched,)):
@@ -114,7 +114,7 @@ class _Search:
                 self.searched = group["id"]
                 if time.monotonic() > until:
                     break
-            return orjson.dumps([*self._found[table]]).decode()
+            return orjson.dumps([*self._matches[table]]).decode()
 
     def _read(self, group: sqlite3.Row) -> None:
         stored = stored_group(group)
@@ -125,7 +125,7 @@ class _Search:
                 continue
             for record in records:
                 if any(self._text in text.lower() for key in keys for text in _texts(record.get(key))):
-                    self._found["episodes"][record["episode"]] = self._found["groups"][group["id"]] = None
+                    self._matches["episodes"][record["episode"]] = self._matches["groups"][group["id"]] = None
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -186,9 +186,9 @@ class Lists:
         values = tuple(number(asked, name, kind) for name, (_, kind) in filters.items())
         conditions = " AND ".join(condition for condition, _ in filters.values())
         if text := asked.get("text", ""):
-            found = f"{lines.name} IN (SELECT value FROM json_each(?))"
-            conditions = f"{conditions} AND {found}" if conditions else found
-            values = (*values, self._search(text.lower()).found(lines.table))
+            matching = f"{lines.name} IN (SELECT value FROM json_each(?))"
+            conditions = f"{conditions} AND {matching}" if conditions else matching
+            values = (*values, self._search(text.lower()).matches(lines.table))
         select = self._index.select
         if column == "id" and not conditions:  # lists that grow are not sorted again and again
             [counted] = select(f"SELECT count(*) AS lines FROM {lines.table}")

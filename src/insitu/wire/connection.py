@@ -41,7 +41,7 @@ CONNECT_TIMEOUT = 10.0
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 10.0
 _MOST_DOUBLINGS = 32
-"""Of the delay: more would be too large for a float."""
+"""The delay doubles at most so often: a longer one would be too large for a float."""
 _REPORT_AFTER = 5.0
 """Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
 _CHUNK_BYTES = 1 << 18

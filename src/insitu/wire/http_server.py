@@ -47,6 +47,8 @@ MAX_DEPTH = 128
 """Levels of nesting. Parsers read deeper ones that writers and templates then fail on."""
 LARGE_BODY = 2**16
 """Bodies from this size on are parsed in a thread, so that they do not hold up other responses."""
+PARSE_SECONDS = 10.0
+"""How long a request may be parsed by what may loop."""
 IDLE_SECONDS = 75.0
 """A connection without a request is closed after this long."""
 BODY_SECONDS = 60.0
@@ -219,15 +221,45 @@ def _is_too_deep(data: Any) -> bool:
     return True
 
 
-async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Runs `parse`, in a thread for large bodies; the memory of huge ones is returned when the task has ended."""
-    if len(body) < LARGE_BODY:
+class ParsingTooSlow(Exception):
+    """Raised within a `parse` that runs for longer than PARSE_SECONDS."""
+
+    def __str__(self) -> str:
+        return f"it has not ended within {PARSE_SECONDS:g} s"
+
+
+async def parse_body(parse: Callable[[bytes], T], body: bytes, may_loop: bool = False) -> T:
+    """Runs `parse`, in a thread for large bodies; the memory of huge ones is returned when the task has ended.
+
+    One that `may_loop` runs in a thread always, and is ended by ParsingTooSlow.
+    """
+    if len(body) < LARGE_BODY and not may_loop:
         return parse(body)
     if len(body) >= _HUGE_BODY:
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(_return_memory_soon)
-    return await asyncio.to_thread(parse, body)
+    return await (_parse_in_time(parse, body) if may_loop else asyncio.to_thread(parse, body))
+
+
+async def _parse_in_time(parse: Callable[[bytes], T], body: bytes) -> T:
+    threads: list[int] = []
+    lock = threading.Lock()  # so that no thread is interrupted that does something else by now
+
+    def run() -> T:
+        threads.append(threading.get_ident())
+        try:
+            return parse(body)
+        finally:
+            with lock:
+                threads.clear()
+
+    work = asyncio.create_task(asyncio.to_thread(run))
+    await asyncio.wait([work], timeout=PARSE_SECONDS)
+    with lock:
+        for thread in threads:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(ParsingTooSlow))
+    return await work
 
 
 _timer: threading.Timer | None = None

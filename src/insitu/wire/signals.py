@@ -4,6 +4,6 @@ import signal
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that a user, a supervisor or a closed terminal sends; not the last if it is ignored, as under nohup."""
+    """Returns what a user, a supervisor or a closed terminal sends, the last unless it is ignored, as under nohup."""
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if ends_with_terminal else [])]

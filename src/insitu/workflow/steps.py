@@ -87,7 +87,7 @@ def calls_of_steps(steps: Iterable[IntermediateStep]) -> list[ModelCall]:
         data, metadata = step.data, step.metadata
         if step.event_type is not IntermediateStepType.LLM_END or not isinstance(metadata, TraceMetadata):
             continue
-        given, prompt = metadata.model_extra or {}, metadata.chat_inputs
+        extra, prompt = metadata.model_extra or {}, metadata.chat_inputs
         message, node = getattr(data, "payload", None), step.function_ancestry
         if (
             not isinstance(message, dict)
@@ -95,11 +95,11 @@ def calls_of_steps(steps: Iterable[IntermediateStep]) -> list[ModelCall]:
             or not all(isinstance(m, dict) for m in prompt)
         ):
             continue
-        known = {name: given.get(name) for name in _CALL_FIELDS} | {"model": given.get("model") or ""}
+        fields = {name: extra.get(name) for name in _CALL_FIELDS} | {"model": extra.get("model") or ""}
         functions = tuple(name for name in (node.parent_name, node.function_name) if name)
         started = step.span_event_timestamp or step.event_timestamp
         calls.append(
-            ModelCall(len(calls), messages=prompt, message=message, functions=functions, started=started, **known)
+            ModelCall(len(calls), messages=prompt, message=message, functions=functions, started=started, **fields)
         )
     return calls
 

@@ -72,7 +72,7 @@ class Engine(Sampler):
         """Whether the schedulers may hold waiting sequences that were aborted."""
         self.schedulers: dict[WeightVersion, list[Scheduler]] = {}
         self._busy: dict[Scheduler, None] = {}
-        """Those with sequences."""
+        """The schedulers with sequences."""
         self._schedulers_per_version = 1
         self._pool: ThreadPoolExecutor | None = None
         self._shapes: BatchShapes | None = None

@@ -19,12 +19,11 @@ from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
+from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.schemas.training_jobs import LoRASettings
 
 MAX_IN_FLIGHT = 8192
 """Completions running or waiting, from which on requests are refused."""
-GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy; dividing by them would overflow."""
 MAX_TEMPERATURE = 1e6
 """Beyond this float32 overflows; the distribution is uniform long before."""
 Temperature = Annotated[float, Field(ge=GREEDY_TEMPERATURE, le=MAX_TEMPERATURE)]

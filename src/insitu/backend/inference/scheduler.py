@@ -20,7 +20,6 @@ from torch import nn
 from insitu.backend.inference.batch_shapes import BatchShapes
 from insitu.backend.inference.runner import Chunk, PrefixCache, Runner, Span, next_span, width_for
 from insitu.backend.inference.sampler import (
-    GREEDY_TEMPERATURE,
     LOGITS_NOT_FINITE,
     MAX_IN_FLIGHT,
     MAX_TOP_LOGPROBS,
@@ -31,6 +30,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import BackendError
+from insitu.schemas.episodes import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, batch: MicroBatch)
 
 
 def _token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor | None) -> TokenLogprobs:
-    """Of the distribution that the tokens were sampled from: the logits are divided by the temperature."""
+    """The log-probabilities of the distribution sampled from: the logits are divided by the temperature."""
     logits_NV = logits_NV.float()
     if temperature_N is not None:
         logits_NV = logits_NV / temperature_N[:, None]

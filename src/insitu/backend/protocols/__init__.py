@@ -97,7 +97,7 @@ class Services:
     digests: dict[int, str | None] = field(default_factory=dict)
 
     def weights_digest(self, weights: WeightVersion) -> str | None:
-        """Of a version of the backend's own policy: the same in every process that serves it. None if unknown."""
+        """The digest of a version of the own policy, equal in every process that serves it; None if it is unknown."""
         version = weights.version or 0
         if weights.policy:
             return None

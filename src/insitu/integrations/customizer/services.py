@@ -277,11 +277,11 @@ class NeMoServices:
 
     def _status(self, what: str, status: Any) -> TrainingStatusEnum:
         """The status of a job or a deployment; one that is null or unknown is a warning, and means that it runs."""
-        known = _STATUSES.get(str(status))
-        if known is None and (what, status) not in self._odd_statuses:
+        documented = _STATUSES.get(str(status))
+        if documented is None and (what, status) not in self._odd_statuses:
             self._odd_statuses.add((what, status))
             logger.warning("%s has the status %r, which is unknown: it is taken to be running", what, status)
-        return known or TrainingStatusEnum.RUNNING
+        return documented or TrainingStatusEnum.RUNNING
 
     def _job(self, job_id: str, job: Any) -> ServiceJob:
         """From the SDK's models, whose values are not validated."""

@@ -45,7 +45,7 @@ class _Submission(NamedTuple):
 
     key: str
     name: str
-    """Of the job and the trained model; of the dataset if `dataset_name` is taken."""
+    """The name of the job and the trained model; of the dataset too if `dataset_name` is taken."""
     output_model: str
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 45.0
 _CLIENT_VARIABLES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NVIDIA_API_KEY")
-"""Those that llms are configured by."""
+"""The variables that llms are configured by."""
 
 
 class RuntimeEnvConfig(BaseModel):

@@ -22,7 +22,7 @@ from insitu.integrations.vllm.servers import model_files
 logger = logging.getLogger(__name__)
 
 _MOST_DOUBLINGS = 32
-"""Of that delay: more would be too large for a float."""
+"""The delay doubles at most so often: a longer one would be too large for a float."""
 MAX_STARTS = 3
 """How often a server is started before it is ready again."""
 _UNKNOWN = WeightVersion(-1)
@@ -100,7 +100,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self._fingerprints: dict[str, list[float]] = {}
-        """Of the latest versions, by policy."""
+        """The fingerprints of the latest versions, by policy."""
         self._base: WeightVersion | None = None
         """The full weights that every server must have."""
         self._router: PrefixRouter[Replica] = PrefixRouter()

@@ -14,7 +14,6 @@ import orjson
 
 from insitu.backend import SAMPLER_KEY_VARIABLE
 from insitu.backend.inference.sampler import (
-    GREEDY_TEMPERATURE,
     LOGITS_NOT_FINITE,
     Completion,
     SampledToken,
@@ -22,6 +21,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
 from insitu.integrations.vllm.servers import StartedServer
+from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.connection import Connection, event_data, is_transient, retry_after
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import redact

@@ -4,13 +4,9 @@ In: a request. Out: what the sampler has completed, streamed or not. `chat` and 
 with their prompts and the format of the response; `text` also has what both share.
 """
 
-import asyncio
-import ctypes
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
 
 import orjson
 from aiohttp import web
@@ -25,37 +21,7 @@ from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
 
 MAX_BODY = 16 * 2**20
-
-TEMPLATE_SECONDS = 10.0
-"""How long a chat template may run."""
-
-T = TypeVar("T")
 Job = tuple[SamplingRequest, list[GenerationRequest], WeightVersion]
-
-
-class TemplateTooSlow(Exception):
-    """Raised in the thread of a chat template that runs too long."""
-
-    def __str__(self) -> str:
-        return f"it has not ended within {TEMPLATE_SECONDS:g} s"
-
-
-async def within_limit(parse: Callable[[bytes], T], body: bytes) -> T:
-    """Parses a request in a thread: its chat template is a program of the model's author, which may loop."""
-    threads: list[int] = []
-
-    def run() -> T:
-        threads.append(threading.get_ident())
-        try:
-            return parse(body)
-        finally:
-            threads.clear()
-
-    work = asyncio.create_task(asyncio.to_thread(run))
-    await asyncio.wait([work], timeout=TEMPLATE_SECONDS)
-    for thread in threads:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TemplateTooSlow))
-    return await work
 
 
 @dataclass(frozen=True)
@@ -67,7 +33,8 @@ class CompletionEndpoint:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, MAX_BODY)
-        job = await (within_limit(self._parse, body) if self.kind is ChatRequest else parse_body(self._parse, body))
+        # a chat template is a program of the model's author, which may loop
+        job = await parse_body(self._parse, body, may_loop=self.kind is ChatRequest)
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
         formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))

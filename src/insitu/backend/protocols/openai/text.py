@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import (
-    GREEDY_TEMPERATURE,
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     GenerationRequest,
@@ -23,6 +22,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import RequestRefused
+from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.http_format import format_token_id
 from insitu.wire.http_server import parse_json
 
