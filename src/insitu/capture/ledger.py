@@ -112,8 +112,10 @@ class CallLedger:
 
     def is_trained(self, llm: str | None) -> bool:
         """Whether calls to this key of `llms` are trained on their tokens."""
-        if self.needs is Needs.TEXT:
-            return False
+        return self.needs is not Needs.TEXT and self.is_credited(llm)
+
+    def is_credited(self, llm: str | None) -> bool:
+        """Whether calls to this key of `llms` earn step rewards in training; a judge's calls do not."""
         return self.training if isinstance(self.training, bool) else llm in self.training
 
     def begin_call(self, prompt_key: bytes, choices: int, server: str, llm: str | None = None) -> PendingCall:

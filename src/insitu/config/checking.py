@@ -66,7 +66,7 @@ class Validator:
         general = self._model(GeneralConfig, data.get("general"), "general")
         if general is None:
             self._fail_if_any()
-        folder = self.path.resolve().parent / (general.folder or "")
+        folder = (self.path.resolve().parent / (general.folder or "")).resolve()
         if not folder.is_dir():
             self.problems.append(f"general.folder: {folder} is not a folder")
         for module in general.plugins:

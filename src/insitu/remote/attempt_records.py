@@ -19,7 +19,9 @@ A client sends lines of JSON for as long as its connection lasts, and so does th
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
@@ -29,7 +31,7 @@ from insitu.errors import WorkflowError
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, StepLog
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.schemas.steps import read_step
+from insitu.schemas.steps import IntermediateStep, IntermediateStepType, read_step
 from insitu.wire.http_format import encode, has_lone_surrogate
 from insitu.wire.redaction import redact_bytes
 
@@ -137,6 +139,15 @@ def result_line(number: int, result: AttemptResult, **more: Any) -> bytes:
 
 def read_result(key: EpisodeKey, message: dict[str, Any]) -> AttemptResult:
     """The attempt of a line that `result_line` has made; raises ValueError if it is none."""
-    steps = StepLog([lambda: [read_step(step) for step in message["episode"]["steps"]]])
+    steps = StepLog(_entries(message["episode"]["steps"]))
     episode = _EPISODE.validate_python({**message["episode"], "key": key, "steps": steps})
     return AttemptResult(episode, message["transient"])
+
+
+def _entries(records: list[Any]) -> Iterator[IntermediateStep | Callable[[], list[IntermediateStep]]]:
+    """The steps that report candidates, which a run records; the others are made when somebody looks at them."""
+    for record in records:
+        if isinstance(record, dict) and (record.get("payload") or {}).get("event_type") == IntermediateStepType.TTC_END:
+            yield read_step(record)
+        else:
+            yield partial(lambda record: [read_step(record)], record)

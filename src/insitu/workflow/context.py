@@ -275,8 +275,7 @@ class EpisodeScope:
                 reported.append(call)
         else:
             self.step_manager.add_call(site, enclosing_step, call)
-        # in training, skip calls to models that are not trained (a judge, say)
-        if not self.ledger.training or self.ledger.is_trained(call.llm):
+        if not self.ledger.training or self.ledger.is_credited(call.llm):
             self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self.target_functions))
 
     def _keep_step(self, step: IntermediateStep) -> None:
