@@ -182,7 +182,7 @@ test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers --confcutdir=tests/with_trackers
 
 # allpairspy chooses the runs.
-test-pairs: $(VENV)/.installed-dev
+test-pairs: $(VENV)/.installed-dev .venv-art/0.5.18/.installed
 	$(PIP) allpairspy==2.5.1
 	$(BIN)/python -m pytest -n logical tests/with_pairs
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import polars
 from factories import read_lines
 from processes import run, serving
-from projects import GENERATIONS, ROWS, SECRETS, Project, metrics_of
+from projects import FAILURE, GENERATIONS, ROWS, SECRETS, Project, metrics_of
 
 GAP = 1e-4
 """Nats by which a log-probability of the learner may differ from that of the sampler, in float32."""
@@ -26,10 +26,13 @@ def check_run(project: Project, folder: Path) -> None:
     check_accounting(project, folder)
     if project.nemo is not None:
         return
+    check_trackers(project, folder)
+    if not project.trains_here:
+        check_what_was_sent(folder)
+        return
     check_what_was_trained(project, folder)
     check_gap(folder)
     check_weights(project, folder)
-    check_trackers(project, folder)
 
 
 def check_secrets(folder: Path) -> None:
@@ -45,6 +48,8 @@ def check_accounting(project: Project, folder: Path) -> None:
     recorded = read_lines(folder / "episodes.jsonl.gz")[1:]
     episodes = Counter((e["epoch"], e["row_id"]) for e in recorded)
     groups = read_lines(folder / "groups.jsonl")[1:]
+    errors = [e["error"] for e in recorded if e["outcome"] != "ok" and FAILURE not in e["error"]]
+    assert not errors, "only what the agent does by itself fails"
     assert {(g["epoch"], g["row_id"]): g["num_episodes"] for g in groups} == episodes
     assert set(episodes.values()) == {GENERATIONS}
     assert set(Counter(epoch for epoch, _ in episodes).values()) == {ROWS}
@@ -85,6 +90,14 @@ def check_what_was_trained(project: Project, folder: Path) -> None:
         else:
             assert len(of_epoch) == metrics["episodes"], metrics
         assert sum(tokens_of(folder, of_epoch, advantages, sides)) == metrics["tokens"], metrics
+
+
+def check_what_was_sent(folder: Path) -> None:
+    """Page and `trajectories show` call the same episodes sent, which the server has trained as it thinks best."""
+    sent = {name for name, status in shown_statuses(folder).items() if status == "sent"}
+    page, _, _ = page_statuses(folder)
+    assert {name for name, status in page.items() if status == "sent"} == sent
+    assert len(sent) == sum(metrics["filtered_trajectories"] for metrics in metrics_of(folder) if metrics["job"])
 
 
 def shown_statuses(folder: Path) -> dict[str, str]:
@@ -148,6 +161,7 @@ def check_weights(project: Project, folder: Path) -> None:
     target = folder.parent / f"{folder.name}-exported"
     done = run("export", folder, target, "--checkpoint", "best", folder=project.folder)
     if best["checkpoint"] is None:
+        assert best["policy_version"] == 0, "only the initial weights have no checkpoint"
         assert done.returncode != 0, "the initial weights are not a version of the run"
         return
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "method": (*GROUP_RELATIVE, "dpo of episodes", "dpo of turns", "kto", "sft"),
     "credit": ("episode", "step", "function"),
     "baseline": ("mean", "leave_one_out", "by rank"),
-    "executor": ("local", "service", "two services"),
-    "adapter": ("child", "url", "customizer"),
+    "executor": ("local", "service", "two services", "ray"),
+    "adapter": ("child", "url", "art", "customizer"),
     "front": ("file", "python", "resumed", "forked"),
     "validation": ("none", "every epoch"),
     "keep": ("default", "all", "little"),
@@ -44,20 +44,27 @@ REFUSED: Mapping[frozenset[Value], str] = {
     **dict.fromkeys(_pairs("adapter", ["url"], "processes", ["2"]), "learner"),
 }
 """Values that a file cannot have together, and the key that the error names."""
-OTHER_METHODS = [method for method in DIMENSIONS["method"] if method != "dpo of turns"]
+ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes")
+"""What a block of ART or NeMo Customizer has no key for: their servers decide."""
 ABSENT: frozenset[frozenset[Value]] = frozenset(
     pair
-    for name, values in {
-        "method": OTHER_METHODS,
-        **{
-            name: DIMENSIONS[name][1:]
-            for name in ("credit", "baseline", "keep", "report_to", "weights", "curriculum", "processes", "validation")
+    for adapter, absent in {
+        "customizer": {
+            "method": [method for method in DIMENSIONS["method"] if method != "dpo of turns"],
+            **{name: DIMENSIONS[name][1:] for name in (*ELSEWHERE, "report_to", "curriculum", "validation")},
+            "front": ["python", "forked"],
         },
-        "front": ("python", "forked"),
+        "art": {
+            "method": DIMENSIONS["method"][1:],
+            **{name: DIMENSIONS[name][1:] for name in ELSEWHERE},
+            "front": ["forked"],
+        },
+        "url": {"front": ["forked"]},
     }.items()
-    for pair in _pairs("adapter", ["customizer"], name, values)
-) | frozenset(_pairs("adapter", ["url"], "front", ["forked"]))
-"""NeMo Customizer trains all pairs in one job elsewhere: there is no key for these. Forks need the checkpoints."""
+    for name, values in absent.items()
+    for pair in _pairs("adapter", [adapter], name, values)
+)
+"""NeMo Customizer trains all pairs in one job; ART has one method. Forks need the checkpoints, which are elsewhere."""
 
 
 def go_together(values: Sequence[str]) -> bool:

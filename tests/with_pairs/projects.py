@@ -12,15 +12,18 @@ from typing import Any
 import yaml
 from factories import CUSTOMIZATION_CONFIG, FakeNeMo, read_lines
 from matrix import GROUP_RELATIVE, Case
-from processes import HANGS, forked_python, run, serving, start
+from processes import HANGS, forked_python, run, serving, start, wait_until
 from tiny_models import save_tiny_model
 
 ROWS, GENERATIONS, EPOCHS = 4, 4, 2
+FAILURE = "this row fails in half of its episodes"
 TOKEN = "token-of-the-backend-7Qd2"
 PASSWORD = "password-of-the-user-9Kx4"
 SECRETS = (TOKEN, PASSWORD)
 """They are in the environment and in files of the user, and must not be in a file of a run."""
 HERE = Path(__file__).parent
+ART = HERE.parents[1] / ".venv-art/0.5.18/bin"
+"""The environment of ART's client, which excludes ours."""
 TRACKER = """
 import json
 from insitu.plugin_api import Tracker
@@ -75,6 +78,8 @@ class Project:
         (self.folder / "config.yml").write_text(yaml.safe_dump(config, sort_keys=False))
 
     def _services(self) -> dict[str, Any]:
+        if self.case["executor"] == "ray":
+            return {"_type": "ray", "workers": 2}
         count = 2 if self.case["executor"] == "two services" else 1
         command = ("serve", "--config_file", "config.yml", "--port", "0")
         services = [self._servers.enter_context(serving(*command, folder=self.folder)) for _ in range(count)]
@@ -100,10 +105,11 @@ class Project:
         }
 
     def _llm(self) -> dict[str, Any]:
-        if self.nemo is None:
+        if self.case["adapter"] not in ("art", "customizer"):
             return {"_type": "policy"}
-        address = self._servers.enter_context(self._backend())
-        return {"_type": "openai", "base_url": f"{address}/v1", "api_key": TOKEN, "model_name": "policy"}
+        self.address = self._servers.enter_context(self._backend())
+        name = "policy" if self.nemo is not None else "talker"
+        return {"_type": "openai", "base_url": f"{self.address}/v1", "api_key": TOKEN, "model_name": name}
 
     @contextmanager
     def _backend(self) -> Iterator[str]:
@@ -126,6 +132,8 @@ class Project:
         case = self.case
         if self.nemo is not None:
             return {"_type": "nemo_customizer_trainer"}
+        if case["adapter"] == "art":
+            return {"_type": "openpipe_art_trainer"}
         kinds = {"dpo of turns": "insitu_dpo_trainer", "dpo of episodes": "insitu_dpo_trainer"}
         kinds |= {"kto": "insitu_kto_trainer", "sft": "insitu_sft_trainer"}
         trainer: dict[str, Any] = {"_type": kinds.get(case["method"], "insitu_trainer")}
@@ -135,7 +143,7 @@ class Project:
         if case["credit"] != "episode":
             trainer["credit"] = case["credit"]
         if case["method"] == "warm-up":
-            trainer["sft"] = {"rows": "shown.jsonl", "epochs": 2}
+            trainer["sft"] = {"rows": "shown.jsonl", "epochs": 8, "learning_rate": 1e-2}
         return trainer
 
     def _adapter(self) -> dict[str, Any]:
@@ -144,6 +152,15 @@ class Project:
             hosts = {"entity_host": self.nemo.entity_host, "datastore_host": self.nemo.datastore_host}
             job = {"namespace": "games", "customization_config": CUSTOMIZATION_CONFIG, "poll_interval_seconds": 0.02}
             return {"_type": "nemo_customizer_trainer_adapter", **hosts, **job}
+        if case["adapter"] == "art":
+            host, _, port = self.address.removeprefix("http://").partition(":")
+            server = {"ip": host, "port": int(port), "api_key": TOKEN}
+            model = {"name": "talker", "project": "pairs", "base_model": str(self.model)}
+            return {
+                "_type": "openpipe_art_trainer_adapter",
+                "backend": server | model,
+                "training": {"learning_rate": 1e-3},
+            }
         methods = {"dpo of turns": "dpo", "dpo of episodes": "dpo", "kto": "kto", "sft": "sft"}
         training = {"method": methods.get(case["method"], "grpo"), "learning_rate": 1e-3, "mini_batch_size": 8}
         if case["weights"] == "lora":
@@ -188,7 +205,7 @@ class Project:
         front = self.case["front"]
         if front == "python":
             (self.folder / "train.py").write_text("import insitu; insitu.finetune(config='config.yml')")
-            command = [forked_python(), "train.py"]
+            command = [ART / "python" if self.uses_art else forked_python(), "train.py"]
             done = subprocess.run(
                 command, cwd=self.folder, capture_output=True, text=True, env=os.environ | self.variables
             )
@@ -206,9 +223,26 @@ class Project:
     def variables(self) -> dict[str, str]:
         """The environment of its commands, whose warnings are errors."""
         secrets = {"INSITU_BACKEND_TOKEN": TOKEN, "SOME_PASSWORD": PASSWORD}
-        return {"PYTHONPATH": str(self.folder / "site"), "PYTHONWARNINGS": "error", "COLUMNS": "200", **secrets}
+        path = (
+            f"{self.folder / 'site'}:{HERE / 'stubs'}" if self.case["executor"] == "ray" else str(self.folder / "site")
+        )
+        warnings = {} if self.uses_art else {"PYTHONWARNINGS": "error"}
+        return {"PYTHONPATH": path, "COLUMNS": "200", **warnings, **secrets}
+
+    @property
+    def uses_art(self) -> bool:
+        return self.case["adapter"] == "art"
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether the run knows what each token was trained with."""
+        return self.case["adapter"] in ("child", "url")
 
     def finetune(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        if self.uses_art:
+            command = [ART / "insitu", "finetune", "--config_file", "config.yml", *arguments]
+            environment = os.environ | self.variables
+            return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=environment)
         return run("finetune", "--config_file", "config.yml", *arguments, folder=self.folder, **self.variables)
 
     def succeeds(self, *arguments: str) -> None:
@@ -217,7 +251,14 @@ class Project:
 
     def _kill_in_the_second_epoch(self) -> None:
         file = self.run / ("pairs.jsonl" if self.nemo else "training_metrics.jsonl")
-        with start("finetune", "--config_file", "config.yml", folder=self.folder, **self.variables) as process:
+        arguments = ("finetune", "--config_file", "config.yml")
+        if self.uses_art:
+            command, environment = [ART / "insitu", *arguments], os.environ | self.variables
+            with subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.DEVNULL) as process:
+                wait_until(lambda: file.exists() and file.read_bytes())
+                process.kill()
+            return
+        with start(*arguments, folder=self.folder, **self.variables) as process:
             process.wait_until(lambda: file.exists() and file.read_bytes())
             process.kill()
             process.communicate(HANGS)

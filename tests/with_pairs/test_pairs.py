@@ -12,8 +12,11 @@ from projects import Project
 
 CASES = cases()
 REFUSED = refused_cases()
-NOT_COMPARED = frozenset({"events.jsonl", "recording.jsonl", "trackers", "unknown_completions", "url", "address"})
-"""What tells of the interruption, addresses, and a number that is null for an epoch with an outage."""
+ADDRESSES = {"url", "address", "base_url", "entity_host", "datastore_host", "port"}
+NOT_COMPARED = frozenset(
+    {"events.jsonl", "recording.jsonl", "trackers", "unknown_completions", "output_model", *ADDRESSES}
+)
+"""What tells of the interruption or a job's name, and a number that is null for an epoch with an outage."""
 
 
 def test_every_two_values_that_go_together_meet() -> None:
