@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, load_dataset
 from factories import read_lines
 from test_export import TARGETS, TOOLS, Run, call, episode, play, user
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the other libraries, on 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "llama")
 
 
 def with_candidates(row: str) -> Episode:
