@@ -67,7 +67,7 @@ def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
         text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
         # an outage of the backend costs an attempt; a fork names the episodes before it as the original did
         text = re.sub(rf"(?:{own})(/\d+/\w+/\d+)/\d+", r"RUN\1", text)
-        text = re.sub(own, "RUN", text)
+        text = re.sub(own, "RUN", text).replace(str(folder.parent), "FOLDER")  # in warnings
         records = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
         for record in records:
             for key in changing:

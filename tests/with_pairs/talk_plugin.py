@@ -20,7 +20,7 @@ from insitu.workflow.functions import FunctionInfo
 
 def mean_digit(text: str) -> float:
     """In [0, 1]; 0 without digits."""
-    digits = [int(c) for c in text if c.isdigit()]
+    digits = [int(c) for c in text if c in "0123456789"]
     return sum(digits) / len(digits) / 9 if digits else 0.0
 
 
