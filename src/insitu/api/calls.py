@@ -96,7 +96,7 @@ def finetune(
     with _in_words_of_python(project):
         request = _request(checked, output, resume)
         run_anywhere(lambda: finetuning_main(request, console or results_console()))
-    return Run(output)
+    return Run(output, request.config_file)  # type: ignore[arg-type]  # as checked
 
 
 def evaluate(
