@@ -12,7 +12,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.episodes import executor_of, result_path
+from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
@@ -36,6 +36,7 @@ from insitu.training.checks import check_group_size, check_sampling
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
+from insitu.wire.http_format import json_path
 from insitu.wire.http_server import raise_file_limit
 from insitu.wire.redaction import results_console
 from insitu.workflow.llms import check_model_names
@@ -236,7 +237,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None =
 
 async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
-    result_path(request.result_json_path)
+    json_path(request.result_json_path, "result_json_path")
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
     if getattr(builder, "episodes_from", None) is None:
         load_dataset(config, request.dataset)
