@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from factories import MODEL, ROOT, read_lines
@@ -156,6 +157,87 @@ show(scores=scores, columns=rows.columns, exact=done.score, looped=asyncio.run(i
     assert shown["looped"] == scores["function"][0]
     written = (tmp_path / "evaluations/lambda/config.yml").read_text()
     assert "session:lambda: defined where no file can import it" in written
+
+
+def test_the_trained_agent_answers(trained: tuple[Path, dict[str, Any]]) -> None:
+    """The agent of a run that is opened again, which is imported from this very script."""
+    folder, _ = trained
+    code = """
+import asyncio, psutil
+
+def backends():
+    return [each.pid for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+
+async def ask_in_a_loop():
+    return run.ask("Row 1", checkpoint="latest")
+
+async def several():
+    return await asyncio.gather(*(run.agent(f"Row {i}", checkpoint="step_000002") for i in range(4)))
+
+async def own_agent():
+    async with run.model("latest") as model:
+        return isinstance(model, insitu.Model), await answer("Row 0", model)
+
+run = insitu.Run("runs/answer")
+answers = [run.ask("Row 0", checkpoint="latest"), asyncio.run(ask_in_a_loop()), *asyncio.run(several())]
+started = len(backends())
+run.close()
+closed = len(backends())
+try:
+    run.ask("Row 0", checkpoint="step_9")
+except insitu.ConfigError as error:
+    refused = str(error)
+own = asyncio.run(own_agent())
+again = run.ask("Row 0", checkpoint="latest")  # nobody closes it
+show(answers=answers, started=started, closed=closed, own=own, again=again, left=backends(), refused=refused)
+"""
+    shown, printed = script(folder, code)
+    assert [type(each) for each in shown["answers"]] == [str] * 6
+    assert (shown["started"], shown["closed"], len(shown["left"])) == (1, 0, 1)
+    assert not any(map(psutil.pid_exists, shown["left"]))
+    assert (shown["own"][0], type(shown["own"][1]), type(shown["again"])) == (True, str, str)
+    assert "step_9 was deleted or never made; checkpoints there: step_" in shown["refused"]
+    assert "Traceback" not in printed
+
+
+def test_a_trained_agent_is_asked_as_it_was_trained(tmp_path: Path) -> None:
+    """With functions that no file can import, its row and its errors; and with another file."""
+    code = """
+import yaml
+
+def make(name):
+    def agent(question, model, row):
+        if question == "boom":
+            raise LookupError(name)
+        return [model.ask(question), row]
+    return agent
+
+run = insitu.finetune(
+    make("mine"), lambda answer: mean_digit(answer[0]), train=ROWS, model=MODEL, epochs=1, generations=2, max_tokens=4,
+)
+with run:
+    answers = [run.ask("Row 0"), run.ask("Row 0", row=ROWS[1])]
+    try:
+        run.ask("boom")
+    except LookupError as error:
+        answers.append(str(error))
+settings = yaml.safe_load((run.folder / "config.yml").read_text())
+settings["workflow"] = {"_type": "python", "function": "my_script:answer", "model": "student"}
+settings["eval"]["evaluators"]["lambda"]["function"] = "digits_plugin:mean_digit"
+settings["general"]["folder"] = "."
+Path("other.yml").write_text(yaml.dump(settings))
+with insitu.Run(run.folder, config="other.yml") as other:
+    show(answers=answers, other=other.ask("Row 0"))
+(run.folder / "best.json").write_text(json.dumps({"avg_reward": 0.5, "epoch": 0, "checkpoint": None}))
+run.ask("Row 0")
+"""
+    shown, printed = script(tmp_path, code, returncode=1)
+    first, second, raised = shown["answers"]
+    assert (first[1], second[1]) == ({"question": "Row 0"}, {"question": "Row 1", "answer": "7"})
+    assert raised == "mine"
+    assert isinstance(shown["other"], str)
+    assert re.search(r"functions.<workflow>.function was 'session:.*agent' and is 'my_script:answer'", printed)
+    assert re.search(r"checkpoint is the best of .*: 0.5 at epoch 0, before training, and not trained", printed)
 
 
 def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -15,9 +15,9 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-from factories import digits_project, read_lines
+from factories import MODEL, ROOT, digits_project, read_lines
 from fake_openai import FakeOpenAI, encode
-from processes import FORK_SERVER, HANGS, forked_python, run_project
+from processes import FORK_SERVER, HANGS, forked_python, run_project, serving
 from waiting import hang, until
 
 from insitu.config import load_config
@@ -433,3 +433,164 @@ def test_a_service_is_trained(tmp_path: Path) -> None:
     status, _, err = asyncio.run(finetune())
     assert status == 0, err
     check_trained(tmp_path, 16, 2)
+
+
+BODY = {
+    "messages": [{"role": "user", "content": "Level {level}: {input}"}],
+    "options": {"level": "{level}", "user": "row-{row_id}", "format": "{{}", "n": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "place"),
+    [
+        ({"model_url": {"body": "options.model.base_url"}}, "body"),
+        (
+            {"model_url": {"header": "X-Model-Url", "api": "anthropic"}, "headers": {"X-Key": "of the service"}},
+            "header",
+        ),
+        ({"model_url": {"query": "model"}}, "query"),
+    ],
+)
+async def test_a_service_is_asked_as_it_expects(
+    tmp_path: Path, server: FakeOpenAI, block: dict[str, Any], place: str
+) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        seen.append((request, await request.json()))
+        return web.json_response({"choices": [{"text": "right"}, {"text": "other"}]})
+
+    seen: list[tuple[web.Request, dict[str, Any]]] = []
+    async with service(reply) as url:
+        block = {"_type": "http", "url": f"{url}?v=2", "body": BODY, "answer": "$.choices[0].text", **block}
+        async with workflow(tmp_path, server.base_url, block) as program:
+            with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
+                scope.row = {"id": 7, "level": 3}
+                assert await program.ainvoke("hi {level}") == "right"
+    ((request, body),) = seen
+    sent = {
+        "header": request.headers.get("X-Model-Url"),
+        "query": request.query.get("model"),
+        "body": body["options"].pop("model", {}).get("base_url"),
+    }
+    assert [name for name, model_url in sent.items() if model_url] == [place]
+    end = "" if place == "header" else "/v1"
+    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/e/insitu-ep-[\w-]{{24}}{end}", str(sent[place]))
+    assert body == {
+        "messages": [{"role": "user", "content": "Level 3: hi {level}"}],
+        "options": {"level": 3, "user": "row-7", "format": "{}", "n": 1},
+    }
+    assert request.query["v"] == "2"
+    assert request.headers.get("X-Key") == block.get("headers", {}).get("X-Key")
+
+
+@pytest.mark.parametrize(
+    ("block", "response", "said"),
+    [
+        (
+            {"body": {"options": [{"text": "a {levle}"}]}},
+            {},
+            r"workflow.body.options\[0\].text: row '7': the placeholder 'levle' does not exist .did you mean "
+            r"'level'\?.; available: id, level, input, row_id \(write {{ for a brace\)",
+        ),
+        (
+            {"answer": "$.reply"},
+            {"answer": 1},
+            r"/run, row '7': answer \$.reply matches 0 values of {'answer': 1}, not",
+        ),
+        ({"answer": "$.a[*]"}, {"a": [1, 2]}, r"/run, row '7': answer \$.a\[\*\] matches 2 values of "),
+        ({"answer": "$.reply"}, "plain", r"/run, row '7': the answer is not JSON .*: 'plain'"),
+        ({}, {"reply": 1}, r"without the key 'output'; available: reply"),
+    ],
+)
+async def test_a_request_that_cannot_be_made_or_understood_is_named(
+    tmp_path: Path, server: FakeOpenAI, block: dict[str, Any], response: Any, said: str
+) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(text=response) if isinstance(response, str) else web.json_response(response)
+
+    async with service(reply) as url:
+        block = {"_type": "http", "url": url, "body": {}, "model_url": {"header": "X-Model"}, **block}
+        async with workflow(tmp_path, server.base_url, block) as program:
+            with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
+                scope.row = {"id": 7, "level": 3}
+                with pytest.raises(WorkflowError, match=said):
+                    await program.ainvoke("hi")
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            {"body": {"text": "{input}"}},
+            "model_url must say where the service expects its model's URL: body, header or",
+        ),
+        ({"body": {}, "model_url": {"api": "anthropic"}}, "model_url must say where"),
+        (
+            {"body": {"a": ["x"]}, "model_url": {"body": "a.b"}},
+            "model_url.body is 'a.b', which is in no mapping of body",
+        ),
+        ({"model_url": {"haeder": "X"}}, "key 'haeder' does not exist .did you mean 'header'"),
+        ({"answer": "reply"}, r"workflow.answer: answer 'reply' is not a JSONPath such as \$.answer"),
+        ({"answer": "$.reply", "answer_key": "reply"}, "set one of answer .a JSONPath. and answer_key"),
+    ],
+)
+def test_a_wrong_contract_of_a_service_is_told_before_anything_starts(
+    tmp_path: Path, block: dict[str, Any], said: str
+) -> None:
+    models = {"player": {"_type": "openai", "model_name": "fake", "base_url": "http://127.0.0.1:9/v1"}}
+    block = {"_type": "http", "url": "http://127.0.0.1:9/run", "llm": "player", **block}
+    (tmp_path / "config.yml").write_text(json.dumps({"llms": models, "workflow": block}))
+    with pytest.raises(ConfigError, match=said):
+        load_config(tmp_path / "config.yml")
+
+
+SCRIPT = """
+import insitu
+from digits_plugin import mean_digit
+
+rows = [{"question": f"Row {i}", "city": f"City {i}"} for i in range(2)]
+contract = {"body": {"prompt": "{question} {city}", "llm": {"url": ""}}, "answer": "$.reply.text",
+    "model_url": {"body": "llm.url"}}
+
+def score(answer: str) -> float:
+    return mean_digit(answer)
+
+before = insitu.evaluate(score=score, rows=rows, workflow=contract | {"_type": "http", "url": URL}, max_tokens=6,
+    model=MODEL)
+assert before.problems == [], before.problems
+run = insitu.finetune(score=score, train=rows, url=URL, workflow=contract, epochs=2, generations=4, max_tokens=6,
+    trainer_adapters={"backend": {"url": BACKEND, "training": {"learning_rate": 1e-3}}}, output_dir="run")
+try:
+    run.ask("hi")
+except insitu.ConfigError as error:
+    assert "a backend at a url keeps its own" in str(error), error
+"""
+
+
+def test_a_service_is_trained_from_python_as_it_is(tmp_path: Path) -> None:
+    """On a backend that runs already, whose model no argument names."""
+
+    async def reply(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert set(body) == {"prompt", "llm"}
+        asked = {"model": "any", "messages": [{"role": "user", "content": body["prompt"]}]}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{body['llm']['url']}/chat/completions", json=asked) as answer:
+                completion = await answer.json()
+        return web.json_response({"reply": {"text": completion["choices"][0]["message"]["content"]}})
+
+    async def finetune(backend: str) -> tuple[int, str]:
+        async with service(reply) as url:
+            values = f"URL, BACKEND, MODEL = {url!r}, {backend!r}, {str(MODEL)!r}\n"
+            (tmp_path / "my_script.py").write_text(values + SCRIPT)
+            command = [forked_python(), "-W", "error", "my_script.py"]
+            pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+            script = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, **pipes)
+            printed, _ = await script.communicate()
+            return script.returncode or 0, printed.decode()
+
+    (tmp_path / "digits_plugin.py").write_text((ROOT / "tests/support/digits_plugin.py").read_text())
+    with serving("backend", "--model", str(MODEL), "--port", "0", folder=tmp_path) as (_, url):
+        status, printed = asyncio.run(finetune(url))
+    assert status == 0, printed
+    check_trained(tmp_path, 16, 1)

@@ -55,6 +55,7 @@ def finetune(
     learning_rate: float | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    url: str | None = None,
     framework: str | None = None,
     reward: str | None = None,
     max_concurrency: int | None = None,
@@ -70,6 +71,7 @@ def finetune(
 
     `agent` is a function of a row's question, which gets the model in its parameter `model`; a function whose only
     parameter is `model` and that builds an agent; or an agent object of `framework`. It may be asynchronous or not.
+    In its place, `url` is that of a service, and the section `workflow` says how it is asked (see `_type: http`).
     `score` is a function of the answer; the `_type` of an evaluator, such as "exact_match"; an evaluator's block; or a
     mapping of these by name, of which `reward` (by default the first) is trained on. `train` and `held_out` are rows;
     `model` is a folder or a name on the Hugging Face Hub. `generations` is the number of episodes per row and epoch.
@@ -85,8 +87,9 @@ def finetune(
     keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
-    _check_complete(config, {"an agent": agent, "a score": score, "rows": train, "model": model})
+    _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": train, "model": model}, url)
     project = _project(agent, score, config, caller, framework, reward)
+    _set_external(project, agent, url, sections.get("workflow"))
     output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
     project.set("finetuning.enabled", True)
     project.set_keywords(keywords)
@@ -96,7 +99,7 @@ def finetune(
     with _in_words_of_python(project):
         request = _request(checked, output, resume)
         run_anywhere(lambda: finetuning_main(request, console or results_console()))
-    return Run(output)
+    return Run(output, request.config_file)  # type: ignore[arg-type]  # as checked
 
 
 def evaluate(
@@ -109,6 +112,7 @@ def evaluate(
     repetitions: int = 1,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    url: str | None = None,
     framework: str | None = None,
     max_concurrency: int | None = None,
     seed: int | None = None,
@@ -125,8 +129,9 @@ def evaluate(
     keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
-    _check_complete(config, {"an agent": agent, "a score": score, "rows": rows, "model": model})
+    _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": rows, "model": model}, url)
     project = _project(agent, score, config, caller, framework, None)
+    _set_external(project, agent, url, sections.get("workflow"))
     output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
     project.set_keywords(keywords)
     weights = None if checkpoint is None else Path(checkpoint)
@@ -165,9 +170,15 @@ def _project(
     return project
 
 
-def _check_complete(config: Any, required: Mapping[str, Any]) -> None:
-    """Raises ConfigError if neither a file nor the arguments say what is run."""
-    missing = [name for name, value in required.items() if value is None]
+def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping[str, Any], url: str | None) -> None:
+    """Raises ConfigError if neither a file nor the arguments and sections say what is run."""
+    adapters = sections.get("trainer_adapters")
+    blocks = [each for each in adapters.values() if isinstance(each, Mapping)] if isinstance(adapters, Mapping) else []
+    present = {
+        "an agent": url is not None or "workflow" in sections,
+        "model": any(not each.keys().isdisjoint(("model", "url", "_type")) for each in blocks),
+    }
+    missing = [name for name, value in arguments.items() if value is None and not present.get(name)]
     if config is None and missing:
         raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
 
@@ -181,6 +192,16 @@ def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapp
     if framework is not None:
         block["framework"] = framework
     project.settings["workflow"] = block
+
+
+def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) -> None:
+    """An agent that is a service at `url`, or one that the section `workflow` describes; its model is the student."""
+    if agent is not None and url is not None:
+        raise ConfigError("give an agent or url, not both")
+    if url is not None:
+        project.settings["workflow"] = {"_type": "http", "url": url, "llm": project.student}
+    elif isinstance(workflow, Mapping) and workflow.get("_type") in ("http", "command"):
+        project.settings.setdefault("workflow", {"llm": project.student})
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -1,13 +1,19 @@
 """What `insitu.finetune` and `insitu.evaluate` return: views of the files that they have written."""
 
 import html
-from collections.abc import Iterator
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.config.code import stop_import
 from insitu.errors import ConfigError, InsituError
+from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST, METRICS, holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.summary import RunSummary, read_summary
@@ -16,7 +22,8 @@ from insitu.schemas.evaluation import EvaluationRunOutput
 from insitu.training.report import evaluation_problems
 
 if TYPE_CHECKING:
-    from insitu.api.serving import TrainedModel
+    from insitu.api.serving import TrainedAgent, TrainedModel
+    from insitu.config import Config
 
 _SHOWN = 20
 """Rows of a table that a notebook shows."""
@@ -60,11 +67,18 @@ def _cell(value: Any) -> str:
     return html.escape(text[:200])
 
 
-class Run:
-    """A run, by its folder. Its properties are read from the files, so they are those of a run in progress as well."""
+class Run(AbstractContextManager["Run"]):
+    """A run, by its folder. Its properties are read from the files, so they are those of a run in progress as well.
 
-    def __init__(self, folder: str | Path) -> None:
+    `config` is the YAML file that `ask` and `agent` use in place of the run's. They start a backend process when they
+    are first called, which `close`, the end of a `with` statement, or the end of the program ends.
+    """
+
+    def __init__(self, folder: str | Path, config: "str | os.PathLike[str] | Config | None" = None) -> None:
         self.folder = Path(folder).resolve()
+        self._config = config
+        self._agents: dict[Path, TrainedAgent] = {}
+        self._lock = threading.Lock()
         self._files = RunReader(self.folder)
         if not holds_run(self.folder):
             raise ConfigError(f"{folder} holds no run of insitu finetune")
@@ -103,8 +117,40 @@ class Run:
             if row is None or group.row_id == str(row):
                 yield from stored.load(group)
 
+    def ask(self, question: Any, *, row: Any = None, checkpoint: str | None = None) -> Any:
+        """The answer of the trained agent, in a script or a notebook. Raises what the agent raises.
+
+        `row` is what the agent gets as its row, by default the question alone; `checkpoint` as in `model`.
+        """
+        stop_import(str(sys._getframe(1).f_globals.get("__name__")))
+        return self._agent(checkpoint).ask(question, row)
+
+    def agent(self, question: Any, *, row: Any = None, checkpoint: str | None = None) -> Awaitable[Any]:
+        """`ask` for asynchronous code, which goes on meanwhile: `await run.agent(question)`."""
+        stop_import(str(sys._getframe(1).f_globals.get("__name__")))
+        return self._agent(checkpoint).agent(question, row)
+
+    def _agent(self, checkpoint: str | None) -> "TrainedAgent":
+        """The agent with these weights, which is started anew if it has lost its backend."""
+        from insitu.api.serving import TrainedAgent
+
+        weights = checkpoint_of_run(self.folder, checkpoint, "checkpoint")
+        with self._lock:
+            if (agent := self._agents.get(weights)) is None or agent.has_ended:
+                agent = self._agents[weights] = TrainedAgent(self.folder, weights, self._config)
+            return agent
+
+    def close(self) -> None:
+        """Ends the backend processes of `ask` and `agent`, if any."""
+        with self._lock:
+            while self._agents:
+                self._agents.popitem()[1].close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def model(self, checkpoint: str | None = None, device: str | None = None) -> "TrainedModel":
-        """Serves the trained model on this machine until it is closed.
+        """Serves the trained model on this machine until it is closed; `async with` gives an `insitu.Model`.
 
         `checkpoint` is `best` (the default, if there was a validation), `latest`, or `step_N`.
         """

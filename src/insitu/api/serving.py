@@ -1,75 +1,159 @@
-"""A trained model, served by a backend process for as long as it is used."""
+"""A trained model, and the agent with it, served by a backend process for as long as they are used."""
 
 import asyncio
 import atexit
+import copy
+import logging
+import secrets
 import threading
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
-from insitu.collect.event_loop import run_async
-from insitu.config import check_config
-from insitu.errors import ConfigError
+from insitu.collect.datasets import StructureConfig
+from insitu.collect.event_loop import run_async, run_in_loop
+from insitu.config import check_config, load_config
+from insitu.config.resolved import differences, resolved_config
+from insitu.errors import ConfigError, InsituError
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import RUN
 from insitu.runs.reader import RunReader
-from insitu.training.runtime import serve_policy
+from insitu.runs.replay import file_of_run
+from insitu.training.runtime import serve_policy, serves_policy
+from insitu.workflow.context import EpisodeScope
+from insitu.workflow.llms import ModelClient, connect
 
 if TYPE_CHECKING:
     from openai import OpenAI
     from openai.types.chat import ChatCompletion
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _NAME = "model"
+_OF_AGENT = ("llms.", "functions.")
+"""How the keys begin that say what the agent is."""
 
 
-class TrainedModel(AbstractContextManager["TrainedModel"]):
+class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
+    """What `_build` makes of `data`, the contents of a file, with the weights of a run's checkpoint.
+
+    It lives in the event loop of a separate thread, with its backend process, until it is closed or Python exits. The
+    first use waits until it is ready.
+    """
+
+    def __init__(self, run: Path, data: dict[str, Any], file: Path, weights: Path, device: str | None = None) -> None:
+        settings = RunReader(run).settings(required=True)["config"]
+        adapter = settings["finetuning"]["trainer_adapter"]
+        block = settings["trainer_adapters"][adapter]
+        if block.get("model") is None:
+            raise ConfigError(f"{run}: trainer_adapters.{adapter} trains on a server, which keeps the trained weights")
+        self.checkpoint = weights
+        """The folder of its weights."""
+        served = {"_type": block["_type"], "model": str(weights), "device": device or block.get("device", "auto")}
+        self._config = check_config(data | {"trainer_adapters": {adapter: served}}, file)
+        if not serves_policy(self._config):
+            raise ConfigError(f"{file}: none of the llms is of _type policy, so none has the trained weights")
+        self._main: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+        self._ready: Future[T] = Future()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="serve the trained model", daemon=True)
+        self._thread.start()
+
+    async def _build(self, builder: Builder) -> T:
+        raise NotImplementedError
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            self._main.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+            async with Builder(self._config) as builder, serve_policy(builder):
+                built = await self._build(builder)
+                atexit.register(self.close)  # the last comes first: before the folder of the backend is deleted
+                self._ready.set_result(built)
+                await asyncio.Event().wait()
+
+        try:
+            run_async(serve())
+        except BaseException as error:  # raised where it is used
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            elif not self._is_closing:
+                logger.warning("the trained model is no longer served: %s", error)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed, could not be started, or has lost its backend."""
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends its backend process."""
+        atexit.unregister(self.close)
+        self._is_closing = True
+        loop, task = self._main.result()
+        if task is not None and not self.has_ended:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+            self._thread.join()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class TrainedModel(_Served[ModelClient]):
     """A client of a run's trained model. Close it, or use it in a `with` statement, to end its backend process.
 
     `ask` returns the text of an answer and `complete` a whole completion; `client` is the official OpenAI client. Any
-    other client can use it at `base_url`, under the name `model`.
+    other client can use it at `base_url`, under the name `model`. `async with` gives an `insitu.Model`, which has the
+    same methods to be awaited, and is what an asynchronous agent gets.
     """
 
     def __init__(self, run: Path, checkpoint: str | None = None, device: str | None = None) -> None:
         settings = RunReader(run).settings(required=True)["config"]
-        adapter = settings["finetuning"]["trainer_adapter"]
-        block = dict(settings["trainer_adapters"][adapter])
-        if block.get("model") is None:
-            raise ConfigError(f"{run}: trainer_adapters.{adapter} trains on a server, which keeps the trained weights")
-        folder = checkpoint_of_run(run, checkpoint, "checkpoint")
-        served = {"_type": block["_type"], "model": str(folder), "device": device or block.get("device", "auto")}
         llms = [dict(each) for each in settings.get("llms", {}).values() if each.get("_type") == "policy"]
         llm = {**(llms[0] if llms else {"_type": "policy"}), "seed": None}
-        data = {"llms": {_NAME: llm}, "trainer_adapters": {adapter: served}, "finetuning": {"trainer_adapter": adapter}}
-        self._config = check_config(data, run / RUN)
-        self.checkpoint = folder
-        """The folder of its weights."""
-        self._ended: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        ready: Future[BlockingModel] = Future()
-        self._thread = threading.Thread(target=self._serve, args=(ready,), name="serve the trained model", daemon=True)
-        self._thread.start()
-        self._model = ready.result()
-        self.base_url = str(self._model.client.base_url)
-        self.model = self._model.model
-        atexit.register(self.close)
+        adapter = settings["finetuning"]["trainer_adapter"]
+        data = {"llms": {_NAME: llm}, "finetuning": {"trainer_adapter": adapter}}
+        super().__init__(run, data, run / RUN, checkpoint_of_run(run, checkpoint, "checkpoint"), device)
+        self._llm: ModelClient | None = None
 
-    def _serve(self, ready: "Future[BlockingModel]") -> None:
-        async def serve() -> None:
-            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-            async with AsyncExitStack() as stack:
-                builder = await stack.enter_async_context(Builder(self._config))
-                await stack.enter_async_context(serve_policy(builder))
-                ready.set_result(BlockingModel(await builder.get_llm(_NAME)))
-                await self._ended.wait()
+    async def _build(self, builder: Builder) -> ModelClient:
+        return await builder.get_llm(_NAME)  # type: ignore[no-any-return]
 
-        try:
-            run_async(serve())
-        except BaseException as error:  # raised where the model was asked for
-            if not ready.done():
-                ready.set_exception(error)
+    @cached_property
+    def _model(self) -> BlockingModel:
+        return BlockingModel(self._ready.result())
+
+    def __enter__(self) -> Self:
+        self._ready.result()
+        return self
+
+    async def __aenter__(self) -> ModelClient:
+        served = await asyncio.shield(asyncio.wrap_future(self._ready))
+        client = served.client
+        self._llm = connect(_NAME, served.config, served.model, str(client.base_url), client.api_key)
+        return self._llm
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._llm is not None:
+            await self._llm.aclose()
+        await asyncio.to_thread(self.close)
+
+    @property
+    def base_url(self) -> str:
+        return str(self.client.base_url)
+
+    @property
+    def model(self) -> str:
+        return self._model.model
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The sampling parameters of the run."""
+        return self._model.params
 
     @property
     def client(self) -> "OpenAI":
@@ -84,12 +168,45 @@ class TrainedModel(AbstractContextManager["TrainedModel"]):
         """The text of one completion."""
         return self._model.ask(messages, **overrides)
 
-    def close(self) -> None:
-        """Ends its backend process."""
-        atexit.unregister(self.close)
-        if self._loop is not None and self._ended is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join()
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+class TrainedAgent(_Served[Any]):
+    """A run's workflow with its trained `weights`. `file` is a YAML file, checked or not; none: that of the run."""
+
+    def __init__(self, run: Path, weights: Path, file: Any = None) -> None:
+        config = load_config(file_of_run(run, "with config=") if file is None else file)
+        recorded = RunReader(run).settings(required=True)["config"]
+        for key, (before, now) in differences(recorded, resolved_config(config)).items():
+            if key.startswith(_OF_AGENT):
+                logger.warning("%s: %s was %.100r and is %.100r in %s", run, key, before, now, config.source)
+        structure = getattr(config.eval.dataset, "structure", StructureConfig())
+        self._question_key = structure.question_key
+        super().__init__(run, copy.deepcopy(dict(config.data or {})), Path(config.source), weights)
+
+    async def _build(self, builder: Builder) -> Any:
+        return await builder.get_workflow()
+
+    def ask(self, question: Any, row: Any = None) -> Any:
+        """The answer to a question. Raises what the agent raises."""
+        if threading.current_thread() is self._thread:
+            raise InsituError("this would wait for itself: code of the agent must await run.agent(question)")
+        self._ready.result()
+        answer = asyncio.run_coroutine_threadsafe(self._answer(question, row), self._main.result()[0])
+        try:
+            return answer.result()
+        finally:
+            answer.cancel()  # when interrupted
+
+    async def agent(self, question: Any, row: Any = None) -> Any:
+        """`ask`, without waiting in the event loop of the caller."""
+        await asyncio.shield(asyncio.wrap_future(self._ready))
+        return await run_in_loop(self._main.result()[0], self._answer(question, row))
+
+    async def _answer(self, question: Any, row: Any) -> Any:
+        row = {self._question_key: question} if row is None else row
+        try:
+            with EpisodeScope(seed=secrets.randbits(63), input_message=question, row=row).activate():
+                return await self._ready.result().ainvoke(question)
+        except asyncio.CancelledError:
+            if (main := self._main.result()[1]) is None or not main.done():
+                raise  # by the caller
+            raise InsituError("the agent was closed, or has lost its backend, before it had answered") from None

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import ConfigDict
-from pydantic_core import from_json, to_jsonable_python
 
 from insitu.advantages.credit import credited_function
 from insitu.builder import Builder
@@ -40,11 +39,8 @@ from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.wire.http_format import json_form
+from insitu.wire.http_format import value_at
 from insitu.workflow.context import EpisodeScope
-
-if TYPE_CHECKING:
-    from jsonpath import JSONPath
 
 logger = logging.getLogger(__name__)
 
@@ -54,37 +50,6 @@ CANCEL_GRACE_SECONDS = 5.0
 """How long cancelled code may take to clean up; an external agent takes up to 4 s to end its programs."""
 _AGENTS_ERRORS = ("BadRequestError", "UnprocessableEntityError")
 _TRANSIENT_OPENAI_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
-
-
-@cache
-def result_path(text: str) -> "JSONPath | None":
-    """A JSONPath (RFC 9535); None for `$`, the whole result. Raises ConfigError if it is invalid."""
-    if text == "$":
-        return None
-    from jsonpath import JSONPathEnvironment, JSONPathError
-
-    try:
-        return JSONPathEnvironment(strict=True).compile(text)  # type: ignore[return-value]  # strict: no compound paths
-    except JSONPathError as error:
-        raise ConfigError(
-            f"result_json_path {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
-        ) from error
-
-
-def _value_at(text: str, result: Any) -> Any:
-    """The value at a path in a model, a container or JSON text; raises WorkflowError unless it is unique."""
-    path = result_path(text)
-    if path is None:
-        return result
-    if isinstance(result, str | bytes):
-        try:
-            result = from_json(result)
-        except ValueError as error:
-            raise WorkflowError(f"result_json_path {text}: the result {result!r:.80} is not JSON") from error
-    values = path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
-    if len(values) != 1:
-        raise WorkflowError(f"result_json_path {text} matches {len(values)} values of {result!r:.200}, not one")
-    return values[0]
 
 
 @dataclass(frozen=True)
@@ -138,7 +103,7 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
     episode.abandoned_attempts = abandoned
     if episode.outcome is Outcome.OK:
         try:
-            episode.output = _value_at(options.result, episode.output)
+            episode.output = value_at(options.result, episode.output, "result_json_path")
         except WorkflowError as error:
             episode.output = None
             fail(episode, DropReason.WORKFLOW_ERROR, error)

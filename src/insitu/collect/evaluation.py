@@ -17,7 +17,7 @@ from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
-from insitu.collect.episodes import EpisodeOptions, result_path
+from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, load_config
@@ -31,6 +31,7 @@ from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
+from insitu.wire.http_format import json_path
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class EvaluationRun:
         config = self.config
         self._training = config.training
         self._first_generation = 0
-        result = result_path(config.result_json_path)
+        result = json_path(config.result_json_path, "result_json_path")
         self._precomputed = config.skip_workflow or config.skip_completed_entries
         if self._precomputed and config.reps != 1:
             raise ConfigError(f"reps is {config.reps}, but precomputed answers require reps=1")

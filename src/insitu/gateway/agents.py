@@ -2,10 +2,12 @@
 
     workflow: {_type: command, command: [node, agent.js], llm: player}
     workflow: {_type: http, url: "http://127.0.0.1:9000/run", llm: player}
+    workflow: {_type: http, url: ..., body: {text: "{question}"}, model_url: {header: X-Model}, answer: $.reply, ...}
 
 Both get an endpoint of a gateway for each episode, through which their model calls are recorded and trained.
 """
 
+import copy
 import json
 import os
 import re
@@ -13,19 +15,20 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import orjson
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from yarl import URL
 
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.programs import inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
+from insitu.registry import not_found
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
-from insitu.wire.http_format import json_form
+from insitu.wire.http_format import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.functions import FunctionInfo, convert, register_function
 
@@ -33,6 +36,15 @@ _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""
 _TRANSIENT = (429, 502, 503, 504)
 """Statuses of a service after which the episode is retried."""
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+
+
+def _check_path(text: str) -> str:
+    try:
+        json_path(text, "answer")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
 
 
 class ExternalConfig(FunctionBaseConfig):
@@ -70,6 +82,21 @@ class CommandConfig(ExternalConfig, name="command"):
     """How to parse the standard output."""
 
 
+class ModelUrl(BaseModel):
+    """The places of a request in which the service expects its model's URL."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+
+    body: str | None = None
+    """A key of `body`, dotted if it is nested."""
+    header: str | None = None
+    """A header."""
+    query: str | None = None
+    """A parameter of the query."""
+    api: Literal["openai", "anthropic"] = "openai"
+    """The clients that use the URL: `openai`, which ends with `/v1`, or `anthropic`."""
+
+
 class HttpConfig(ExternalConfig, name="http"):
     """A service that receives each row by POST, with the model's URL for this episode."""
 
@@ -83,6 +110,37 @@ class HttpConfig(ExternalConfig, name="http"):
     """Maximum size of a response, in bytes."""
     answer_key: str | None = "output"
     """Key of the workflow's answer in the JSON response; none: the response is the answer."""
+    answer: Annotated[str, AfterValidator(_check_path)] | None = None
+    """JSONPath of the answer in the JSON response, such as `$.choices[0].text`, in place of `answer_key`."""
+    body: dict[str, Any] | None = None
+    """The JSON body of a request, in place of insitu's own. In its texts, `{input}`, `{row_id}` and `{column}` are
+    replaced by the row's values, and `{{` by a brace; a text that is only `{column}` becomes the value, whatever its
+    type."""
+    model_url: ModelUrl | None = None
+    """Where the request has the model's URL; required with `body`."""
+
+    @model_validator(mode="after")
+    def _request_is_complete(self) -> "HttpConfig":
+        if self.answer is not None and "answer_key" in self.model_fields_set:
+            raise ValueError("set one of answer (a JSONPath) and answer_key")
+        places = self.model_url and (self.model_url.body or self.model_url.header or self.model_url.query)
+        if not places and (self.body is not None or self.model_url is not None):
+            raise ValueError("model_url must say where the service expects its model's URL: body, header or query")
+        if self.model_url is not None and self.model_url.body is not None:
+            try:
+                set_nested(copy.deepcopy(self.body or {}), self.model_url.body, "")
+            except TypeError:
+                raise ValueError(f"model_url.body is {self.model_url.body!r}, which is in no mapping of body") from None
+        return self
+
+
+def set_nested(body: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key. Raises TypeError if a part of it is not a mapping."""
+    *parents, name = key.split(".")
+    node: Any = body
+    for part in parents:
+        node = node.setdefault(part, {}) if isinstance(node, dict) else None
+    node[name] = value
 
 
 @contextmanager
@@ -130,6 +188,34 @@ def _parse_json_answer(output: bytes, source: str) -> Any:
         raise WorkflowError(f"{source}: the answer is not JSON ({error}): {start!r}") from None
 
 
+def _row(value: Any) -> tuple[Any, dict[str, Any]]:
+    """The current row, without a dataset one of the question alone, and its values by placeholder."""
+    context = Context.get()
+    row = context.row if context.row is not None else {"question": value}
+    return row, {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
+
+
+def _filled(template: Any, values: dict[str, Any], where: str) -> Any:
+    """A template with the values of its placeholders. Raises WorkflowError, saying `where`, for one without a value."""
+    if isinstance(template, dict):
+        return {key: _filled(each, values, f"{where}.{key}") for key, each in template.items()}
+    if isinstance(template, list):
+        return [_filled(each, values, f"{where}[{index}]") for index, each in enumerate(template)]
+    if not isinstance(template, str):
+        return template
+
+    def value_of(match: re.Match[str]) -> Any:
+        if match[1] is None:
+            return match[0][0]
+        if match[1] not in values:
+            what = f"{where}: row {values['row_id']!r}: the placeholder"
+            raise WorkflowError(f"{not_found(what, match[1], values)} (write {{{{ for a brace)")
+        return values[match[1]]
+
+    whole = _PLACEHOLDER.fullmatch(template)
+    return value_of(whole) if whole else _PLACEHOLDER.sub(lambda match: convert(value_of(match), str), template)
+
+
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, folder = config.command[0], builder.config.folder
@@ -138,9 +224,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         raise ConfigError(f"pass_env names {', '.join(missing)}: no such environment variable")
 
     async def run(value: Any) -> Any:
-        context = Context.get()
-        row = context.row if context.row is not None else {"question": value}
-        values = {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
+        row, values = _row(value)
         field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
         arguments = [field.sub(lambda match: convert(values[match[1]], str), part) for part in config.command[1:]]
         stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
@@ -181,21 +265,35 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _request(config: HttpConfig, endpoint: EpisodeEndpoint, value: Any) -> tuple[URL, dict[str, str], dict[str, Any]]:
+    """URL, headers and body of the request for the current row."""
+    url, headers, place = URL(config.url), {"Content-Type": "application/json", **config.headers}, config.model_url
+    openai, anthropic = endpoint.openai_url, endpoint.anthropic_url
+    if config.body is None:
+        context = Context.get()
+        model = {"openai_base_url": openai, "anthropic_base_url": anthropic, "api_key": endpoint.key}
+        body = {"input": value, "row_id": context.row_id, "row": context.row, "model": model}
+    else:
+        body = _filled(config.body, _row(value)[1], "workflow.body")
+    if place is not None:
+        model_url = openai if place.api == "openai" else anthropic
+        if place.body is not None:
+            set_nested(body, place.body, model_url)
+        if place.header is not None:
+            headers[place.header] = model_url
+        if place.query is not None:
+            url = url.update_query({place.query: model_url})
+    return url, headers, body
+
+
 @register_function(config_type=HttpConfig)
 async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    headers = {"Content-Type": "application/json", **config.headers}
-
     async def run(value: Any) -> Any:
-        context = Context.get()
+        source = f"{config.url}, row {Context.get().row_id!r}"
         with _endpoint(gateway) as endpoint:
-            model = {
-                "openai_base_url": endpoint.openai_url,
-                "anthropic_base_url": endpoint.anthropic_url,
-                "api_key": endpoint.key,
-            }
-            data = _json({"input": value, "row_id": context.row_id, "row": context.row, "model": model})
+            url, headers, body = _request(config, endpoint, value)
             try:
-                async with session.post(config.url, data=data, headers=headers, allow_redirects=False) as response:
+                async with session.post(url, data=_json(body), headers=headers, allow_redirects=False) as response:
                     content = await _read(response, config)
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
@@ -208,6 +306,8 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             message = f"{config.url} answered {response.status}: {content[:_SHOWN_BYTES].decode(errors='replace')}"
             is_transient = response.status in _TRANSIENT or endpoint.failure
             raise BackendUnavailable(message) if is_transient else WorkflowError(message)
+        if config.answer is not None:
+            return value_at(config.answer, _parse_json_answer(content, source), f"{source}: answer")
         if response.content_type != "application/json":
             return content.decode(errors="replace")
         answer = _parse_json_answer(content, config.url)

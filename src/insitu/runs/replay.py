@@ -198,6 +198,14 @@ def provenance(builder: Builder, stored: StoredRun | None, folder: Path) -> dict
     }
 
 
+def file_of_run(folder: Path, how: str) -> Path:
+    """The YAML file of a run. Raises ConfigError, saying `how` to give another, if it does not exist any more."""
+    file = Path(str(RunReader(folder).settings().get("source", "")))
+    if not file.is_file():
+        raise ConfigError(f"{folder / RUN}: the file of the run, {str(file)!r}, does not exist here; give one {how}")
+    return file
+
+
 class Rescoring:
     """Scores the recorded episodes of a run again, and appends the scores to the run's files.
 
@@ -216,12 +224,7 @@ class Rescoring:
         self._run = StoredRun(folder, _KEY)
         settings = self._run.files.settings()
         if config_file is None:
-            config_file = Path(str(settings.get("source", "")))
-            if not config_file.is_file():
-                raise ConfigError(
-                    f"{folder / RUN}: the file of the run, {str(config_file)!r}, does not exist here; "
-                    "give one with --config_file"
-                )
+            config_file = file_of_run(folder, "with --config_file")
         self.config, self.evaluator = load_config(config_file, override), evaluator
         block = self.config.block(EVALUATOR, evaluator)
         digest = hashlib.sha256(f"{block.type} {block.model_dump_json()}".encode()).hexdigest()

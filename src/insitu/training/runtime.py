@@ -12,7 +12,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.episodes import executor_of, result_path
+from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
@@ -36,6 +36,7 @@ from insitu.training.checks import check_group_size, check_sampling
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
+from insitu.wire.http_format import json_path
 from insitu.wire.http_server import raise_file_limit
 from insitu.wire.redaction import results_console
 from insitu.workflow.llms import check_model_names
@@ -236,7 +237,7 @@ def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None =
 
 async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
-    result_path(request.result_json_path)
+    json_path(request.result_json_path, "result_json_path")
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
     if getattr(builder, "episodes_from", None) is None:
         load_dataset(config, request.dataset)
@@ -295,7 +296,7 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
     if checkpoint is None:
         return config
     name = config.finetuning.trainer_adapter
-    if name is None or not _serves_policy(config):
+    if name is None or not serves_policy(config):
         raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
     weights = find_checkpoint(config, checkpoint, "--checkpoint")
     block = config.block(TRAINER_ADAPTER, name)
@@ -308,7 +309,8 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
     return changed_config(config, {(TRAINER_ADAPTER.section, name, "model"): str(weights.folder)})
 
 
-def _serves_policy(config: Config) -> bool:
+def serves_policy(config: Config) -> bool:
+    """Whether the file has an llm that is the model under training."""
     return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
 
 
@@ -316,7 +318,7 @@ def _serves_policy(config: Config) -> bool:
 async def serve_policy(builder: Builder) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`."""
     finetuning = builder.config.finetuning
-    if not finetuning.trainer_adapter or not _serves_policy(builder.config):
+    if not finetuning.trainer_adapter or not serves_policy(builder.config):
         yield
         return
     adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)

@@ -9,11 +9,17 @@ import gc
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import orjson
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
+
+from insitu.errors import ConfigError, WorkflowError
+
+if TYPE_CHECKING:
+    from jsonpath import JSONPath
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
@@ -145,6 +151,37 @@ def decode(text: bytes) -> Any:
         return from_json(text)
     except ValueError:  # lone surrogates again, or not JSON
         return json.loads(text)
+
+
+@cache
+def json_path(text: str, key: str) -> "JSONPath | None":
+    """A JSONPath (RFC 9535); None for `$`, the whole value. Raises ConfigError naming `key` if it is invalid."""
+    if text == "$":
+        return None
+    from jsonpath import JSONPathEnvironment, JSONPathError
+
+    try:
+        return JSONPathEnvironment(strict=True).compile(text)  # type: ignore[return-value]  # strict: no compound paths
+    except JSONPathError as error:
+        raise ConfigError(
+            f"{key} {text!r} is not a JSONPath such as $.answer or $.choices[0].text: {error.args[0]}"
+        ) from error
+
+
+def value_at(text: str, result: Any, key: str) -> Any:
+    """The value at a path in a model, a container or JSON text; raises WorkflowError unless it is unique."""
+    path = json_path(text, key)
+    if path is None:
+        return result
+    if isinstance(result, str | bytes):
+        try:
+            result = from_json(result)
+        except ValueError as error:
+            raise WorkflowError(f"{key} {text}: the result {result!r:.80} is not JSON") from error
+    values = path.findall(to_jsonable_python(result, fallback=json_form, bytes_mode="base64"))
+    if len(values) != 1:
+        raise WorkflowError(f"{key} {text} matches {len(values)} values of {result!r:.200}, not one")
+    return values[0]
 
 
 def has_lone_surrogate(text: str) -> bool:
