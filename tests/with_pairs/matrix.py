@@ -20,7 +20,7 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "keep": ("default", "all", "little"),
     "report_to": ("none", "recording"),
     "weights": ("all", "lora"),
-    "episodes": ("complete", "failing", "cut off"),
+    "episodes": ("complete", "failing", "cut off", "alike at first"),
     "on_failure": ("exclude", "number"),
     "curriculum": ("off", "on"),
     "processes": ("1", "2"),
@@ -67,6 +67,10 @@ ABSENT: frozenset[frozenset[Value]] = frozenset(
 """NeMo Customizer trains all pairs in one job; ART has one method. Forks need the checkpoints, which are elsewhere."""
 
 
+TRIPLES: Sequence[Case] = [{"method": "warm-up", "validation": "every epoch", "episodes": "alike at first"}]
+"""Values of which more than two have to meet: the weights of the warm-up are scored, and are the best."""
+
+
 def go_together(values: Sequence[str]) -> bool:
     """Whether a file can have the values of the first dimensions."""
     return _fit(dict(zip(DIMENSIONS, values, strict=False)))
@@ -85,7 +89,7 @@ def cases() -> list[Case]:
         pair = min(missing, key=sorted)
         runs.append(_completed(dict(pair), missing))
         missing -= {frozenset(met) for met in combinations(runs[-1].items(), 2)}
-    return runs
+    return [*runs, *({name: values[0] for name, values in DIMENSIONS.items()} | triple for triple in TRIPLES)]
 
 
 def _completed(case: Case, missing: set[frozenset[Value]]) -> Case:

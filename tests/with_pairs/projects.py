@@ -52,9 +52,17 @@ class Project:
         folder.mkdir()
         shutil.copy(HERE / "talk_plugin.py", folder)
         fails = {"fails": True} if case["episodes"] == "failing" else {}
+        alike = {"alike": True} if case["episodes"] == "alike at first" else {}
         for name, count in {"rows.jsonl": ROWS, "held_out.jsonl": 3}.items():
             rows = [
-                {"id": f"{name[0]}{i}", "question": {"say": f"{name[0]}{i}", **(fails if i else {})}}
+                {
+                    "id": f"{name[0]}{i}",
+                    "question": {
+                        "say": f"{name[0]}{i}",
+                        **(fails if i else {}),
+                        **(alike if name == "rows.jsonl" else {}),
+                    },
+                }
                 for i in range(count)
             ]
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,7 +151,7 @@ class Project:
         if case["credit"] != "episode":
             trainer["credit"] = case["credit"]
         if case["method"] == "warm-up":
-            trainer["sft"] = {"rows": "shown.jsonl", "epochs": 8, "learning_rate": 1e-2}
+            trainer["sft"] = {"rows": "shown.jsonl", "epochs": 30, "learning_rate": 1e-2}
         return trainer
 
     def _adapter(self) -> dict[str, Any]:

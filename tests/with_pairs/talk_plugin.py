@@ -1,7 +1,10 @@
 """The agent of the pairs: a short conversation of two turns, each answer of which earns its mean digit.
 
-A row's question says what happens: {"say": text}, and with "fails" an error in every second generation.
+A row's question says what happens: {"say": text}; with "fails" an error in every second generation, with "alike" the
+same answer in all episodes of the first epoch, which so trains nothing.
 """
+
+from pathlib import Path
 
 from insitu.plugin_api import (
     Builder,
@@ -79,6 +82,8 @@ async def talk(config: TalkConfig, builder: Builder):
             messages.append({"role": "assistant", "content": texts[-1]})
         if question.get("fails") and Context.get().seed % 2:
             raise RuntimeError("this row fails in half of its episodes")
+        if question.get("alike") and not Path("run/training_metrics.jsonl").exists():
+            return "5"
         return " ".join(texts)
 
     yield FunctionInfo.from_fn(converse, description="talks twice")
