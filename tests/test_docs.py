@@ -429,7 +429,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
     [
         *("init", "finetune", "eval", "run", "validate", "doctor", "export", "promote", "serve", "backend", "view"),
         *("trajectories show", "trajectories export", "trajectories rescore"),
-        *("runs list", "runs show", "runs fork"),
+        *("runs list", "runs show", "runs fork", "runs prune"),
     ],
 )
 def test_every_option_is_documented(name: str) -> None:

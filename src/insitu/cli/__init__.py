@@ -15,7 +15,7 @@ _COMMANDS = {
     "validate": "Check a file and its datasets; starts nothing.",
     "doctor": "Say before a run whether it will learn, and what it will cost.",
     "trajectories": "Inspect, export and score the recorded episodes of a run.",
-    "runs": "List, show and fork runs.",
+    "runs": "List, show, fork and prune runs.",
     "view": "Show runs in a browser, also while they are written.",
     "export": "Write a checkpoint of a run as a Hugging Face folder.",
     "promote": "Export the best version of a run if it beats what it replaces.",
