@@ -1,0 +1,102 @@
+"""What an operator meets: health and metrics of a run and of the page, logs, units and containers, a full disk."""
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from factories import digits_project, read_lines, recorded_run, write_rows
+from processes import run_project, serving, start
+
+SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[\d.e+-]+)')
+"""A line of https://prometheus.io/docs/instrumenting/exposition_formats/."""
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """The value of each metric, by its name and the values of its labels; those of a metric are together."""
+    values, names = {}, []
+    for line in text.splitlines():
+        matched = SAMPLE.fullmatch(line)
+        assert matched, line
+        name, labels, value = matched.groups()
+        key = (name, *re.findall(r'"((?:[^"\\]|\\.)*)"', labels or ""))
+        assert key not in values
+        values[key] = float(value)
+        names += [name] if names[-1:] != [name] else []
+    assert len(names) == len(set(names))
+    return values
+
+
+def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
+    project = digits_project(tmp_path, held_out=3)
+    write_rows(project, [{"say": f"Row {i}"} for i in range(4)] + [{"say": "Row 4", "raise": "no"}])
+    validation = ("--validation_dataset", "validation.jsonl", "-o", "finetuning.num_epochs", "200")
+    options = (*validation, "-o", "general.metrics_port", "0")
+    with start("finetune", "config.yml", *options, folder=project, INSITU_METRICS_TOKEN="of-the-metrics") as process:
+        lines = iter(process.stdout.readline, "")
+        address = next(line for line in lines if line.startswith("metrics: ")).split()[1]
+        assert address.startswith("http://127.0.0.1:")
+        assert httpx.get(address).status_code == 401
+        assert httpx.get(address.removesuffix("metrics") + "health").json() == {"status": "ok"}
+        with httpx.Client(headers={"Authorization": "Bearer of-the-metrics"}) as client:
+            process.wait_until(lambda: samples(client.get(address).text).get(("insitu_epoch", "run"), 0) >= 2)
+            answer = client.get(address)
+        process.terminate()
+        assert process.wait() == 130
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    values = samples(answer.text)
+    assert values[("insitu_status", "run", "running")] == 1
+    assert values[("insitu_epochs", "run")] == 200
+    epoch = int(values[("insitu_epoch", "run")])
+    assert values[("insitu_episodes_total", "run")] >= 20 * epoch
+    assert 0 <= values[("insitu_seconds_since_last_episode", "run")] < 600
+    metrics = {line["epoch"]: line for line in read_lines(project / "run/training_metrics.jsonl")}
+    assert values[("insitu_reward", "run")] in [line["avg_reward"] for line in metrics.values()]
+    scores = [each["avg_reward"] for each in json.loads((project / "run/validation_history.json").read_text())]
+    assert values[("insitu_held_out_score", "run")] == scores[0]
+    failed = sum(metrics[each]["dropped"].get("workflow_error", 0) for each in range(1, epoch + 1))
+    assert values[("insitu_dropped_episodes_total", "run", "workflow_error")] >= failed > 0
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    digits_project(tmp_path, rows=2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, err = run_project(tmp_path, "-o", "general.metrics_port", port)
+    assert (code, err) == (
+        2,
+        f"error: general.metrics_port: 127.0.0.1:{port} cannot be bound: Address already in use\n",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_page_has_the_metrics_of_all_runs(tmp_path: Path) -> None:
+    recorded_run(tmp_path / 'with "quotes"', [0.25, 0.75], [1.0, 0.5])
+    recorded_run(tmp_path / "other", [0.5, 0.5], [0.5, 0.5])
+    groups = [{"format": 2}, *({"epoch": e, "num_episodes": 4, "dropped": {"timeout": e}} for e in (1, 2, 3))]
+    path = tmp_path / "other/groups.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in groups))
+    (tmp_path / "other/training_metrics.jsonl").write_text(
+        '{"epoch": 1, "dropped": {"timeout": 1, "no_variance": 3}}\n'
+    )
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/training_metrics.jsonl").write_text('{"epoch": [], "dropped": "many"}\n')
+    with serving("view", tmp_path, INSITU_VIEW_TOKEN="of-the-page") as (_, address):
+        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{address}/metrics").status_code == 401
+        with httpx.Client(base_url=address, headers={"Authorization": "Bearer of-the-page"}) as client:
+            values = samples(client.get("/metrics").text)
+            quoted = r"with \"quotes\""
+            assert values[("insitu_held_out_score", quoted)] == 0.75
+            assert values[("insitu_best_held_out_score", quoted)] == 0.75
+            assert values[("insitu_episodes_total", "other")] == 12
+            dropped = {
+                key[2]: value for key, value in values.items() if key[:2] == ("insitu_dropped_episodes_total", "other")
+            }
+            assert dropped == {"timeout": 6, "no_variance": 3}
+            path.write_text("".join(json.dumps(line) + "\n" for line in groups[:2]))  # as a run that continues cuts it
+            assert samples(client.get("/metrics").text)[("insitu_episodes_total", "other")] == 4
