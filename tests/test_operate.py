@@ -29,6 +29,15 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     return values
 
 
+@pytest.fixture(scope="module")
+def size(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes of the first checkpoint of a run."""
+    project = digits_project(tmp_path_factory.mktemp("size"), rows=4)
+    code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    return sum(path.stat().st_size for path in (project / "run/backend/checkpoints/step_000001").iterdir())
+
+
 def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     project = digits_project(tmp_path, held_out=3)
     write_rows(project, [{"say": f"Row {i}"} for i in range(4)] + [{"say": "Row 4", "raise": "no"}])
@@ -100,3 +109,27 @@ def test_the_page_has_the_metrics_of_all_runs(tmp_path: Path) -> None:
             assert dropped == {"timeout": 6, "no_variance": 3}
             path.write_text("".join(json.dumps(line) + "\n" for line in groups[:2]))  # as a run that continues cuts it
             assert samples(client.get("/metrics").text)[("insitu_episodes_total", "other")] == 4
+
+
+FULL_DISK = """
+import collections, pathlib, shutil
+from digits_plugin import *
+
+usage = collections.namedtuple("usage", "total used free")
+shutil.disk_usage = lambda path: usage(0, 0, int(pathlib.Path("free").read_text()))
+"""
+
+
+@pytest.mark.parametrize(("checkpoints", "warns"), [(1.9, True), (2.0, False)])
+def test_a_disk_with_less_than_two_checkpoints_left_is_a_warning(
+    tmp_path: Path, checkpoints: float, warns: bool, size: int
+) -> None:
+    project = digits_project(tmp_path, plugin="full_disk", rows=4)
+    (project / "full_disk.py").write_text(FULL_DISK)
+    (project / "free").write_text(str(int(checkpoints * size)))
+    code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    warning = re.search(r"epoch 1: the disk of (\S+) has .* left, and a checkpoint takes .*: free space", out)
+    assert (warning is not None) == warns
+    (line,) = read_lines(project / "run/training_metrics.jsonl")
+    assert len(line.get("warnings", [])) == warns
