@@ -2,14 +2,24 @@
 
 import json
 import re
+import shlex
+import shutil
 import socket
+import subprocess
+import sys
+import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 
+import click
 import httpx
 import pytest
 from factories import digits_project, read_lines, recorded_run, write_rows
-from processes import run_project, serving, start
+from processes import run, run_project, serving, start
 
+from insitu.cli import insitu
+
+ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[\d.e+-]+)')
 """A line of https://prometheus.io/docs/instrumenting/exposition_formats/."""
 
@@ -133,3 +143,81 @@ def test_a_disk_with_less_than_two_checkpoints_left_is_a_warning(
     assert (warning is not None) == warns
     (line,) = read_lines(project / "run/training_metrics.jsonl")
     assert len(line.get("warnings", [])) == warns
+
+
+def block(name: str) -> str:
+    """A file of the guide."""
+    matched = re.search(
+        rf"^```\w+ file={re.escape(name)}\n(.*?)^```$", (ROOT / "docs/guides/operate.md").read_text(), re.M | re.S
+    )
+    assert matched is not None
+    return matched[1]
+
+
+def check_command(words: list[str]) -> None:
+    """Raises UsageError unless insitu has this command with these options."""
+    name, *arguments = words
+    command = insitu.get_command(click.Context(insitu), name)
+    assert command is not None
+    command.make_context(name, arguments, parent=click.Context(insitu))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
+    unit = block("insitu.service")
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    check_command(command.split()[1:])
+    path = tmp_path / "insitu.service"
+    path.write_text(unit.replace(command.split()[0], sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
+    assert (done.returncode, "insitu.service" in done.stderr) == (0, False), done.stderr
+    path.write_text(path.read_text().replace("KillMode=mixed", "KillMode=gently"))
+    wrong = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
+    assert "gently" in wrong.stderr, "it does not check anything here"
+
+
+def test_the_container_file_has_commands_that_exist(tmp_path: Path) -> None:
+    lines = [line.partition(" ") for line in block("Dockerfile").splitlines()]
+    allowed = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    assert {name for name, _, _ in lines} <= allowed
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installs = [shlex.split(rest) for name, _, rest in lines if name == "RUN" and rest.startswith("pip")]
+    assert len(installs) == 2
+    for words in installs:
+        pip = subprocess.run([sys.executable, "-m", *words[:2], "--help"], capture_output=True, text=True)
+        assert {word for word in words if word.startswith("-")} <= set(re.findall(r"(?<=[ ,])-[\w-]+", pip.stdout))
+        assert (ROOT / words[words.index("-c") + 1]).is_file()
+    assert installs[1][-1].removeprefix(".[").removesuffix("]") in extras
+    instructions = ("HEALTHCHECK", "ENTRYPOINT", "CMD")
+    executed = {name: json.loads(rest[rest.index("[") :]) for name, _, rest in lines if name in instructions}
+    assert executed["ENTRYPOINT"] == ["insitu"]
+    check_command(executed["CMD"])
+    with serving("view", tmp_path) as (_, address):
+        check = [word.replace("http://127.0.0.1:9100", address) for word in executed["HEALTHCHECK"][1:]]
+        assert subprocess.run([sys.executable, *check]).returncode == 0
+    assert subprocess.run([sys.executable, *check], capture_output=True).returncode == 1
+
+
+def test_the_lines_of_a_run_have_times_and_may_be_json(tmp_path: Path) -> None:
+    project = digits_project(tmp_path, plugin="logging_plugin", rows=4)
+    (project / "logging_plugin.py").write_text(
+        "from digits_plugin import *\nimport logging, warnings\n"
+        "logging.getLogger('mine').warning('a %s line', 'second\\n')\nwarnings.warn('old', DeprecationWarning)\n"
+    )
+    finetune = ("finetune", "config.yml", "-o", "finetuning.num_epochs", "1")
+    done = run("--log_format", "json", *finetune, folder=project, PYTHONWARNINGS="always", SOME_PASSWORD="second-line")
+    assert (done.returncode, done.stdout) == (0, "1 training job completed\n"), done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {tuple(line) for line in lines} == {("time", "level", "logger", "message")}
+    assert all(datetime.fromisoformat(line["time"]).tzinfo is UTC for line in lines)
+    said = {(line["level"], line["logger"]): line["message"] for line in lines}
+    assert said["WARNING", "mine"] == "a second\n line"
+    assert "DeprecationWarning: old" in said["WARNING", "py.warnings"]
+    progress = [line["message"] for line in lines if line["logger"] == "insitu.run"]
+    assert any(message.startswith("epoch 1/1  reward ") for message in progress)
+
+    text = run("--log_format", "text", *finetune, folder=project)
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO insitu.run: epoch 1/1  reward ", text.stderr, re.M)
+    refused = run("--log_format", "json", "finetune", "missing.yml", folder=project)
+    (line,) = map(json.loads, refused.stderr.splitlines())
+    assert (refused.returncode, line["level"], line["message"][:7]) == (2, "ERROR", "error: ")
