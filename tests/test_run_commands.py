@@ -12,6 +12,7 @@ import pytest
 from factories import digits_project, read_lines
 from processes import run, run_project
 
+from insitu.disk.files import readable_bytes
 from insitu.disk.folder_lock import FolderLock
 
 VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
@@ -254,3 +255,74 @@ def test_a_fork_has_what_was_known_after_its_epoch(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     checkpoint = json.loads((project / "again/progress.json").read_text())["jobs"][-1]["metadata"]["checkpoint"]
     assert checkpoint == str(project / "again/backend/checkpoints/step_000002")
+
+
+def saved(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "backend/checkpoints").iterdir())
+
+
+def pruned(folder: Path, *arguments: Any) -> str:
+    done = run("runs", "prune", *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_pruning_keeps_what_later_commands_need(tmp_path: Path) -> None:
+    """Of five checkpoints: the best, the last two, which have an optimizer state, and one that another run uses."""
+    project = digits_project(tmp_path, rows=8, held_out=3)
+    keep = ("-o", "trainer_adapters.backend.keep.every", "1")
+    code, _, err = run_project(project, *keep, *VALIDATION, "-o", "finetuning.num_epochs", "6")
+    assert code == 0, err
+    folder, names = project / "run", [f"step_{number:06d}" for number in range(1, 7)]
+    assert saved(folder) == names
+    change(folder / "best.json", checkpoint=f"backend/checkpoints/{names[1]}")
+    (project / "next/backend").mkdir(parents=True)
+    (project / "next/run.json").write_text("{}")
+    started_from = {"model": str(folder / "backend/checkpoints" / names[2])}
+    (project / "next/backend/started_from.json").write_text(json.dumps(started_from))
+    shared = project / "shared"
+    shared.hardlink_to(folder / "backend/checkpoints" / names[0] / "model.safetensors")
+
+    files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    surplus = [folder / "backend/checkpoints" / name for name in (names[0], names[3])]
+    jobs = [
+        path for path in (folder / "backend/jobs").iterdir() if json.loads(path.read_text())["policy_version"] in (1, 4)
+    ]
+    sizes = [path.stat().st_size for each in surplus for path in each.iterdir()] + [
+        path.stat().st_size for path in jobs
+    ]
+    freed = readable_bytes(sum(sizes) - shared.stat().st_size)
+    said = pruned(project, "run", "--dry_run")
+    assert said == f"run: would delete {names[0]}, {names[3]}; job records: 2\nwould free {freed}\n"
+    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
+
+    assert pruned(project, "run") == f"run: deleted {names[0]}, {names[3]}; job records: 2\nfreed {freed}\n"
+    assert saved(folder) == [names[1], names[2], names[4], names[5]]
+    assert not [path for path in jobs if path.exists()]
+    assert pruned(project, "run") == "freed 0 B\n"
+    for epoch, target in ((5, "fifth"), (6, "sixth")):
+        done = run("runs", "fork", "run", target, "--epoch", epoch, folder=project)
+        assert done.returncode == 0, done.stderr
+    for target in ("run", "fifth"):
+        seven = ("-o", "finetuning.num_epochs", "7", "--resume", target)
+        code, _, err = run_project(project, *keep, *VALIDATION, *seven)
+        assert code == 0, err
+    last = "backend/checkpoints/step_000007/model.safetensors"
+    assert (folder / last).read_bytes() == (project / "fifth" / last).read_bytes()
+
+
+def test_runs_that_have_not_ended_are_not_pruned(project: Path) -> None:
+    shutil.copytree(project / "run", project / "runs/killed")
+    shutil.copytree(project / "run", project / "runs/busy")
+    shutil.copytree(project / "run", project / "runs/damaged")
+    change(project / "runs/killed/progress.json", status="running")
+    cut("calls.jsonl.gz", 13)(project / "runs/damaged")
+    before = saved(project / "run")
+    with FolderLock(project / "runs/busy", "test"):
+        said = pruned(project).splitlines()
+    assert said[0] == "runs/busy: nothing is deleted: it is running"
+    assert said[1].startswith("runs/damaged: nothing is deleted: runs/damaged/calls.jsonl.gz has 13 bytes, but ")
+    assert said[2:] == ["runs/killed: nothing is deleted: it is killed", "freed 0 B"]
+    assert [saved(project / "runs" / name) for name in ("busy", "damaged", "killed")] == [before] * 3
+    done = run("runs", "prune", "missing", folder=project)
+    assert (done.returncode, done.stderr) == (2, "error: FOLDER: missing is not a folder\n")

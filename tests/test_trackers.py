@@ -16,7 +16,7 @@ from insitu.integrations.trackers.processes import reported
 from insitu.integrations.trackers.stream import TrackedFiles, training_metrics, validation_metrics
 
 PLUGIN = """
-import json, os, time
+import json, os, select, time
 from insitu.plugin_api import Tracker
 
 
@@ -52,11 +52,33 @@ class Hanging(Recording):
         time.sleep(3600)
 
 
+class Stalling(Recording):
+    def log(self, step):  # the first process stalls until there is a file
+        if not (stalled := self.path.with_name("stalled")).exists():
+            stalled.write_text(str(os.getpid()))
+            while not self.path.with_name("released").exists():
+                select.select([], [], [], 0.01)
+        super().log(step)
+
+
+class Killed(Recording):
+    def log(self, step):
+        print("about to log", flush=True)
+        os.kill(os.getpid(), 9)
+
+
+class Remote(Recording):
+    @classmethod
+    def server(cls):
+        return os.environ["REMOTE_TRACKER"]
+
+
 class HangingAtTheEnd(Recording):
     def finish(self, status):
         time.sleep(3600)
 """
 NAMES = {"recording": "Recording", "raising": "Raising", "offline": "Offline", "hanging": "Hanging"}
+NAMES |= {"stalling": "Stalling", "killed": "Killed", "remote": "Remote"}
 NAMES |= {"hanging_at_the_end": "HangingAtTheEnd", "nothing": "json"}
 
 
@@ -125,7 +147,10 @@ def test_what_is_logged_is_what_the_files_have(project: Path, tracked: str) -> N
         assert metrics["train/score/score"] == line["scores"]["score"]
         assert metrics["time/collect"] == line["seconds"]["collect"]
         assert all(isinstance(value, float) for value in metrics.values())
-        columns, rows = steps[epoch]["tables"]["train/episodes"]
+        assert metrics["train/episodes"] == line["num_trajectories"]
+        assert metrics["train/job/episodes"] == line["episodes"]
+        assert not metrics.keys() & steps[epoch]["tables"].keys(), "a tracker would keep one of both"
+        columns, rows = steps[epoch]["tables"]["train/transcripts"]
         assert len(rows) == 8
         assert rows[0][columns.index("prompt")].startswith("user: Row ")
     for epoch in (0, 2, 3):
@@ -226,6 +251,69 @@ def test_a_tracker_ends_when_the_run_is_killed(project: Path, site: Path, tmp_pa
     assert last == {"finished": "running"}
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_tracker_that_outlives_its_run_logs_nothing_beside_the_next_one(site: Path, tmp_path: Path) -> None:
+    write_rows(digits_project(tmp_path), [{"say": "Row"}])
+    options = ("-o", "finetuning.report_to", "stalling")
+    trackers = tmp_path / "run/trackers"
+    command = ("finetune", "--config_file", "config.yml", *options)
+    with start(*command, "-o", "finetuning.num_epochs", "500", folder=tmp_path, PYTHONPATH=str(site)) as process:
+        process.wait_until(lambda: (trackers / "stalled").exists() and (trackers / "stalled").read_text())
+        process.kill()
+        process.wait()
+    pid = int((trackers / "stalled").read_text())
+    assert is_alive(pid)
+    epochs = json.loads((tmp_path / "run/progress.json").read_text())["epoch"] + 30
+    done = run(*command, "-o", "finetuning.num_epochs", epochs, "--resume", folder=tmp_path, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stderr
+    (trackers / "released").touch()
+    while is_alive(pid):
+        os.sched_yield()
+    logged = [json.loads(line) for line in (trackers / "Stalling.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in logged if "epoch" in line] == [*range(1, epochs + 1)]
+
+
+async def test_a_tracker_that_was_killed_says_why(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    with caplog.at_level(logging.WARNING):
+        async with asyncio.timeout(HANGS), reported(["killed"], made_up(tmp_path, 2)):
+            await until(lambda: caplog.records)
+    (record,) = caplog.records
+    log = tmp_path / "trackers/killed.log"
+    said = f"killed was ended by SIGKILL (as when memory runs out): about to log ({log}); "
+    assert said in record.getMessage()
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_a_server_that_cannot_be_reached_is_named_at_the_start(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reached: bool
+) -> None:
+    async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        if not reached:
+            server.close()
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.setenv("REMOTE_TRACKER", f"http://me:password@127.0.0.1:{port}/api")
+        log = tmp_path / "trackers/Remote.jsonl"
+        with caplog.at_level(logging.WARNING):
+            async with asyncio.timeout(HANGS), reported(["remote"], made_up(tmp_path, 2)):
+                await until(lambda: log.exists() and (reached or caplog.records))
+    address = f"http://me:***@127.0.0.1:{port}/api"
+    problem = f"finetuning.report_to: remote cannot reach {address}: Connection refused; the files"
+    said = [record.getMessage() for record in caplog.records]
+    assert [message[: len(problem)] for message in said] == ([] if reached else [problem])
+
+
 def test_names_of_metrics() -> None:
     line = {
         "epoch": 3,
@@ -233,6 +321,8 @@ def test_names_of_metrics() -> None:
         "job": "completed",
         "avg_reward": 0.5,
         "kl": 0.01,
+        "episodes": 8,
+        "num_trajectories": 12,
         "rewards/chosen": 1,
         "scores": {"exact": 0.25, "style": None},
         "dropped": {"timeout": 2},
@@ -242,6 +332,8 @@ def test_names_of_metrics() -> None:
     assert training_metrics(line) == {
         "train/reward": 0.5,
         "train/kl": 0.01,
+        "train/job/episodes": 8,
+        "train/episodes": 12,
         "train/rewards/chosen": 1,
         "train/score/exact": 0.25,
         "dropped/timeout": 2,

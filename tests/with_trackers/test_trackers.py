@@ -9,12 +9,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from insitu.integrations.trackers.stream import TrackedFiles
+from insitu.runs.files import CALLS, EPISODES, GROUPS
+from insitu.runs.store import RunStore
 
 EPOCHS = 3
 SCORES = {0: 0.25, 2: 0.5, 3: 0.75}
@@ -38,7 +41,14 @@ def run_until(folder: Path, epoch: int, status: str) -> None:
     write_lines(
         folder / "training_metrics.jsonl",
         *(
-            {"epoch": each, "avg_reward": each / 10, "kl": 0.01, "rewards/chosen": -1.5, "dropped": {"timeout": each}}
+            {
+                "epoch": each,
+                "avg_reward": each / 10,
+                "kl": 0.01,
+                "rewards/chosen": -1.5,
+                "num_trajectories": 8,
+                "dropped": {"timeout": each},
+            }
             for each in range(1, epoch + 1)
         ),
         header=False,
@@ -47,7 +57,19 @@ def run_until(folder: Path, epoch: int, status: str) -> None:
     (folder / "validation_history.json").write_text(json.dumps(validations))
     scores = ({"epoch": e, "scores": {"row | <b>1</b>": [s, s], "2": [s]}} for e, s in SCORES.items() if e <= epoch)
     write_lines(folder / "validation_scores.jsonl", *scores)
+    write_episodes(folder, epoch)
     (folder / "progress.json").write_text(json.dumps({"epoch": epoch, "status": status}))
+
+
+def write_episodes(folder: Path, epochs: int) -> None:
+    """An episode of each epoch."""
+    for name in (EPISODES, CALLS, GROUPS):
+        (folder / name).unlink(missing_ok=True)
+    with closing(RunStore(folder)) as store:
+        for epoch in range(1, epochs + 1):
+            about = {"episode": f"r/{epoch}/1/0/0", "row_id": "1", "generation": 0, "outcome": "ok", "reward": 0.5}
+            blocks = {CALLS: store.append(CALLS, []), EPISODES: store.append(EPISODES, [{**about, "output": "X"}])}
+            store.append(GROUPS, [{"epoch": epoch, "row_id": "1", "num_episodes": 1, "blocks": blocks}])
 
 
 def follow(name: str, folder: Path, **variables: str) -> None:
@@ -77,6 +99,7 @@ def expected() -> dict[str, dict[int, float]]:
     return {
         "train/reward": {epoch: epoch / 10 for epoch in (1, 2, 3)},
         "train/kl": dict.fromkeys((1, 2, 3), 0.01),
+        "train/episodes": dict.fromkeys((1, 2, 3), 8.0),
         "train/rewards/chosen": dict.fromkeys((1, 2, 3), -1.5),
         "dropped/timeout": {epoch: float(epoch) for epoch in (1, 2, 3)},
         "validation/score": SCORES,
@@ -97,7 +120,9 @@ def test_tensorboard(tracked: Callable[..., Path]) -> None:
     read.Reload()
     for name, values in expected().items():
         assert by_epoch([(event.step, event.value) for event in read.Scalars(name)]) == values
-    assert sorted(read.Tags()["tensors"]) == ["settings/text_summary", "validation/scores/text_summary"]
+    assert sorted(read.Tags()["tensors"]) == [
+        *("settings/text_summary", "train/transcripts/text_summary", "validation/scores/text_summary")
+    ]
     (settings,) = read.Tensors("settings/text_summary")
     assert b"| `llms.player.temperature` | 1.0 |" in settings.tensor_proto.string_val[0]
     tables = read.Tensors("validation/scores/text_summary")

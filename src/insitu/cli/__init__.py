@@ -15,7 +15,7 @@ _COMMANDS = {
     "validate": "Check a file and its datasets; starts nothing.",
     "doctor": "Say before a run whether it will learn, and what it will cost.",
     "trajectories": "Inspect, export and score the recorded episodes of a run.",
-    "runs": "List, show and fork runs.",
+    "runs": "List, show, fork and prune runs.",
     "view": "Show runs in a browser, also while they are written.",
     "export": "Write a checkpoint of a run as a Hugging Face folder.",
     "promote": "Export the best version of a run if it beats what it replaces.",
@@ -51,14 +51,18 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "token
 
 @click.group(cls=_LazyGroup, context_settings=_SETTINGS)
 @click.option("-v", "--verbose", count=True, help="Log to standard error (-vv: everything).")
+@click.option("--log_format", type=click.Choice(("text", "json")), help="Log with times, also the progress of a run.")
 @click.version_option(package_name="insitu", message="%(version)s")
-def insitu(verbose: int) -> None:
+def insitu(verbose: int, log_format: str | None) -> None:
     """insitu improves a language model from inside the agent workflow that uses it."""
-    if verbose:
+    if verbose or log_format is not None:
         import logging
 
-        level = logging.INFO if verbose == 1 else logging.DEBUG
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        from insitu.wire.log_lines import configure_logging
+
+        configure_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)], log_format)
+        global _logs
+        _logs = log_format is not None
         if verbose == 1:
             for name in ("httpx", "httpx2"):  # they log a line per request
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -91,6 +95,20 @@ def main() -> None:
     sys.exit(code)
 
 
+_logs = False
+"""Whether --log_format is given."""
+
+
+def _say(text: str) -> None:
+    """Says why a command ends; with --log_format as a log line."""
+    if _logs:
+        import logging
+
+        logging.getLogger("insitu").error("%s", text)
+    else:
+        print(text, file=sys.stderr)
+
+
 def _run() -> int:
     from insitu.errors import ConfigError, InsituError, memory_problem
 
@@ -105,17 +123,17 @@ def _run() -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
-        print(f"failed: {error}", file=sys.stderr)
+        _say(f"failed: {error}")
         return 1
     except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
         if (problem := memory_problem(error)) is None:
             raise
-        print(f"failed: out of memory: {problem}", file=sys.stderr)
+        _say(f"failed: out of memory: {problem}")
         return 1
     return code if isinstance(code, int) else 0

@@ -46,7 +46,8 @@ def command(
 
 def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
     """The findings, the worst first, and the estimate."""
-    from insitu.doctor.estimate import readable_bytes, readable_seconds
+    from insitu.disk.files import readable_bytes
+    from insitu.doctor.estimate import readable_seconds
 
     for finding in diagnosis.findings:
         yield f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]"

@@ -30,10 +30,12 @@ def command(request: "FinetuneRunConfig") -> None:
     """Train the model behind a workflow, as configured in the `finetuning` section."""
     from insitu.schemas.finetuning import TrainingStatusEnum
     from insitu.training.runtime import run_finetuning_sync
+    from insitu.wire.log_lines import ProgressLog
 
     if request.force and not request.resume:
         raise click.UsageError("--force is for --resume")
-    statuses = run_finetuning_sync(request, results_console())
+    logs = click.get_current_context().find_root().params["log_format"] is not None
+    statuses = run_finetuning_sync(request, results_console(file=ProgressLog() if logs else None))
     if not statuses:  # the run was complete before
         return
     completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)

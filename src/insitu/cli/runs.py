@@ -25,7 +25,7 @@ _TABLES = {
 
 @click.group("runs")
 def command() -> None:
-    """List, show and fork runs."""
+    """List, show, fork and prune runs."""
 
 
 @command.command("list", short_help="List the runs in folders.")
@@ -36,13 +36,9 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
 
     Without FOLDER: in runs/ and .tmp/ of the working directory. Damaged runs are listed with what is wrong.
     """
-    from insitu.errors import ConfigError
-    from insitu.runs.summary import DEFAULT_FOLDERS, find_runs, read_summary
+    from insitu.runs.summary import find_runs, read_summary
 
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"FOLDER: {folder} is not a folder")
-    searched = folders or tuple(Path(name) for name in DEFAULT_FOLDERS)
+    searched = _searched(folders)
     summaries = [read_summary(run) for run in find_runs(searched)]
     summaries.sort(key=lambda summary: summary.written or "", reverse=True)
     if as_json:
@@ -52,6 +48,17 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
         _print_list(summaries)
     else:
         print(f"no run in {' or '.join(map(str, searched))}")
+
+
+def _searched(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The folders to look for runs in. Raises ConfigError for one that does not exist."""
+    from insitu.errors import ConfigError
+    from insitu.runs.summary import DEFAULT_FOLDERS
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"FOLDER: {folder} is not a folder")
+    return folders or tuple(Path(name) for name in DEFAULT_FOLDERS)
 
 
 def _print_json(value: Any) -> None:
@@ -145,3 +152,28 @@ def fork(run_dir: Path, new_dir: Path, epoch: int) -> None:
     forked = fork_run(run_dir, new_dir, epoch)
     print(f"{new_dir} is run {forked.run_id}, forked from {forked.original} after epoch {epoch}")
     print(f"continue it: insitu finetune --config_file {forked.source} --resume {new_dir}")
+
+
+@command.command("prune", short_help="Delete old checkpoints of runs that have ended.")
+@click.argument("folders", nargs=-1, type=options.PATH, metavar="[FOLDER]...")
+@click.option("--dry_run", is_flag=True, help="Only say what would be deleted.")
+def prune(folders: tuple[Path, ...], dry_run: bool) -> None:
+    """Delete old checkpoints and job records of the runs in each FOLDER and up to three levels below it.
+
+    Kept are the best and the latest checkpoint, and those that --resume, forks and other runs continue from. Without
+    FOLDER: in runs/ and .tmp/ of the working directory.
+    """
+    from insitu.disk.files import readable_bytes
+    from insitu.runs.pruning import delete, find_surplus, freed_bytes
+
+    surplus = find_surplus(_searched(folders))
+    freed = freed_bytes(surplus)
+    for each in surplus:
+        if each.problem is not None:
+            print(f"{each.run}: nothing is deleted: {each.problem}")
+        elif each.checkpoints or each.jobs:
+            names = ", ".join(path.name for path in each.checkpoints) or "no checkpoint"
+            if not dry_run:
+                delete(each)
+            print(f"{each.run}: {'would delete' if dry_run else 'deleted'} {names}; job records: {len(each.jobs)}")
+    print(f"{'would free' if dry_run else 'freed'} {readable_bytes(freed)}")

@@ -40,6 +40,8 @@ class GeneralConfig(BaseModel):
     executor: Any = None
     """Where episodes run: a block whose `_type` is `local` (in this process, the default), `service` (in
     workflow services) or `ray` (on a cluster)."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of 127.0.0.1 on which a run answers `GET /health` and `GET /metrics`; 0: a free one. None: it does not."""
 
 
 class OutputConfig(BaseModel):

@@ -53,6 +53,14 @@ def file_size(path: Path) -> int:
         return 0
 
 
+def readable_bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def cannot_read(path: Path | str, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be read: {error.strerror}")
 

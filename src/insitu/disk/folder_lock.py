@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from datetime import UTC, datetime
@@ -145,6 +146,14 @@ def locked_by(folder: Path) -> str | None:
     except OSError:  # locked, or not readable, or the file system has no locks
         return str(owner)
     return None
+
+
+def end_owner(folder: Path) -> None:
+    """Kills the process of this machine that has locked a folder, and those of its group."""
+    owner = _parse_owner(folder.resolve() / LOCK_FILE)
+    if owner is not None and owner.here and locked_by(folder) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(owner.pid, signal.SIGKILL)
 
 
 def locked_elsewhere(folder: Path) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from insitu.algorithms.selection import included_fraction
+from insitu.disk.files import readable_bytes
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.doctor.findings import Finding, Severity
 from insitu.doctor.plan import Plan
@@ -152,14 +153,6 @@ def nearest_folder(path: Path) -> Path:
     """The path itself, or the nearest of its parents that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def readable_bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def readable_seconds(seconds: float) -> str:

@@ -96,6 +96,7 @@ FINAL_METRICS = _file("final_metrics.json", Format.OBJECT)
 BACKEND_FOLDER = "backend"
 """The folder of the embedded backend: its log, checkpoints and jobs."""
 CHECKPOINTS = f"{BACKEND_FOLDER}/checkpoints"
+JOBS = f"{BACKEND_FOLDER}/jobs"
 STARTED_FILE = "started_from.json"
 """In the backend's folder: the model that the training started from, since names such as `latest` change meaning."""
 TRACKERS = "trackers"

@@ -235,11 +235,15 @@ class RunReader:
         written = next((self.folder / files.CHECKPOINTS).glob("*/tokenizer.json"), None)
         if written is not None:
             return written.parent
+        model = self.starting_model()
+        return model if model is not None and (model / "tokenizer.json").is_file() else None
+
+    def starting_model(self) -> Path | None:
+        """The model that the run's backend started from, a folder or a name of the Hub; None if there is none."""
         try:
-            model = Path(str(read_object(self.folder / files.BACKEND_FOLDER / files.STARTED_FILE)["model"]))
+            return Path(str(read_object(self.folder / files.BACKEND_FOLDER / files.STARTED_FILE)["model"]))
         except (InsituError, KeyError):
             return None
-        return model if (model / "tokenizer.json").is_file() else None
 
     def _numbered(self, name: str, containing: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
         path, part = self.folder / name, orjson.dumps(containing)[1:-1]

@@ -4,6 +4,7 @@
 still runs.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from insitu.advantages.estimator import truncation
 from insitu.builder import Builder
 from insitu.collect.collector import outside_completions, stray_completions
 from insitu.config import Config
+from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
 from insitu.registry import EXECUTOR, LLM
@@ -212,6 +214,23 @@ class _Totals(NamedTuple):
     outside: int
     """Completions that were requested from the policy's server outside every episode, by evaluators too."""
     lost_workers: int
+
+
+def job_warnings(status: TrainingJobStatus, gap: float | None, served: PolicyEndpoint | None) -> list[str]:
+    """What is wrong after a job that has completed, a sentence each."""
+    space = _space_warning((status.metadata or {}).get("checkpoint"))
+    return [*filter(None, (gap_warning(gap, served), space))]
+
+
+def _space_warning(checkpoint: str | None) -> str | None:
+    """A sentence if the disk has less space left than two checkpoints like this one, which is on this machine."""
+    if checkpoint is None or not (folder := Path(checkpoint)).is_dir():
+        return None
+    size, free = sum(path.stat().st_size for path in folder.iterdir()), shutil.disk_usage(folder).free
+    if free >= 2 * size:
+        return None
+    left = f"the disk of {folder} has {readable_bytes(free)} left, and a checkpoint takes {readable_bytes(size)}"
+    return f"{left}: free space (`insitu runs prune`), or keep fewer checkpoints (`keep` of the trainer adapter)"
 
 
 class PolicyTraffic:

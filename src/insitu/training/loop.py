@@ -325,7 +325,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         before, endpoint = result.metrics["policy_version"], await self.trainer_adapter.policy_endpoint()
         result.metrics["policy_version"] = version = checks.new_version(epoch, before, endpoint)
-        if (warning := checks.gap_warning(result.metrics.get("logprob_gap"), endpoint)) is not None:
+        for warning in checks.job_warnings(status, result.metrics.get("logprob_gap"), endpoint):
             self._warn(epoch, warning)
         if self.validation is not None:
             self.validation.checkpoints[version] = (status.metadata or {}).get("checkpoint")

@@ -29,6 +29,7 @@ from insitu.errors import (
 from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
+from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
@@ -88,8 +89,15 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
         done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
         Report(console or results_console()).note(done)
         return []
-    async with ready_run(config, request, console) as ready, reported(finetuning.report_to, folder):
-        statuses = await run_finetuning(ready.trainer, resume=bool(request.resume))
+    with MonitorPort(config.general.metrics_port, folder) as port:
+        async with (
+            ready_run(config, request, console) as ready,
+            reported(finetuning.report_to, folder),
+            port.serving() as url,
+        ):
+            if url is not None:
+                Report(ready.builder.console).note(f"metrics: {url}/metrics")
+            statuses = await run_finetuning(ready.trainer, resume=bool(request.resume))
     _check_validations(ready.state, config)
     return statuses
 

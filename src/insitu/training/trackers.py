@@ -53,6 +53,11 @@ class Tracker(ABC):
     """What it imports, apart from what insitu needs itself; the package is installed by the extra of insitu `extra`."""
     extra: ClassVar[str | None] = None
 
+    @classmethod
+    def server(cls) -> str | None:
+        """The URL that it logs to, so that a run can say at once if it cannot be reached; None: none, or unknown."""
+        return None
+
     @abstractmethod
     def start(self, run: TrackedRun, continued: str | None) -> str:
         """Begins a run, or continues the one whose id an earlier call has returned; returns its id."""

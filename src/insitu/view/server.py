@@ -2,6 +2,7 @@
 
     GET /  /runs  /run  /group  /episode   the page; any other path, with status 404, says that it is none
     GET /static/...                        its modules, styles and images
+    GET /health, /metrics                  for monitoring; the metrics of the runs need the token if there is one
     GET /api/...                           JSON; needs the token if there is one
     GET /api/events                        server-sent events: which files change
 
@@ -21,6 +22,7 @@ from aiohttp import web
 
 from insitu.disk.json_files import dump_json
 from insitu.errors import InsituError, RequestRefused
+from insitu.runs.monitor import Monitor
 from insitu.schemas.episodes import ModelCall
 from insitu.view.episode_lists import IndexedRun, Indexes, number
 from insitu.view.long_values import part, shortened
@@ -56,14 +58,16 @@ class ViewServer:
         self._watcher = Watcher(opened)
         self._indexes = Indexes()
         self._scorer = Scorer()
+        self._monitor = Monitor(opened.runs)
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serves on this address (port 0: a free one) while the context is open; yields the URL."""
-        app = web.Application(middlewares=[guard(self._access, lambda path: not path.startswith("/api/"))])
+        app = web.Application(middlewares=[guard(self._access, _is_public)])
         app.on_response_prepare.append(_add_headers)
         for page in PAGES:
             app.router.add_get(page, _page)
+        self._monitor.add_routes(app)
         app.router.add_static("/static", STATIC)
         lists, pages = (self._runs, self._run, self._groups, self._episodes), (self._group, self._episode)
         for answer in (*lists, *pages, self._part, self._request, self._events):
@@ -174,6 +178,10 @@ class ViewServer:
                         data = format_event(orjson.dumps(change._asdict()), "changed")
                     await response.write(data)
         return response
+
+
+def _is_public(path: str) -> bool:
+    return not path.startswith("/api/") and path != "/metrics"
 
 
 async def _page(request: web.Request, status: int = 200) -> web.FileResponse:

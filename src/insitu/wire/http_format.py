@@ -7,10 +7,10 @@
 import base64
 import gc
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import orjson
@@ -51,6 +51,27 @@ def authorized(base_url: str, key: str) -> tuple[str, str]:
     address, userinfo = split_userinfo(base_url)
     basic = base64.b64encode((userinfo or "").encode()).decode()
     return address.rstrip("/"), f"Bearer {key}" if userinfo is None else f"Basic {basic}"
+
+
+class Sample(NamedTuple):
+    """A value of a metric, of which there is one for each combination of labels."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def metrics_text(samples: Iterable[Sample]) -> str:
+    """Samples in the text format of Prometheus, which wants those of a metric together."""
+    lines: dict[str, list[str]] = {}
+    for name, labels, value in samples:
+        pairs = ",".join(f'{key}="{text.translate(_ESCAPED)}"' for key, text in labels.items())
+        lines.setdefault(name, []).append(f"{name}{{{pairs}}} {value}\n" if pairs else f"{name} {value}\n")
+    return "".join(line for of_name in lines.values() for line in of_name)
+
+
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+"""What a label's value has in that format."""
 
 
 def format_event(data: bytes, event: str | None = None) -> bytes:

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
 from insitu.schemas.parts import key_of
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import error_body, gc_paused
+from insitu.wire.http_format import Sample, error_body, gc_paused, metrics_text
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -353,6 +353,12 @@ def error_response(
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type="application/json")
+
+
+def metrics_response(samples: Iterable[Sample]) -> web.Response:
+    return web.Response(
+        text=metrics_text(samples), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    )
 
 
 def prepare_process() -> None:

@@ -244,8 +244,8 @@ def _or_nowhere(method: Callable[..., Any], stream: io.TextIOWrapper, *args: Any
         return method(*args)
 
 
-def results_console(*, stderr: bool = False) -> "Console":
-    """Standard output: progress and tables."""
+def results_console(*, stderr: bool = False, file: TextIO | None = None) -> "Console":
+    """Standard output, unless it is another file: progress and tables."""
     from rich.console import Console
 
     class RedactedConsole(Console):
@@ -254,7 +254,7 @@ def results_console(*, stderr: bool = False) -> "Console":
         def render_str(self, text: str, **options: Any) -> "Text":
             return super().render_str(redact(text), **options)
 
-    return RedactedConsole(stderr=stderr, highlight=False)
+    return RedactedConsole(stderr=stderr, file=file, highlight=False)
 
 
 notes_console = partial(results_console, stderr=True)

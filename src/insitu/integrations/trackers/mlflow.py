@@ -15,6 +15,11 @@ _STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED
 class MLflow(Tracker):
     package = extra = "mlflow"
 
+    @classmethod
+    def server(cls) -> str | None:
+        url = os.environ.get("MLFLOW_TRACKING_URI", "")
+        return url if url.startswith(("http://", "https://")) else None
+
     def start(self, run: TrackedRun, continued: str | None) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Param

@@ -16,21 +16,28 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import orjson
 
 from insitu.disk.files import write_file
+from insitu.disk.folder_lock import FolderLock, end_owner
 from insitu.disk.json_files import read_object
-from insitu.errors import InsituError
+from insitu.errors import ConfigError, InsituError
+from insitu.integrations.child_process import describe_exit
 from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
 from insitu.training.trackers import KEY, tracker_class
-from insitu.wire.redaction import redact, redact_stream, remember_environment
+from insitu.wire.redaction import hide_url_secrets, redact, redact_stream, remember_environment
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
 """How long trackers may take after the end of a run, all together."""
+ORPHAN_SECONDS = 5.0
+"""How long the tracker of an earlier process of the run may take to end, before it is killed."""
+_CONNECT_SECONDS = 5.0
 _INTERVAL = 1.0
 """Seconds between looks at the files."""
 _NICENESS = 19
@@ -44,12 +51,31 @@ async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_
     """Trackers follow the run in `folder` while the body runs. One that fails is reported once, as a warning."""
     path = _absolute(folder)
     running = [asyncio.create_task(_run_process(name, path, end_seconds), name=f"tracker {name}") for name in names]
+    running += [asyncio.create_task(_check_server(name), name=f"server of {name}") for name in names]
     try:
         yield
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _check_server(name: str) -> None:
+    """Says why a tracker's server cannot be reached: its own client may try for minutes before it says anything."""
+    if (url := tracker_class(name).server()) is None:
+        return
+    own = urlsplit(url)
+    proxy = None if proxy_bypass(own.hostname or "") else getproxies().get(own.scheme)
+    address = urlsplit(proxy) if proxy else own
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            port = address.port or (443 if address.scheme == "https" else 80)
+            _, writer = await asyncio.open_connection(address.hostname, port)
+        writer.close()
+    except (OSError, ValueError) as error:  # ValueError: what is no URL
+        code = getattr(error, "errno", None) or 0
+        why = os.strerror(code) if code > 0 else getattr(error, "strerror", None) or str(error) or "no answer"
+        logger.warning("%s: %s cannot reach %s: %s; %s", KEY, name, hide_url_secrets(url), why, _NOTE)
 
 
 async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
@@ -83,6 +109,10 @@ async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
         await process.wait()
     if not ended_itself:
         logger.warning("%s: %s did not end within %g s after the run; %s", KEY, name, end_seconds, _NOTE)
+    elif process.returncode is not None and process.returncode < 0:
+        why = " (as when memory runs out)" if process.returncode == -signal.SIGKILL else ""
+        how = describe_exit(process.returncode) + why
+        logger.warning("%s: %s %s: %s (%s); %s", KEY, name, how, _last_line(log), log, _NOTE)
     elif process.returncode:
         logger.warning("%s: %s has failed: %s (%s); %s", KEY, name, _last_line(log), log, _NOTE)
 
@@ -125,8 +155,23 @@ class _Tracked:
         write_file(self._state_file, orjson.dumps(self._state) + b"\n")
 
 
+def _only_follower(folder: Path) -> FolderLock:
+    """Locks a tracker's folder. A process that follows the run still, although the run has ended, is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return FolderLock(folder, KEY, ORPHAN_SECONDS)
+    except ConfigError:
+        end_owner(folder)
+        return FolderLock(folder, KEY, ORPHAN_SECONDS)
+
+
 def follow(name: str, folder: Path) -> None:
     """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
+    with _only_follower(folder / TRACKERS / name):
+        _follow(name, folder)
+
+
+def _follow(name: str, folder: Path) -> None:
     files, tracked, has_ended = TrackedFiles(folder), None, False
     while not has_ended:
         readable, _, _ = select.select([sys.stdin], [], [], _INTERVAL)

@@ -50,7 +50,8 @@ def training_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for key, value in line.items():
         if key not in _NOT_METRICS:
-            metrics |= _numbers(_SECTIONS.get(key) or f"train/{_TRAIN.get(key, key)}", value)
+            own = f"job/{key}" if key in _TRAIN.values() else key
+            metrics |= _numbers(_SECTIONS.get(key) or f"train/{_TRAIN.get(key, own)}", value)
     return metrics
 
 
@@ -126,7 +127,7 @@ class TrackedFiles:
                 yield "validation/scores", Table(("row", "score"), rows[:MAX_ROWS])
         if epoch > 0 and (rows := [*self._episodes(epoch)]):
             columns = ("row", "generation", "outcome", "reward", "prompt", "answer", "output")
-            yield "train/episodes", Table(columns, rows)
+            yield "train/transcripts", Table(columns, rows)  # a name that no metric has
 
     def _episodes(self, epoch: int) -> Iterator[tuple[Any, ...]]:
         """The first episodes of the first groups of an epoch."""

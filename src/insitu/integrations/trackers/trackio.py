@@ -9,6 +9,12 @@ from insitu.training.trackers import PROJECT, Step, TrackedRun, Tracker
 class Trackio(Tracker):
     package = extra = "trackio"
 
+    @classmethod
+    def server(cls) -> str | None:
+        if os.environ.get("TRACKIO_SPACE_ID"):
+            return "https://huggingface.co"
+        return os.environ.get("TRACKIO_SERVER_URL")
+
     def start(self, run: TrackedRun, continued: str | None) -> str:
         import trackio
 

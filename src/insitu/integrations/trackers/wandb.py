@@ -10,6 +10,11 @@ from insitu.training.trackers import PROJECT, Step, TrackedRun, Tracker
 class WandB(Tracker):
     package = extra = "wandb"
 
+    @classmethod
+    def server(cls) -> str | None:
+        is_online = os.environ.get("WANDB_MODE", "online") == "online"
+        return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai") if is_online else None
+
     def start(self, run: TrackedRun, continued: str | None) -> str:
         import wandb
 

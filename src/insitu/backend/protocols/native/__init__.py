@@ -15,8 +15,8 @@ from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
-from insitu.wire.http_format import format_event
-from insitu.wire.http_server import body_chunks, latin1_header, parse_json, read_body
+from insitu.wire.http_format import Sample, format_event
+from insitu.wire.http_server import body_chunks, latin1_header, metrics_response, parse_json, read_body
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def state_routes(services: Services) -> list[ApiRoute]:
             "vllm:request_success_total": sampler.num_completed,
             "process_start_time_seconds": started,
         }
-        return web.Response(text="".join(f"{name} {value}\n" for name, value in values.items()))
+        return metrics_response(Sample(name, {}, value) for name, value in values.items())
 
     summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
     return [

@@ -1,0 +1,96 @@
+"""Deletes checkpoints and job records of runs that have ended, but nothing that a later command may need.
+
+Kept are the best and the latest checkpoint, those with an optimizer state, from which `--resume` and forks continue,
+those that another run has started from, and the job records of these.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from insitu.disk.files import delete_folder, writing
+from insitu.disk.folder_lock import FolderLock
+from insitu.disk.json_files import read_object
+from insitu.disk.model_files import OPTIMIZER_FILE
+from insitu.errors import InsituError
+from insitu.runs import files
+from insitu.runs.reader import RunReader
+from insitu.runs.summary import find_runs, read_summary
+
+ENDED = ("completed", "failed", "interrupted")
+"""The states of a run that has recorded its end."""
+
+
+class Surplus(NamedTuple):
+    """What can be deleted of a run; `problem` says why nothing can."""
+
+    run: Path
+    checkpoints: Sequence[Path] = ()
+    jobs: Sequence[Path] = ()
+    problem: str | None = None
+
+
+def find_surplus(folders: Iterable[Path]) -> list[Surplus]:
+    """What can be deleted of each run in folders, and up to three levels below them."""
+    runs = [*find_runs(folders)]
+    started_from = {*_starting_models([*runs, *find_runs({run.absolute().parent for run in runs})])}
+    return [_surplus_of(run, started_from) for run in runs]
+
+
+def _starting_models(runs: Iterable[Path]) -> Iterator[Path]:
+    for run in runs:
+        if (model := (RunReader(run).starting_model())) is not None:
+            yield model.resolve()
+
+
+def _surplus_of(run: Path, started_from: Collection[Path]) -> Surplus:
+    summary = read_summary(run)
+    if summary.status not in ENDED or summary.problems:
+        return Surplus(run, problem="; ".join(summary.problems) or f"it is {summary.status}")
+    try:
+        return _surplus(run, started_from)
+    except InsituError as error:
+        return Surplus(run, problem=str(error))
+
+
+def _surplus(run: Path, started_from: Collection[Path]) -> Surplus:
+    reader = RunReader(run)
+    progress, saved = reader.progress(), reader.checkpoints()
+    served = progress.policy_version if progress is not None else None
+    if not reader.own_backend or served is None:
+        return Surplus(run)
+    best = Path((reader.object(files.BEST) or {}).get("checkpoint") or "none").name
+    surplus = {
+        record.version: path
+        for path, record in saved[:-1]
+        if record.version < served
+        and path.name != best
+        and not (path / OPTIMIZER_FILE).exists()
+        and path.resolve() not in started_from
+    }
+    kept = {record.version for _, record in saved} - surplus.keys()
+    versions = {path: read_object(path).get("policy_version") or 0 for path in (run / files.JOBS).glob("job-*.json")}
+    jobs = [path for path, version in sorted(versions.items()) if version <= served and version not in kept]
+    return Surplus(run, [*surplus.values()], jobs)
+
+
+def freed_bytes(surplus: Iterable[Surplus]) -> int:
+    """What the deletion frees on the disk: files that a fork has too stay there."""
+    links: Counter[tuple[int, int]] = Counter()
+    freed = 0
+    for each in surplus:
+        for path in [*each.jobs, *(file for folder in each.checkpoints for file in folder.rglob("*"))]:
+            status = path.lstat()
+            links[key := (status.st_dev, status.st_ino)] += 1
+            freed += status.st_size * (links[key] == status.st_nlink)
+    return freed
+
+
+def delete(surplus: Surplus) -> None:
+    """Raises ConfigError if the run is in progress by now, and InsituError if something cannot be deleted."""
+    with FolderLock(surplus.run, "RUN_DIR"):
+        for path in (*surplus.checkpoints, *surplus.jobs):
+            with writing(path):
+                delete_folder(path) if path.is_dir() else os.unlink(path)
