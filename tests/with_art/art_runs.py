@@ -81,7 +81,7 @@ def write_file(folder: Path, tap: Wiretap, name: str, base_model: str, **more: s
         model_name: {name}
         base_url: {tap.address}/v1
         api_key: default
-        temperature: 0.0
+        temperature: 0.02
         max_tokens: 80
     workflow: {{_type: tool_agent, llm: training_llm}}
     eval:

@@ -21,6 +21,9 @@ from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
 
 
+METRICS = Path("run/training_metrics.jsonl")
+
+
 def mean_digit(text: str) -> float:
     """In [0, 1]; 0 without digits."""
     digits = [int(c) for c in text if c in "0123456789"]
@@ -82,7 +85,7 @@ async def talk(config: TalkConfig, builder: Builder):
             messages.append({"role": "assistant", "content": texts[-1]})
         if question.get("fails") and Context.get().seed % 2:
             raise RuntimeError("this row fails in half of its episodes")
-        if question.get("alike") and not Path("run/training_metrics.jsonl").exists():
+        if question.get("alike") and not METRICS.exists():
             return "5"
         return " ".join(texts)
 
