@@ -21,7 +21,8 @@ from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
 
 
-METRICS = Path("run/training_metrics.jsonl")
+def is_first_epoch() -> bool:
+    return not Path("run/training_metrics.jsonl").exists()
 
 
 def mean_digit(text: str) -> float:
@@ -85,7 +86,7 @@ async def talk(config: TalkConfig, builder: Builder):
             messages.append({"role": "assistant", "content": texts[-1]})
         if question.get("fails") and Context.get().seed % 2:
             raise RuntimeError("this row fails in half of its episodes")
-        if question.get("alike") and not METRICS.exists():
+        if question.get("alike") and is_first_epoch():
             return "5"
         return " ".join(texts)
 
