@@ -104,7 +104,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self.config.model is not None and self._process is None:
-            folder = Path(run_config.output_dir) / BACKEND_FOLDER
+            folder = self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {"model": model, "output_dir": str(folder)}
             options |= self.config.backend_options(self._full_config.folder)
