@@ -382,7 +382,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
     assert (code, err) == (
         1,
         f"failed: insitu backend exited with code 1 before it was ready: {empty} holds neither config.json nor "
-        "adapter_config.json, but nothing (log: run/backend/backend.log)\n",
+        f"adapter_config.json, but nothing (log: {project}/run/backend/backend.log)\n",
     )
 
 
@@ -510,7 +510,8 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
         backend_of(process).kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 0, out + err
-    assert "the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/backend.log)" in err
+    log = project / "run/backend/backend.log"
+    assert f"the backend process exited with code -9 (SIGKILL); the end of its log ({log})" in err
     assert "starting it again (2 of 3)" in err
     changing = ("run_id", "timestamp", "seconds", "unknown_completions")
     first, again = (read_lines(project / f"{run}/training_metrics.jsonl") for run in ("run.1", "run"))
