@@ -252,6 +252,16 @@ async def test_a_lost_reply_is_not_paid_twice(loaded, tmp_path):
         assert await step(client) == 3
 
 
+async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as client:
+        for config, differs in (({}, None), ({}, None), ({"learning_rate": 0.5}, "true")):
+            reply = await client.post(
+                "/_train_model", json=training(config=config), headers={"Idempotency-Key": "epoch 1"}
+            )
+            assert (reply.status_code, reply.headers.get("Body-Differs")) == (200, differs)
+        assert await step(client) == 1
+
+
 async def test_failures_can_be_read(loaded, tmp_path):
     """Before there is a job by status, in the middle by a broken connection; each time at /art/jobs, and undone."""
     targets = {"_internal_config": {"peft_args": {"target_modules": ["nowhere"]}}}

@@ -17,6 +17,8 @@ from pydantic_core import PydanticSerializationError, from_json, to_json, to_jso
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
+BODY_DIFFERS = "Body-Differs"
+"""Header of a response about the job of an idempotency key, if another body was sent with the key at first."""
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 """Exceptions raised by reading JSON of an unexpected shape, and by `orjson.loads`."""
 

@@ -172,7 +172,7 @@ def main(order_file: Path) -> None:
 
 def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str, Any]:
     settings, record = TrainingSettings(**job["settings"]), JobRecord(**job["job"])
-    steps = learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key)
+    steps = learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key, record.digest)
     while True:
         try:
             progress = next(steps)

@@ -299,7 +299,11 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
 
     async def _post_job(self, key: str, body: bytes) -> JobState:
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        if job.body_differs:
+            problem = f"the backend at {self._base_url} has a job with the key {key!r} and other rows or settings"
+            raise BackendError(f"{problem} ({job.id}): continue the run with the settings that it had")
+        return job
 
     async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
         """The backend still has the weights from before the job, or after it."""

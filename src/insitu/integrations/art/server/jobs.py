@@ -32,7 +32,7 @@ class TrainRequest(NamedTuple):
     model: ArtModel
     kind: type[TrainingBody]
     body: Any
-    digest: bytes
+    digest: str
     idempotency_key: str | None
 
     @property
@@ -51,7 +51,7 @@ class ArtJob:
     model: ArtModel
     counts: dict[str, int]
     dropped: Mapping[str, int]
-    digest: bytes
+    digest: str
     end_was_delivered: bool = False
 
     @property
@@ -132,7 +132,9 @@ class ArtJobs:
         step = registered.step
         latest = self._latest.get(request.model.key)
         repeats = latest.job if latest is not None and latest.digest == request.digest else None
-        job = self._services.jobs.submit(request.job_key, settings, batch.rows, registered.learner, repeats=repeats)
+        job = self._services.jobs.submit(
+            request.job_key, settings, batch.rows, registered.learner, None, repeats, request.digest
+        )
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
         await registered.metrics_log.log(step, "train", groups)
