@@ -186,6 +186,12 @@ class TrainingQueue:
             if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
                 del self._by_idempotency_key[job.state.key]
 
+    def forget_keys(self, learner: Learner) -> None:
+        """Makes the idempotency keys of a learner's jobs those of new ones."""
+        own = [key for key, job in self._by_idempotency_key.items() if job.learner is learner]
+        for key in own:
+            del self._by_idempotency_key[key]
+
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
             existing = ", ".join(list(self._jobs)[-20:]) or "none"

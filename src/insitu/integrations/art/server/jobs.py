@@ -169,9 +169,17 @@ class ArtJobs:
         """Jobs and refused requests, the latest first."""
         return {"jobs": [job.state() for job in reversed(self._jobs.values())], "refused": list(self._refused)}
 
-    def is_training(self, model: ArtModel) -> bool:
-        latest = self._latest.get(model.key)
-        return latest is not None and not latest.job.ended
+    async def delete_model(self, model_id: str) -> None:
+        """Deletes a model; a request for one of the same name is a new job. Raises RequestRefused while it trains."""
+        key = self._models.get(model_id).model.key
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            registered, latest = self._models.get(model_id), self._latest.get(key)
+            if latest is not None and not latest.job.ended:
+                problem = f"{key} cannot be deleted while a training job is pending or running"
+                raise RequestRefused(problem, status=409, code="model_busy")
+            self._latest.pop(key, None)
+            self._services.jobs.forget_keys(registered.learner)
+            await self._models.delete(registered)
 
 
 def _counts(groups: Sequence[ArtGroup], batch: ArtBatch, settings: TrainingSettings) -> dict[str, int]:

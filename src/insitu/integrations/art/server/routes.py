@@ -271,11 +271,7 @@ class _ServerlessEndpoints(_Endpoints):
         return {"id": registered.id, **names, "run_id": None}
 
     async def delete(self, request: web.Request) -> None:
-        registered = self._get_model(request)
-        if self._jobs.is_training(registered.model):
-            problem = f"{registered.model.key} cannot be deleted while a training job is pending or running"
-            raise RequestRefused(problem, status=409, code="model_busy")
-        await self._models.delete(registered)
+        await self._jobs.delete_model(request.match_info["id"])
 
     async def checkpoints(self, request: web.Request) -> dict[str, Any]:
         registered = self._get_model(request)
