@@ -43,7 +43,7 @@ One YAML file describes the agent, its evaluation, and its training. These rules
   `-o llms.player.stop '[a, b]'`. Use numbers to index lists. The value is parsed as YAML.
 - **Paths**: files that are read (datasets, models, checkpoints) are looked up relative to the working directory, then
   to the folder of the YAML file; a warning says so if both have a file of that name. Paths that are written
-  (`output_dir`) are relative to the working directory.
+  (`output_dir`) are relative to the working directory. Both mean that of the command, even if an agent changes its own.
 - **Secrets**: values of keys whose names suggest an API key, a token or a password are never printed or written, nor
   are secrets of the environment and passwords in URLs: `***` replaces them. A warning names secrets that are [too short
   to be found](../guides/threat-model.md#what-is-not-defended) in other texts than the settings.

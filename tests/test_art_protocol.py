@@ -1,5 +1,6 @@
 """The protocols of ART over HTTP: recorded sessions of official clients, and what can go wrong on either side."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -159,6 +160,43 @@ async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
         assert not list(tmp_path.glob("art/*/*/*"))
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
+async def test_completions_end_while_their_model_is_deleted_registered_again_and_trained(loaded, tmp_path, together):
+    """8 of 24 completions are sampled, the others wait. The new model is trained although its jobs are named alike."""
+    model = MODEL | {"base_path": ""}
+
+    async def register() -> str:
+        reply = await client.post("/v1/preview/models", json=model)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["id"]
+
+    async def is_sampling() -> bool:
+        return "num_requests_running 0\n" not in (await client.get("/metrics")).text
+
+    async with serving(loaded, tmp_path) as client:
+        id = await register()
+        await train(client, training(model), **{"Idempotency-Key": "epoch 1"})
+        for _ in range(3):
+            asked = {"max_tokens": 300, "min_tokens": 200}
+            completions = [
+                asyncio.create_task(say(client, name, seed=seed, stream=seed % 2 == 0, **asked))
+                for seed in range(12)
+                for name in ("agent", "agent@1")
+            ]
+            await until(is_sampling)
+            delete = client.delete(f"/v1/preview/models/{id}")
+            deleted, _ = await asyncio.gather(delete, register()) if together else (await delete, await register())
+            assert deleted.status_code == 200
+            assert await step(client, model) == 0
+            completions.append(asyncio.create_task(say(client, "agent", **asked)))
+            await train(client, training(model), **{"Idempotency-Key": "epoch 1"})
+            assert await step(client, model) == 1
+            replies = await asyncio.wait_for(asyncio.gather(*completions), HANGS)
+            assert {reply.status_code for reply in replies} <= {200, 404}
+            assert all(reply.text.rstrip().endswith(("}", "[DONE]")) for reply in replies)
+            assert (await say(client, "agent@1")).status_code == 200
+
+
 async def test_metrics_of_later_clients(loaded, tmp_path):
     """Under the names of all releases, the number of steps the same on each line."""
     async with serving(loaded, tmp_path) as client:
@@ -250,6 +288,16 @@ async def test_a_lost_reply_is_not_paid_twice(loaded, tmp_path):
         named = await train(client, body, **{"Idempotency-Key": "epoch 3"})
         assert await train(client, body, **{"Idempotency-Key": "epoch 3"}) == named
         assert await step(client) == 3
+
+
+async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
+    async with serving(loaded, tmp_path) as client:
+        for config, differs in (({}, None), ({}, None), ({"learning_rate": 0.5}, "true")):
+            reply = await client.post(
+                "/_train_model", json=training(config=config), headers={"Idempotency-Key": "epoch 1"}
+            )
+            assert (reply.status_code, reply.headers.get("Body-Differs")) == (200, differs)
+        assert await step(client) == 1
 
 
 async def test_failures_can_be_read(loaded, tmp_path):

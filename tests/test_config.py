@@ -514,8 +514,8 @@ def test_overrides_do_not_apply_to_what_is_loaded(write: Any) -> None:
 def test_paths_are_looked_up_from_here_and_then_from_the_file(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(write({"general": {}}, "project/config.yml"))
     monkeypatch.chdir(tmp_path)
+    config = load_config(write({"general": {}}, "project/config.yml"))
     beside = write("x", "project/data.txt")
     assert config.find_path("data.txt", "key") == beside
     here = write("x", "data.txt")

@@ -45,9 +45,9 @@ STRICT = {"PYTHONPATH": str(ROOT / "tests/support"), "PYTHONWARNINGS": "error"}
 RULES = EpisodeOptions(seed=7, training=frozenset({"player"}))
 
 
-def serve(file: str, folder: Path) -> AbstractContextManager[tuple[processes.Process, str]]:
+def serve(file: str, folder: Path, port: str = "0") -> AbstractContextManager[tuple[processes.Process, str]]:
     """A service of the workflow of a file, and its address."""
-    return processes.serving("serve", "--config_file", file, "--port", "0", folder=folder, **STRICT)
+    return processes.serving("serve", "--config_file", file, "--port", port, folder=folder, **STRICT)
 
 
 def content(llm: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -253,6 +253,35 @@ async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: 
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await until_health(second, lambda health: health["episodes"] == 0)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_episode_is_lost_when_the_service_restarts_during_its_model_calls(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    """The model server is stopped meanwhile, so that all 24 episodes wait for it when the service ends."""
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"id": i, "question": {"do": "nest", "say": f"Row {i}"}} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with processes.serving("backend", "--model", model, "--port", "0", "--threads", "1") as (backend, url):
+        blocks = content(openai_at(f"{url}/v1"))
+        blocks["eval"]["general"] |= {"max_concurrency": 24, "retries": 1}
+        (tmp_path / "config.yml").write_text(yaml.safe_dump(blocks))
+        with serve("config.yml", tmp_path) as (service, address):
+            backend.send_signal(signal.SIGSTOP)
+            command = "eval", "--config_file", "config.yml", "--endpoint", address
+            with processes.start(*command, folder=tmp_path, COLUMNS="200", **STRICT) as evaluation:
+                evaluation.wait_until(lambda: asyncio.run(running(address)) == 24)
+                service.send_signal(end)
+                service.wait()
+                with serve("config.yml", tmp_path, address.rpartition(":")[2]):
+                    evaluation.wait_until(lambda: asyncio.run(running(address)) == 24)
+                    backend.send_signal(signal.SIGCONT)
+                    _, errors = evaluation.communicate(processes.HANGS)
+    assert evaluation.returncode == 0, errors
+    assert "its 24 episodes are run again" in errors
+    outputs = json.loads((tmp_path / "out/workflow_output.json").read_text())
+    assert [each["id"] for each in outputs if each["generated_answer"]] == list(range(24))
 
 
 async def health_of(address: str) -> dict[str, Any]:

@@ -79,6 +79,33 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     assert first[0]["run_id"] != again[0]["run_id"]
 
 
+def test_an_agent_may_change_the_working_directory(tmp_path: Path) -> None:
+    """The paths are those of the directory in which the command began, some beside the file and some not."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    digits_project(tmp_path / "configs")
+    rows = [{"say": f"Row {i}", "chdir": str(tmp_path / "elsewhere")} for i in range(4)]
+    for name in ("rows.jsonl", "validation.jsonl"):
+        write_rows(tmp_path, rows, name)
+    held_out = ("--validation_dataset", "validation.jsonl", "--validation_config_file", "configs/config.yml")
+    options = (*held_out, "--validation_interval", "1", "-o", "eval.general.output_dir", "out")
+    code, out, err = run_project(tmp_path, *options, file="configs/config.yml")
+    assert code == 0, err
+    assert (
+        "files: run/  (validation_history.json, training_metrics.jsonl, reward_plot.png, episodes.jsonl.gz ...)" in out
+    )
+    code, _, err = run_project(
+        tmp_path, *options, "--resume", "-o", "finetuning.num_epochs", "3", file="configs/config.yml"
+    )
+    assert code == 0, err
+    assert [m["policy_version"] for m in read_lines(tmp_path / "run/training_metrics.jsonl")] == [1, 2, 3]
+    code, out, err = run_project(tmp_path, *options[-3:], command="eval", file="configs/config.yml")
+    assert code == 0, err
+    assert "out/workflow_output.json" in out
+    assert len(json.loads((tmp_path / "out/workflow_output.json").read_text())) == 4
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path) -> None:
     """And the directory of one that was killed can be used again, once its backend has ended."""
     one_epoch = ("-o", "finetuning.num_epochs", "1")
@@ -355,7 +382,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
     assert (code, err) == (
         1,
         f"failed: insitu backend exited with code 1 before it was ready: {empty} holds neither config.json nor "
-        "adapter_config.json, but nothing (log: run/backend/backend.log)\n",
+        f"adapter_config.json, but nothing (log: {project}/run/backend/backend.log)\n",
     )
 
 
@@ -483,7 +510,8 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
         backend_of(process).kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 0, out + err
-    assert "the backend process exited with code -9 (SIGKILL); the end of its log (run/backend/backend.log)" in err
+    log = project / "run/backend/backend.log"
+    assert f"the backend process exited with code -9 (SIGKILL); the end of its log ({log})" in err
     assert "starting it again (2 of 3)" in err
     changing = ("run_id", "timestamp", "seconds", "unknown_completions")
     first, again = (read_lines(project / f"{run}/training_metrics.jsonl") for run in ("run.1", "run"))

@@ -21,7 +21,7 @@ from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFail
 from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
-from insitu.schemas.finetuning import TrainingStatusEnum, Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
@@ -253,6 +253,29 @@ async def test_a_backend_trains_preferences(tmp_path: Path, write: Any) -> None:
                 margins.append(status.metadata["rewards/margins"])
             assert 0 < margins[0] < margins[1]
             assert (await adapter.policy_endpoint()).version == 2
+
+
+async def test_a_run_stops_if_its_job_was_trained_with_other_rows_or_settings(tmp_path: Path, write: Any) -> None:
+    """Each adapter is one of a process that continues the run. A longer run is the same run."""
+
+    async def submit(submitted: TrajectoryCollection, epochs: int = 10, **training: Any) -> TrainingJobRef:
+        block = {"_type": "insitu_trainer_adapter", "url": served.address, "api_key": served.token}
+        sections = {"trainer_adapters": {"a": block | {"training": training}}, "finetuning": {"num_epochs": epochs}}
+        async with Builder(load_config(write(sections))) as builder:
+            adapter = await builder.get(TRAINER_ADAPTER, "a")
+            await adapter.initialize(builder.config.finetuning)
+            ref = await adapter.submit(submitted)
+            await adapter.wait_until_complete(ref)
+            return ref
+
+    changed = collection()
+    changed.trajectories[0][0].rows[0].advantages = [0, 2.5]
+    with tiny_backend(tmp_path) as served:
+        first = await submit(collection())
+        assert await submit(collection(), epochs=20) == first
+        for other, training in ((changed, {}), (collection(), {"learning_rate": 0.5})):
+            with pytest.raises(BackendError, match=r"has a job with the key 'r/3' and other rows or settings \(job-"):
+                await submit(other, **training)
 
 
 async def test_a_job_whose_reply_was_lost_is_sent_again_under_its_key(backend: Backend, write: Any) -> None:

@@ -168,6 +168,47 @@ async def test_a_key_is_known_after_a_restart(loaded, tmp_path):
         assert (await backend.events(other["id"]))[-1]["policy_version"] == 2
 
 
+async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
+    """Compared are settings and rows, however they are compressed, and whichever process is asked."""
+    mine = [row(), row(episode="b")]
+    same = [
+        lines(mine),
+        gzip.compress(lines(mine), mtime=7),
+        lines(mine, keep={"last": 9}),
+        lines(mine, SETTINGS | {"schedule_range": [0.25, 0.5], "micro_batch_tokens": 7, "loss_agg_mode": "token"}),
+    ]
+    other = [
+        lines([row(), row(episode="c")]),
+        lines([row()]),
+        lines(mine, SETTINGS | {"learning_rate": 0.5}),
+        gzip.compress(lines(mine))[:-9],
+        b"{",
+        b"",
+    ]
+
+    async def answers(backend) -> list[bool]:
+        bodies = [
+            await backend.post(
+                body, Idempotency_Key="run/1", **({"Content_Encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {})
+            )
+            for body in (*same, *other)
+        ]
+        assert {(status, state["id"]) for status, state in bodies} == {(200, first["id"])}
+        return [state["body_differs"] for _, state in bodies]
+
+    expected = [*(False for _ in same), *(True for _ in other)]
+    async with serving(loaded, tmp_path) as backend:
+        _, first = await backend.post(lines(mine), Idempotency_Key="run/1")
+        assert not first["body_differs"]
+        assert await answers(backend) == expected
+        await backend.events(first["id"])
+        assert await answers(backend) == expected
+    shutil.rmtree(tmp_path / "jobs")
+    async with serving(loaded, tmp_path) as backend:
+        assert await answers(backend) == expected
+        assert backend.learner.version == 1
+
+
 async def test_a_key_is_known_after_its_checkpoint_was_deleted(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
         finals = []
@@ -297,7 +338,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, tokenizer=TOK
             yield body[start : start + piece]
 
     allowed = Limits(**({"vocab_size": 320, "max_length": 256} | limits))
-    header, rows = await read_job(chunks(), encoding, allowed, tokenizer)
+    header, rows, _ = await read_job(chunks(), encoding, allowed, tokenizer)
     return header.settings, rows
 
 

@@ -3,7 +3,7 @@
 A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
 step reward; "sampling" are parameters of the agent's own request; "raise", "hang" and "block" fail each in its way;
 "mark" is a file that gets a character for each episode; "score" is what the evaluator gives, "nan" and "none" among it,
-or "hang". What hangs ends once the file `released` is there.
+or "hang"; "chdir" is the directory that the process changes to. What hangs ends once the file `released` is there.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ async def ask(config: AskConfig, builder: Builder):
 
     async def answer(question: dict[str, Any]) -> str:
         messages = [{"role": "user", "content": question["say"]}]
+        if "chdir" in question:
+            os.chdir(question["chdir"])
         if question.get("stream"):
             chunks = await llm.client.chat.completions.create(
                 model=llm.model, messages=messages, stream=True, **llm.params

@@ -3,11 +3,14 @@
 On two CPU cores with gloo, in float32.
 """
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,34 @@ def test_a_rank_that_is_killed_fails_its_job_which_can_be_sent_again(
     assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
 
 
+def test_a_rank_that_is_stopped_fails_its_job_which_can_be_sent_again(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
+) -> None:
+    """Rank 0, which talks to the backend; the backend samples on meanwhile."""
+    settings: dict[str, Any] = {"num_iterations": 4, "mini_batch_size": 2}
+    together = ranked(model, tmp_path / "ranks", groups)
+    of_job = TrainingSettings(learning_rate=1e-4, micro_batch_tokens=64, **settings)
+    steps = together.run(of_job, rows_of(0), "job-0", "key-0")
+    wait_until(lambda: (progress := next(steps)) is not None and progress.percent > 0)
+    ranks = rank_processes(tmp_path / "ranks/learner/order.json")
+    os.kill(ranks[0], signal.SIGSTOP)
+    start, longest, problem = time.monotonic(), 0.0, None
+    while problem is None:
+        before = time.monotonic()
+        try:
+            next(steps)
+        except JobFailed as error:
+            problem = str(error)
+        else:
+            longest = max(longest, time.monotonic() - before)
+    assert 50 < time.monotonic() - start < 90
+    assert longest < 5
+    assert re.search(rf"rank 0 of 2 \(process {ranks[0]} on .+\) has been silent for 60 s: ", problem)
+    assert "the weights from before the job were restored" in problem
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
+    assert run(together, 0, **settings).version == 1
+
+
 def test_ranks_wait_for_a_job_longer_than_a_collective_may_take(tmp_path: Path) -> None:
     """Torch's limit is 10 minutes for GPUs and 30 for CPUs, and an epoch may take hours to collect; here it is 10 s."""
     script = tmp_path / "ranks.py"
@@ -359,15 +390,44 @@ def test_a_run_with_two_processes_ends_as_one_with_one(tmp_path: Path, lora: boo
             assert two[name] == pytest.approx(one[name], abs=1e-5), name
 
 
-def test_no_rank_outlives_its_backend(tmp_path: Path) -> None:
-    digits_project(tmp_path, rows=6)
+@contextlib.contextmanager
+def training_by_two(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", dict[int, int]]]:
+    """A run that has trained its first epoch, and the process ids of its ranks."""
+    digits_project(folder, rows=6)
     options = ("-o", "trainer_adapters.backend.learner.processes", "2", "-o", "finetuning.num_epochs", "500")
-    with finetune(tmp_path, *options) as process:
-        wait_until((tmp_path / "run/training_metrics.jsonl").exists)
-        ranks = rank_processes(tmp_path / "run/backend/learner/order.json")
+    with finetune(folder, *options) as process:
+        wait_until((folder / "run/training_metrics.jsonl").exists)
+        ranks = rank_processes(folder / "run/backend/learner/order.json")
         assert len(ranks) == 2
-        process.kill()
-    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
+        try:
+            yield process, ranks
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("end", "stopped"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 0), (signal.SIGKILL, None), (signal.SIGKILL, 0), (signal.SIGKILL, 1)],
+)
+def test_no_rank_outlives_its_run(tmp_path: Path, end: signal.Signals, stopped: int | None) -> None:
+    with training_by_two(tmp_path) as (process, ranks):
+        if stopped is not None:
+            os.kill(ranks[stopped], signal.SIGSTOP)
+        process.send_signal(end)
+        process.wait(60)
+    deadline = time.monotonic() + 20
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())) or time.monotonic() > deadline)
+    assert not any(map(psutil.pid_exists, ranks.values()))
+
+
+def test_a_run_names_the_rank_that_is_stopped(tmp_path: Path) -> None:
+    with training_by_two(tmp_path) as (process, ranks):
+        os.kill(ranks[1], signal.SIGSTOP)
+        _, err = process.communicate(timeout=180)
+        assert process.returncode == 1
+        assert f"rank 1 of 2 (process {ranks[1]} on " in err
+        assert "has been silent for 60 s" in err
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks.values())))
 
 
 @pytest.mark.parametrize(

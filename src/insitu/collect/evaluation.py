@@ -20,7 +20,7 @@ from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
-from insitu.config import Config, Moved, load_config
+from insitu.config import Config, Moved, check_config, read_settings
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
@@ -89,7 +89,7 @@ class EvaluationRun:
         if self._training:
             folder /= f"generation_{self._first_generation}"
         if self.config.write_output:
-            writable_folder(folder, "eval.general.output_dir")
+            writable_folder(loaded.working_dir / folder, "eval.general.output_dir")
         evaluators = {name: await builder.get_evaluator(name) for name in names}
         items = rows
         if not self._precomputed:
@@ -107,7 +107,7 @@ class EvaluationRun:
                 results.append((name, await score(info, name, done, limit)))
         output = EvaluationRunOutput(eval_input=EvalInput(eval_input_items=items), evaluation_results=results)
         if self.config.write_output:
-            await asyncio.to_thread(write_files, output, folder, dataset_config(loaded))
+            await asyncio.to_thread(write_files, output, folder, loaded)
         return output
 
     async def _collect(self, loaded: Config, builder: Builder, items: list[EvalInputItem], run: RunState) -> None:
@@ -141,16 +141,17 @@ def _mark_missing(items: list[EvalInputItem], key: str) -> None:
         item.reason = DropReason.NO_ANSWER
 
 
-def write_files(output: EvaluationRunOutput, folder: Path, columns: FileDatasetConfig) -> None:
+def write_files(output: EvaluationRunOutput, folder: Path, config: Config) -> None:
     """Writes `workflow_output.json` and a file per evaluator atomically, and sets their paths in `output`.
 
     `workflow_output.json` is a dataset with the columns of the one it came from.
     """
-    records = [_workflow_record(item, columns) for item in output.eval_input.eval_input_items]
-    output.workflow_output_file = write_json(folder / WORKFLOW_OUTPUT, records)
-    output.evaluator_output_files = [
-        write_json(folder / f"{name}_output.json", to_json(result)) for name, result in output.evaluation_results
-    ]
+    records = [_workflow_record(item, dataset_config(config)) for item in output.eval_input.eval_input_items]
+    contents = {f"{name}_output.json": to_json(result) for name, result in output.evaluation_results}
+    for name, content in {WORKFLOW_OUTPUT: records, **contents}.items():
+        write_json(config.working_dir / folder / name, content)
+    output.workflow_output_file = folder / WORKFLOW_OUTPUT
+    output.evaluator_output_files = [folder / name for name in contents]
 
 
 def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[str, Any]:
@@ -173,7 +174,8 @@ def held_out_config(config: Config, moved: Moved | None = None) -> Config:
     validation = config.finetuning.validation
     if validation is None or validation.config_file is None:
         return config
-    return load_config(config.find_path(validation.config_file, "finetuning.validation.config_file", moved))
+    path = config.find_path(validation.config_file, "finetuning.validation.config_file", moved)
+    return check_config(read_settings(path), path, config.working_dir)
 
 
 async def validate(

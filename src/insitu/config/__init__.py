@@ -48,7 +48,7 @@ def changed_config(config: Config, values: Mapping[str, Any] | Mapping[tuple[str
     data = copy.deepcopy(dict(config.data))
     for key, value in values.items():
         override(data, key, value)
-    return check_config(data, Path(config.source))
+    return check_config(data, Path(config.source), config.working_dir)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -68,6 +68,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_config(data: dict[str, Any], path: Path) -> Config:
-    """Checks the contents of the file at `path`; raises ConfigError with all their problems."""
-    return Validator(path).run(data)
+def check_config(data: dict[str, Any], path: Path, working_dir: Path | None = None) -> Config:
+    """Checks the contents of the file at `path`; raises ConfigError with all their problems.
+
+    Relative paths are those of this process's working directory, or of `working_dir`.
+    """
+    return Validator(path, working_dir or Path.cwd()).run(data)

@@ -47,8 +47,9 @@ def _evaluator_name_problem(name: str) -> str | None:
 class Validator:
     """Checks one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, working_dir: Path) -> None:
         self.path = path
+        self.working_dir = working_dir
         self.problems: list[str] = []
         self.present: set[tuple[str, str]] = set()
         self.blocks: dict[tuple[str, str], TypedBaseModel] = {}
@@ -66,7 +67,7 @@ class Validator:
         general = self._model(GeneralConfig, data.get("general"), "general")
         if general is None:
             self._fail_if_any()
-        folder = (self.path.resolve().parent / (general.folder or "")).resolve()
+        folder = ((self.working_dir / self.path).resolve().parent / (general.folder or "")).resolve()
         if not folder.is_dir():
             self.problems.append(f"general.folder: {folder} is not a folder")
         for module in general.plugins:
@@ -92,9 +93,8 @@ class Validator:
             for key, block in self.blocks.items()
         }
         variables = frozenset(self.from_environment.values())
-        config = Config(
-            general, settings, finetuning, MappingProxyType(blocks), folder, str(self.path), contents, variables
-        )
+        sections = general, settings, finetuning, MappingProxyType(blocks)
+        config = Config(*sections, folder, str(self.path), contents, variables, self.working_dir)
         self._references(config)
         self._fail_if_any()
         return config

@@ -106,6 +106,8 @@ class Config:
     source: str = "configuration"
     data: Mapping[str, Any] | None = field(default=None, repr=False)
     variables: frozenset[str] = frozenset()
+    working_dir: Path = field(default_factory=Path.cwd)
+    """That of the process when the file was read: the workflow may change it."""
 
     @property
     def max_concurrency(self) -> int:
@@ -147,7 +149,7 @@ class Config:
         Logs a warning if both have one. Follows the folders that the run has `moved` aside.
         """
         path = Path(path).expanduser()
-        candidates = [*dict.fromkeys((Path.cwd() / path, self.folder / path))]  # one, if it is absolute
+        candidates = [*dict.fromkeys((self.working_dir / path, self.folder / path))]  # one, if it is absolute
         paths = [place for candidate in candidates if (place := moved_path(candidate, moved)).exists()]
         if not paths:
             raise ConfigError(f"{key}: {str(path)!r} does not exist; looked for {' and '.join(map(str, candidates))}")

@@ -45,6 +45,7 @@ class JobRecord(BaseModel):
 
     id: str
     key: str | None = None
+    digest: str | None = None
     metrics: dict[str, Any] = {}
 
 

@@ -1,6 +1,7 @@
 """A command that works for the backend: its processes, its log, and how it ended.
 
-`python -m insitu.integrations.child_process COMMAND ...` runs a command that ends with the process that started it.
+`python -m insitu.integrations.child_process FD COMMAND ...` runs a command that ends with the process that started it;
+FD is the descriptor of the command's standard input.
 """
 
 import contextlib
@@ -16,8 +17,7 @@ from pathlib import Path
 class ChildProcess:
     """A command and its descendants, which write to `log`.
 
-    `bound`: they end when this process does, even if it is killed; for commands that would not notice. `stdin` is the
-    standard input of those that are not bound.
+    `bound`: they end when this process does, even if it is killed; for commands that would not notice.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ChildProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         if bound:
-            command = [sys.executable, "-m", "insitu.integrations.child_process", *command]
+            command = [sys.executable, "-m", "insitu.integrations.child_process", str(stdin), *command]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
@@ -40,6 +40,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.PIPE if bound else stdin,
                 start_new_session=True,
+                pass_fds=(stdin,) if bound and stdin >= 0 else (),
                 env=dict(environment),
             )
 
@@ -76,9 +77,11 @@ def describe_exit(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _run_bound(command: Sequence[str]) -> int:
+def _run_bound(stdin: int, command: Sequence[str]) -> int:
     """Runs the command; kills it and its descendants when standard input ends. Returns its exit code."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdin=stdin)
+    if stdin >= 0:
+        os.close(stdin)
 
     def end_with_parent() -> None:
         sys.stdin.buffer.read()
@@ -96,4 +99,4 @@ def _run_bound(command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_run_bound(sys.argv[1:]))
+    sys.exit(_run_bound(int(sys.argv[1]), sys.argv[2:]))

@@ -72,7 +72,8 @@ class RunStore:
 
     def __init__(self, folder: Path, key: str = OUTPUT_DIR) -> None:
         self.folder = folder
-        self._path = writable_folder(folder, key)  # the workflow may change the working directory
+        self.path = writable_folder(folder, key)
+        """The folder wherever the process is: the workflow may change the working directory."""
         self._lock = FolderLock(folder, key)
         self._files: dict[str, LineFile] = {}
         self._index: RunIndex | None = None
@@ -100,10 +101,10 @@ class RunStore:
         if not self._indexes:
             return
         try:
-            self._index = self._index or RunIndex(self._path, temporary=False)
+            self._index = self._index or RunIndex(self.path, temporary=False)
             use(self._index)
         except Exception as error:  # what is derived from the other files must not end a run
-            logger.warning("%s is not kept up to date: %s; a reader makes it", self._path / files.INDEX, error)
+            logger.warning("%s is not kept up to date: %s; a reader makes it", self.path / files.INDEX, error)
             self._indexes = False
 
     def append(self, name: str, records: Iterable[Any]) -> Block:
@@ -116,7 +117,7 @@ class RunStore:
     def _open(self, name: str, size: int | None = None) -> LineFile:
         """Blocks are appended to a new file, or to one of known `size`."""
         if name not in self._files:
-            path = self._path / name
+            path = self.path / name
             if name in files.BLOCKS and size is None and path.exists():
                 raise InsituError(f"{path} exists already; it is not overwritten")
             self._files[name] = LineFile(path, size if name in files.BLOCKS else None)
@@ -128,16 +129,16 @@ class RunStore:
 
     def cut_to(self, sizes: Mapping[str, int]) -> None:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
-        before = {name: (self._path / name).stat().st_size for name in files.BY_EPOCH if (self._path / name).exists()}
+        before = {name: (self.path / name).stat().st_size for name in files.BY_EPOCH if (self.path / name).exists()}
         for name in files.BY_EPOCH:
             if name in sizes or name in before:
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
-        if before != self.sizes() and (self._path / files.INDEX).exists():
+        if before != self.sizes() and (self.path / files.INDEX).exists():
             self._use_index(RunIndex.reset)
 
     def clear(self, name: str) -> None:
         """Removes all lines of a file."""
-        if name in self._files or (self._path / name).exists():
+        if name in self._files or (self.path / name).exists():
             self._open(name).truncate(0)
 
     def record_event(self, event: str, **details: Any) -> None:
@@ -150,7 +151,7 @@ class RunStore:
 
     def write(self, name: str, data: Any) -> Path:
         """Replaces a JSON file atomically."""
-        return write_json(self._path / name, data)
+        return write_json(self.path / name, data)
 
     def relative(self, path: str | None) -> str | None:
         """A path in the directory, such as a checkpoint's, relative to it, so that it stays right when a run is moved.
@@ -158,10 +159,10 @@ class RunStore:
         So is that of a checkpoint of which the directory has its own, as a copy of the run it was written for. Other
         paths, such as those on another machine, are returned as they are.
         """
-        if path is not None and (self._path / (own := f"{files.CHECKPOINTS}/{Path(path).name}")).is_dir():
+        if path is not None and (self.path / (own := f"{files.CHECKPOINTS}/{Path(path).name}")).is_dir():
             return own
-        inside = path is not None and Path(path).is_relative_to(self._path)
-        return str(Path(path).relative_to(self._path)) if path is not None and inside else path
+        inside = path is not None and Path(path).is_relative_to(self.path)
+        return str(Path(path).relative_to(self.path)) if path is not None and inside else path
 
     def append_group(self, record: GroupRecord, epoch: int, row: EvalInputItem | None = None) -> None:
         calls = [line for e in record.episodes for line in call_records(e.key.text(), e.calls)]

@@ -382,13 +382,15 @@ class JobState(BaseModel):
     id: str
     status: Literal["pending", "running", "completed", "failed", "canceled"]
     key: str | None = None
+    digest: str | None = None
+    body_differs: bool = False
+    """In the response to a submission: the settings and rows of this key's job have another `digest`."""
     progress: float = 0.0
     """Percent."""
     message: str | None = None
     policy_version: int | None = None
-    """Version of the weights the job produced, once completed."""
     checkpoint: str | None = None
-    """Folder of those weights."""
+    """Folder of the weights the job produced, which are `policy_version`, once completed."""
     metrics: dict[str, Any] = Field(default_factory=dict)
     """The metrics of every method: loss, entropy, grad_norm, learning_rate, steps, tokens, rows, episodes, seconds.
 

@@ -94,7 +94,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         progress = self._durable.progress
         if self._durable.continues:
             self.run_id, self.reward_history = progress.run_id, [*progress.rewards]
-        self._plot = RewardPlot(folder / files.PLOT)
+        self._plot = RewardPlot(self.store.path / files.PLOT)
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
@@ -359,7 +359,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.end_run()
         if self._plot is not None:
             await self._plot.finish(self.reward_history, self._validations)
-        self.report.summary(self._validations, self.validation.best if self.validation else None, self.store.folder)
+        self.report.summary(self._validations, self.validation.best if self.validation else None, self.store)
         dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
         checks.check_results(statuses, self._validations, dropped, self._causes, self.store.folder)
 

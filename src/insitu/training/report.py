@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from rich.table import Table
 from insitu.algorithms.statistics import mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
+from insitu.runs.store import RunStore
 from insitu.schemas.evaluation import EvaluationRunOutput
 
 _SILENCE = 30.0
@@ -151,7 +151,9 @@ class Report:
             )
             self.note(f"  credit: {', '.join(shares)}")
 
-    def summary(self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, folder: Path) -> None:
+    def summary(
+        self, validations: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None, store: RunStore
+    ) -> None:
         """The scores before, after and of the best version, and the files."""
         scored = [v for v in validations if "error" not in v]
         table = Table("held out", "epoch", "version", "score", "95 % CI", "n", "dropped")
@@ -168,7 +170,8 @@ class Report:
         if rows:
             self.console.print(table)
         names = (VALIDATIONS, METRICS, PLOT, EPISODES)
-        self.note(f"files: {folder}/  ({', '.join(name for name in names if (folder / name).exists())} ...)")
+        written = ", ".join(name for name in names if (store.path / name).exists())
+        self.note(f"files: {store.folder}/  ({written} ...)")
 
 
 def evaluation_table(output: EvaluationRunOutput) -> Table:

@@ -56,7 +56,7 @@ class Validation:
         """Reads what an earlier process has recorded."""
         for metadata in (job.metadata or {} for job in progress.jobs):
             self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
-        for record in RunReader(self._store.folder).validations():
+        for record in RunReader(self._store.path).validations():
             if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue
             if "error" not in record:
@@ -99,7 +99,7 @@ class Validation:
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
         if self._note_best(record):
-            checkpoint = self.checkpoints.get(version) or RunReader(self._store.folder).warmed_up(version)
+            checkpoint = self.checkpoints.get(version) or RunReader(self._store.path).warmed_up(version)
             checkpoint = self._store.relative(checkpoint)
             self._store.write(BEST, {**record, "checkpoint": checkpoint})
         self._store.write(VALIDATIONS, [{k: _json(v) for k, v in r.items()} for r in self.history])

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
+BODY_DIFFERS = "Body-Differs"
+"""Header of a response about the job of an idempotency key, if another body was sent with the key at first."""
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 """Exceptions raised by reading JSON of an unexpected shape, and by `orjson.loads`."""
 

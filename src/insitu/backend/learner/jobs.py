@@ -46,6 +46,10 @@ class TrainingJob:
     def ended(self) -> bool:
         return self.state.status in ("completed", "failed", "canceled")
 
+    def differs_from(self, digest: str | None) -> bool:
+        """Whether it is known to have been submitted with other settings or rows; None: of a malformed body."""
+        return self.state.digest not in (None, digest)
+
     def update(self, *, emit: bool = True, **changes: Any) -> None:
         """Changes the state; with `emit`, also appends it to `history` and wakes `events()`."""
         self.state = self.state.model_copy(update=changes)
@@ -108,7 +112,7 @@ class TrainingQueue:
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
         states = [
-            JobState(id=trained.job.id, key=trained.job.key, **_completed(trained))
+            JobState(**trained.job.model_dump(include={"id", "key", "digest"}), **_completed(trained))
             for trained in self.learner.earlier_jobs
         ]
         for path in (self.output_dir / "jobs").glob("job-*.json"):
@@ -140,8 +144,9 @@ class TrainingQueue:
         learner: Learner | None = None,
         keep: Retention | None = None,
         repeats: TrainingJob | None = None,
+        digest: str | None = None,
     ) -> TrainingJob:
-        """Queues the job, or returns the existing job with this idempotency key.
+        """Queues the job, or returns the existing job with this idempotency key, which may have another `digest`.
 
         A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the
         checkpoints that `keep` does not keep are deleted; None: all are kept.
@@ -154,10 +159,11 @@ class TrainingQueue:
         self.sampler.check(learner.adapters(settings))
         self._forget_oldest()
         repeats = repeats or self._by_idempotency_key.get(idempotency_key or "")
-        state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key)
-        job = TrainingJob(state, learner)
-        if repeats is not None and repeats.learner is learner:
-            job.unserved = repeats.unserved
+        unserved = repeats.unserved if repeats is not None and repeats.learner is learner else None
+        if repeats is not None and unserved is not None:
+            digest = repeats.state.digest
+        state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key, digest=digest)
+        job = TrainingJob(state, learner, unserved=unserved)
         self._add(job)
         job.task = asyncio.create_task(self._train(job, settings, rows, keep), name=job.state.id)
         return job
@@ -179,6 +185,12 @@ class TrainingQueue:
             del self._jobs[job.state.id]
             if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
                 del self._by_idempotency_key[job.state.key]
+
+    def forget_keys(self, learner: Learner) -> None:
+        """Makes the idempotency keys of a learner's jobs those of new ones."""
+        own = [key for key, job in self._by_idempotency_key.items() if job.learner is learner]
+        for key in own:
+            del self._by_idempotency_key[key]
 
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
@@ -214,7 +226,7 @@ class TrainingQueue:
             nonlocal trained
             if keep is not None:
                 job.learner.kept_optimizer_states = keep.optimizer
-            trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key)
+            trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:
             metrics = {} if event.metrics is None else {"metrics": event.metrics}

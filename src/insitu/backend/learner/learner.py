@@ -182,15 +182,20 @@ class Learner:
             raise RequestRefused(str(error), status=409, code="not_trainable") from error
 
     def run(
-        self, settings: TrainingSettings, rows: Sequence[Row], job_id: str = "", key: str | None = None
+        self,
+        settings: TrainingSettings,
+        rows: Sequence[Row],
+        job_id: str = "",
+        key: str | None = None,
+        digest: str | None = None,
     ) -> Generator[Progress | None, None, TrainedVersion]:
         """Yields after every micro-batch, and None while another thread writes the checkpoint.
 
         Closing it early leaves weights and optimizer unchanged.
 
-        Without rows the next version has the same weights. The checkpoint records the job's id and idempotency key.
+        Without rows the next version has the same weights. The checkpoint records the job's id, key and digest.
         """
-        steps = self._train(settings, rows, JobRecord(id=job_id, key=key))
+        steps = self._train(settings, rows, JobRecord(id=job_id, key=key, digest=digest))
         try:
             while True:
                 with self._workers.threads():

@@ -11,7 +11,7 @@ from pydantic import BaseModel, StrictInt, TypeAdapter
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.wire.connection import Connection, is_transient, response_error
-from insitu.wire.http_format import gc_paused, url_host
+from insitu.wire.http_format import BODY_DIFFERS, gc_paused, url_host
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class _RemoteBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """Streams the metrics of each gradient step.
 
-        Servers that support `Idempotency-Key` run at most one job per key.
+        Servers that support `Idempotency-Key` run at most one job per key. Raises BackendError if its body differs.
         """
         body = {"config": config.model_dump(), "dev_config": dict(dev_config), "verbose": verbose}
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
@@ -144,6 +144,9 @@ class _RemoteBackend:
         async with self._connection.open("POST", url, data, headers, math.inf) as response:
             if response.status >= 400:
                 raise response_error(response, await response.read(), final_500=True)
+            if BODY_DIFFERS in response.headers:
+                problem = f"{self._connection.server} has a job with the key {idempotency_key!r} and other trajectories"
+                raise BackendError(f"{problem} or settings: continue the run with the settings that it had")
             async for line in self._connection.lines(response):
                 if line.strip():
                     yield self._parse_metrics(line)

@@ -8,10 +8,9 @@ import logging
 import os
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Generator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
 from insitu.integrations.child_process import ChildProcess, describe_exit
+from insitu.integrations.torchrun.heartbeat import LIMIT_SECONDS, Heartbeats
 from insitu.integrations.torchrun.rank import write_rows
 from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
 
@@ -52,7 +52,8 @@ class RankGroup:
         self._folder = (output_dir / "learner").resolve()
         self._code = str(allow_code.resolve()) if allow_code is not None else None
         self._process: ChildProcess | None = None
-        self._connection: Connection | None = None
+        self._connection: socket.socket | None = None
+        self._received = b""
 
     def train(
         self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
@@ -77,10 +78,8 @@ class RankGroup:
                 }
             )
             while True:
-                message = self._receive()
-                if message is None:
-                    yield None
-                elif "progress" in message:
+                message = yield from self._receive()
+                if "progress" in message:
                     yield Progress(*message["progress"])
                 elif "failed" in message:
                     raise JobFailed(message["failed"])
@@ -123,16 +122,18 @@ class RankGroup:
         if self._options.nodes > 1:
             self._ask_for_other_machines(arguments)
         threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
-        self._connection, stdin = Pipe()
+        self._heartbeats, self._received = Heartbeats(self._folder), b""
+        self._connection, stdin = socket.socketpair()
+        self._connection.settimeout(POLL_SECONDS)
         with stdin:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
                 {**os.environ, "OMP_NUM_THREADS": threads},
+                bound=True,
                 stdin=stdin.fileno(),
             )
-        while self._receive() is None:  # the first message: all have loaded the model
-            yield None
+        yield from self._receive()  # the first message: all have loaded the model
 
     def _torchrun_options(self, node: int) -> list[str]:
         options = ["--nproc-per-node", str(self._options.processes), "--max-restarts", "0"]
@@ -155,28 +156,42 @@ class RankGroup:
             raise JobFailed("learner.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp")
         return self._options.strategy
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, job: dict[str, Any]) -> None:
+        """Sends the name of a file: it fits into the socket even if rank 0 does not read."""
         assert self._connection is not None
+        path = self._folder / "job.json"
+        path.write_text(json.dumps(job))
         try:
-            self._connection.send_bytes(json.dumps(message).encode())
+            self._connection.sendall(f"{path}\n".encode())
         except OSError:
             raise self._failure() from None
 
-    def _receive(self) -> dict[str, Any] | None:
-        """The next message of rank 0; None if there is none within `POLL_SECONDS`. Raises JobFailed if a rank ended."""
+    def _receive(self) -> Generator[None, None, dict[str, Any]]:
+        """The next message of rank 0; yields while there is none. Raises JobFailed if a rank has ended or stopped."""
         assert self._connection is not None
-        try:
-            if self._connection.poll(POLL_SECONDS):
-                message: dict[str, Any] = json.loads(self._connection.recv_bytes())
-                return message
-        except (OSError, EOFError):
-            raise self._failure() from None
-        self._check_alive()
-        return None
+        while b"\n" not in self._received:
+            try:
+                received = self._connection.recv(1 << 16)
+            except TimeoutError:
+                self._check_alive()
+                yield None
+                continue
+            except OSError:
+                raise self._failure() from None
+            if not received:
+                raise self._failure()
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _check_alive(self) -> None:
         if self._process is not None and self._process.ended:
             raise self._failure()
+        if (silent := self._heartbeats.silent_rank()) is not None:
+            rank, process = silent
+            problem = f"rank {rank} of {self._options.total} ({process}) has been silent for {LIMIT_SECONDS:.0f} s"
+            raise JobFailed(f"{problem}: its process is stopped or blocked, or its machine is lost; {RESTORED}")
 
     def _failure(self) -> JobFailed:
         """Which rank has ended how, from torchrun's summary, with the last lines of the log."""

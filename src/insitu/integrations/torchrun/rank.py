@@ -2,17 +2,17 @@
 
     python -m torch.distributed.run --nproc-per-node 4 -m insitu.integrations.torchrun.rank ORDER_FILE
 
-Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a pipe of the backend, in both directions,
-for messages in JSON: rank 0 gets one per job, {"folder", "policy", "settings", "rows", "job"}, and sends {"progress"}
-and a last one with the trained version, or with the reason why the job failed.
+Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a socket of the backend: rank 0 gets a line
+per job, the name of a JSON file with {"folder", "policy", "settings", "rows", "job"}, and sends lines of JSON:
+{"progress"}, and a last one with the trained version, or with the reason why the job failed.
 """
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.model import load_model
 from insitu.disk.model_files import JobRecord
 from insitu.errors import InsituError, JobFailed
+from insitu.integrations.torchrun.heartbeat import end_with_parent, start_beating
 from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
@@ -123,26 +124,26 @@ class _Server:
     def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks = ranks
         if ranks.index == 0:
-            self._connection = Connection(sys.stdin.fileno())
+            self._connection = socket.socket(fileno=sys.stdin.fileno()).makefile("rw", buffering=1)
 
     def send(self, message: dict[str, Any]) -> None:
         if self._ranks.index == 0:
-            self._connection.send_bytes(json.dumps(message).encode())
+            self._connection.write(json.dumps(message) + "\n")
 
     def receive(self) -> dict[str, Any] | None:
         """The next job; None if the backend has closed the connection."""
 
         def read() -> Any:
-            try:
-                return json.loads(self._connection.recv_bytes())
-            except EOFError:
-                return None
+            path = self._connection.readline().strip()
+            return json.loads(Path(path).read_text()) if path else None
 
         return self._ranks.on_first(read)
 
 
 def main(order_file: Path) -> None:
     """Trains job after job until the backend closes the connection."""
+    end_with_parent()
+    start_beating(order_file.parent, int(os.environ["RANK"]))
     order = json.loads(order_file.read_text())
     local_rank = int(os.environ["LOCAL_RANK"])
     gpus = order["gpus"]
@@ -171,7 +172,7 @@ def main(order_file: Path) -> None:
 
 def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str, Any]:
     settings, record = TrainingSettings(**job["settings"]), JobRecord(**job["job"])
-    steps = learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key)
+    steps = learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key, record.digest)
     while True:
         try:
             progress = next(steps)

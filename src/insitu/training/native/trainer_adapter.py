@@ -104,7 +104,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self.config.model is not None and self._process is None:
-            folder = Path(run_config.output_dir) / BACKEND_FOLDER
+            folder = self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             options = {"model": model, "output_dir": str(folder)}
             options |= self.config.backend_options(self._full_config.folder)
@@ -299,7 +299,11 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
 
     async def _post_job(self, key: str, body: bytes) -> JobState:
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        return await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+        if job.body_differs:
+            problem = f"the backend at {self._base_url} has a job with the key {key!r} and other rows or settings"
+            raise BackendError(f"{problem} ({job.id}): continue the run with the settings that it had")
+        return job
 
     async def submit_again(self, ref: TrainingJobRef, error: JobLost) -> TrainingJobRef:
         """The backend still has the weights from before the job, or after it."""

@@ -12,7 +12,7 @@ from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
+from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_digest, read_job
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import Sample, format_event
@@ -82,15 +82,14 @@ def job_routes(
 
     async def submit(request: web.Request) -> web.Response:
         key = latin1_header(request, "Idempotency-Key")
+        body = body_chunks(request), request.headers.get("Content-Encoding", ""), limits
         if job := jobs.find_by_idempotency_key(key):
-            async for _ in body_chunks(request):  # the client reads the response only after sending its body
-                pass
+            digest = await read_digest(*body)  # the client reads the response only after sending its body
         else:
-            encoding = request.headers.get("Content-Encoding", "")
             jobs.check_room()
-            header, rows = await read_job(body_chunks(request), encoding, limits, tokenizer)
-            job = jobs.submit(key, header.settings, rows, keep=header.keep or keep)
-        return _json(job.state)
+            header, rows, digest = await read_job(*body, tokenizer)
+            job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest)
+        return _json(job.state.model_copy(update={"body_differs": job.differs_from(digest)}))
 
     async def check(request: web.Request) -> web.Response:
         settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))

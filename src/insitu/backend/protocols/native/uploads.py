@@ -5,6 +5,7 @@ chat completions.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -58,21 +59,46 @@ class JobHeader(BaseModel):
     num_rows: int = Field(ge=0, le=MAX_ROWS)
     keep: Retention | None = None
 
+    def new_digest(self) -> hashlib.blake2b:
+        """A digest of the settings, which that of the rows continues.
+
+        Left out are those that do not change the result, and `schedule_range`, because a run may be made longer.
+        """
+        left_out = {"schedule_range", "micro_batch_tokens", "gradient_checkpointing"}
+        settings = self.settings.model_dump_json(exclude_defaults=True, exclude=left_out)
+        return hashlib.blake2b(settings.encode(), digest_size=16)
+
+
+async def read_digest(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> str | None:
+    """The digest of a job's settings and rows, which are not checked; None if they cannot be read."""
+    try:
+        lines = _lines(decompressed(chunks, encoding, limits.max_bytes), limits)
+        digest = _parse_line(JobHeader, await anext(lines, b""), "line 1 (settings)").new_digest()
+        async for line in lines:
+            digest.update(line.strip() + b"\n")
+    except RequestRefused:
+        async for _ in chunks:
+            pass
+        return None
+    return digest.hexdigest()
+
 
 async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[JobHeader, list[Row]]:
-    """Returns the header and the rows with trained tokens. Raises RequestRefused naming line and field."""
+) -> tuple[JobHeader, list[Row], str]:
+    """Returns the header, the rows with trained tokens, and the digest. Raises RequestRefused naming line and field."""
     lines = _lines(decompressed(chunks, encoding, limits.max_bytes), limits)
     first = await anext(lines, None)
     if first is None:
         raise refused("the job is empty; its first line holds settings and num_rows", "settings")
     header = _parse_line(JobHeader, first, "line 1 (settings)")
+    digest = header.new_digest()
     reader = RowReader(header.settings.method, limits, tokenizer)
     rows: list[Row] = []
     number = 0
     async for line in lines:
         number += 1
+        digest.update(line.strip() + b"\n")
         if number > header.num_rows:
             raise refused(f"num_rows is {header.num_rows}, but the upload has more rows", "num_rows")
         rows += await reader.read(_parse_line(RowLine, line, f"row {number}"), number)
@@ -81,7 +107,7 @@ async def read_job(
     reader.check()
     if not rows:
         raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
-    return header, rows
+    return header, rows, digest.hexdigest()
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:

@@ -32,7 +32,7 @@ class TrainRequest(NamedTuple):
     model: ArtModel
     kind: type[TrainingBody]
     body: Any
-    digest: bytes
+    digest: str
     idempotency_key: str | None
 
     @property
@@ -51,7 +51,7 @@ class ArtJob:
     model: ArtModel
     counts: dict[str, int]
     dropped: Mapping[str, int]
-    digest: bytes
+    digest: str
     end_was_delivered: bool = False
 
     @property
@@ -132,7 +132,9 @@ class ArtJobs:
         step = registered.step
         latest = self._latest.get(request.model.key)
         repeats = latest.job if latest is not None and latest.digest == request.digest else None
-        job = self._services.jobs.submit(request.job_key, settings, batch.rows, registered.learner, repeats=repeats)
+        job = self._services.jobs.submit(
+            request.job_key, settings, batch.rows, registered.learner, None, repeats, request.digest
+        )
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
         await registered.metrics_log.log(step, "train", groups)
@@ -167,9 +169,17 @@ class ArtJobs:
         """Jobs and refused requests, the latest first."""
         return {"jobs": [job.state() for job in reversed(self._jobs.values())], "refused": list(self._refused)}
 
-    def is_training(self, model: ArtModel) -> bool:
-        latest = self._latest.get(model.key)
-        return latest is not None and not latest.job.ended
+    async def delete_model(self, model_id: str) -> None:
+        """Deletes a model; a request for one of the same name is a new job. Raises RequestRefused while it trains."""
+        key = self._models.get(model_id).model.key
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            registered, latest = self._models.get(model_id), self._latest.get(key)
+            if latest is not None and not latest.job.ended:
+                problem = f"{key} cannot be deleted while a training job is pending or running"
+                raise RequestRefused(problem, status=409, code="model_busy")
+            self._latest.pop(key, None)
+            self._services.jobs.forget_keys(registered.learner)
+            await self._models.delete(registered)
 
 
 def _counts(groups: Sequence[ArtGroup], batch: ArtBatch, settings: TrainingSettings) -> dict[str, int]:

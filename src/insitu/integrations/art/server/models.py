@@ -213,12 +213,16 @@ class ArtModels:
         return await self._services.jobs.delete_versions(registered.learner, steps)
 
     async def delete(self, registered: RegisteredModel) -> None:
-        """Deletes the model with all its checkpoints and logs."""
+        """Deletes the model with all its checkpoints and logs; it may be registered again meanwhile."""
         policy_name = registered.learner.policy_name
+
+        def delete() -> None:
+            self._services.learners.close(policy_name)
+            shutil.rmtree(self.folder(registered.model), ignore_errors=True)
+
         del self._models[registered.model.key]
-        await self._services.compute.call(self._services.learners.close, policy_name)
+        await self._services.compute.call(delete)
         await self._services.sampler.retire(WeightVersion(None, policy_name))
-        shutil.rmtree(self.folder(registered.model), ignore_errors=True)
 
     def folder(self, model: ArtModel) -> Path:
         return self._folder.joinpath(*map(_folder_name, model.identity))

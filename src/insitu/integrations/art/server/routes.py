@@ -22,7 +22,7 @@ from insitu.integrations.art.server import trajectories as bodies
 from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
 from insitu.integrations.art.server.trajectories import ArtModel, parse
-from insitu.wire.http_format import parse_count
+from insitu.wire.http_format import BODY_DIFFERS, parse_count
 from insitu.wire.http_server import error_response, json_response, latin1_header, parse_body, parse_json, read_body
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class _Body(NamedTuple):
     """A request body that is still to be parsed; the digest is that of its bytes."""
 
     data: Any
-    digest: bytes
+    digest: str
 
 
 async def _read(request: web.Request, kind: type[BaseModel]) -> Any:
@@ -51,7 +51,7 @@ async def _read(request: web.Request, kind: type[BaseModel]) -> Any:
     size, values = (2**28, 2**24) if issubclass(kind, bodies.ArtGroups) else (2**20, 2**16)
 
     def load(content: bytes) -> _Body:
-        return _Body(parse_json(content, max_values=values), hashlib.blake2b(content).digest())
+        return _Body(parse_json(content, max_values=values), hashlib.blake2b(content, digest_size=16).hexdigest())
 
     body = await parse_body(load, await read_body(request, size))
     return body if issubclass(kind, bodies.TrainingBody) else await asyncio.to_thread(parse, kind, body.data)
@@ -198,8 +198,9 @@ class _ArtRunEndpoints(_Endpoints):
         model = parse(bodies.ArtModelRequest, body.data).model
         key = latin1_header(request, _KEY)
         job = await self._jobs.start(TrainRequest(model, bodies.ArtTrainRequest, *body, key))
+        differs = job.job.differs_from(body.digest)
         del body  # it may be large, and the job may take long
-        return await _stream_metrics(request, job)
+        return await _stream_metrics(request, job, {BODY_DIFFERS: "true"} if differs else {})
 
     async def log(self, request: web.Request, body: bodies.ArtLogRequest) -> None:
         if body.model.trainable:
@@ -229,13 +230,13 @@ class _ArtRunEndpoints(_Endpoints):
         return self._jobs.get(request.match_info["id"]).state()
 
 
-async def _stream_metrics(request: web.Request, job: ArtJob) -> web.StreamResponse:
-    """Streams a job's metrics as JSON lines while it trains.
+async def _stream_metrics(request: web.Request, job: ArtJob, headers: dict[str, str]) -> web.StreamResponse:
+    """Streams a job's metrics as JSON lines while it trains, after these headers.
 
     An error before the first line becomes an error response. A later one breaks the connection, as ART does; its cause
     is in the log and at /art/jobs.
     """
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"} | headers)
     try:
         async for line in job.metric_lines():
             if not response.prepared:
@@ -270,11 +271,7 @@ class _ServerlessEndpoints(_Endpoints):
         return {"id": registered.id, **names, "run_id": None}
 
     async def delete(self, request: web.Request) -> None:
-        registered = self._get_model(request)
-        if self._jobs.is_training(registered.model):
-            problem = f"{registered.model.key} cannot be deleted while a training job is pending or running"
-            raise RequestRefused(problem, status=409, code="model_busy")
-        await self._models.delete(registered)
+        await self._jobs.delete_model(request.match_info["id"])
 
     async def checkpoints(self, request: web.Request) -> dict[str, Any]:
         registered = self._get_model(request)
@@ -291,12 +288,12 @@ class _ServerlessEndpoints(_Endpoints):
     async def log(self, request: web.Request, body: bodies.ServerlessLogRequest) -> None:
         await self._log(self._get_model(request), body)
 
-    async def train(self, request: web.Request, body: _Body) -> dict[str, str]:
+    async def train(self, request: web.Request, body: _Body) -> dict[str, Any]:
         registered = self._models.get(str(body.data.get("model_id") if isinstance(body.data, dict) else None))
         model = registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
         key = latin1_header(request, _KEY)
         job = await self._jobs.start(TrainRequest(model, bodies.ServerlessTrainRequest, *body, key))
-        return {"id": job.job.state.id}
+        return {"id": job.job.state.id} | ({"body_differs": True} if job.job.differs_from(body.digest) else {})
 
     async def events(self, request: web.Request) -> dict[str, Any]:
         """The events after `after`; clients repeat a request until they have seen a gradient step."""
