@@ -20,7 +20,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.evaluators import Scoring, parse_score
+from insitu.collect.evaluators import Scoring, as_reward, parse_score
 from insitu.collect.scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
@@ -189,7 +189,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             service=service,
             trained=trained,
             scoring=Scoring(
-                evaluators=[*dict.fromkeys((*([reward.name] if reward is not None else ()), *monitored))],
+                evaluators=[*dict.fromkeys((*([reward.evaluator] if reward is not None else ()), *monitored))],
                 reward=reward,
                 limit=config.eval.scoring_limit(1),
                 compute_reward=self.compute_reward if computes_reward else None,
@@ -287,9 +287,10 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     def _rewarded(self, output: EvaluationRunOutput) -> list[EvalOutputItem]:
         """The scores of the evaluator that gives the reward: the configured one, or else the first."""
-        reward, results = self.run_config and self.run_config.reward_function, dict(output.evaluation_results)
-        name = reward.name if reward else next(iter(results), "")
-        return results[name].eval_output_items if name in results else []
+        reward = self.run_config.reward_function if self.run_config else None
+        results = dict(output.evaluation_results)
+        name = reward.evaluator if reward else next(iter(results), "")
+        return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         if run_id not in self._started:

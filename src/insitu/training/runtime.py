@@ -246,9 +246,9 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             load_dataset(held_out, config.finetuning.validation.dataset)
         except ConfigError as error:
             raise ConfigError(f"validation: {error}") from error
-        if reward is not None and reward.name not in (names := held_out.names(EVALUATOR)):
+        if reward is not None and reward.evaluator not in (names := held_out.names(EVALUATOR)):
             what = f"{held_out.source}: the evaluator that gives the reward,"
-            raise ConfigError(not_found(what, reward.name, names))
+            raise ConfigError(not_found(what, reward.evaluator, names))
     async with Builder(config) as components:
         await (await executor_of(components, request)).check(components)
 
