@@ -362,6 +362,17 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
     )
 
 
+def test_an_evaluation_names_its_rows(project: Path) -> None:
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    for options, title in (
+        (["--reps", 2], "rows.jsonl, 6 rows "),
+        (["--dataset", "validation.jsonl"], "validation.jsonl, 3 rows "),
+    ):
+        code, out, err = run_project(project, *options, command="eval")
+        assert code == 0, err
+        assert out.startswith(title)
+
+
 def test_a_reward_of_which_less_is_better_is_the_negated_score_everywhere(project: Path) -> None:
     write_rows(project, [{"say": f"Held out {i}"} for i in range(4)], "validation.jsonl")
     less = ("-o", "finetuning.reward_function.name", "-score")

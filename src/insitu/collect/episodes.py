@@ -19,6 +19,7 @@ from pydantic import ConfigDict
 from pydantic_core import from_json, to_jsonable_python
 
 from insitu.advantages.credit import credited_function
+from insitu.agents.python import check_functions
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
 from insitu.collect.event_loop import doing
@@ -187,6 +188,9 @@ class LocalExecutorConfig(ExecutorBaseConfig, name="local"):
 
 class LocalExecutor(Executor):
     """Runs attempts in this event loop."""
+
+    async def check(self, builder: Builder) -> None:
+        check_functions(builder.config)
 
     @asynccontextmanager
     async def open(

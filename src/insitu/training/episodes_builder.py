@@ -228,9 +228,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             episode = await run.watchdog.watch(partial(_played, replace(plan, members=[(row, 0)]), self._builder, run))
             if episode.reason is not DropReason.EVALUATOR_ERROR:
                 break
-        if episode is None or episode.reason is None:
+        if episode is None:
             return None
-        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {episode.reason}: {episode.error}"
+        problems = []
+        if episode.outcome is Outcome.OK and episode.output is None:
+            problems.append("the workflow returned None; is a `return` missing?")
+        if episode.reason is not None:
+            problems.append(f"{episode.reason}: {episode.error}")
+        if not problems:
+            return None
+        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {' '.join(problems)}"
         reward = plan.scoring.reward
         if episode.reason is DropReason.EVALUATOR_ERROR and (reward is None or reward.on_failure == "exclude"):
             raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")

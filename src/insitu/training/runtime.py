@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.datasets import dataset_config, load_dataset
+from insitu.collect.datasets import dataset_config, dataset_file, load_dataset
 from insitu.collect.episodes import executor_of, result_path
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
@@ -283,7 +283,7 @@ async def evaluation_main(
         async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):
                 output = await run.run_and_evaluate()
-    console.print(evaluation_table(output))
+    console.print(evaluation_table(output, dataset_file(config, run_config.dataset)[0]))
     return output
 
 
