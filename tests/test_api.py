@@ -247,6 +247,16 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
     assert len(shown["rewards"]) == 3
 
 
+def test_a_complete_run_is_left_as_it_was(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    files = [folder / "runs/answer" / name for name in ("config.yml", "rows.jsonl", "held_out.jsonl", "run.json")]
+    epochs = len(read_lines(folder / "runs/answer/training_metrics.jsonl"))
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    _, printed = script(folder, TRAIN.replace("epochs=2", f"epochs={epochs}, resume=True"))
+    assert f"is complete after epoch {epochs}" in printed
+    assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
@@ -303,6 +313,11 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
             "insitu.errors.ConfigError: epochs: Input should be greater",
         ),
         ("finetune(object(), score, train=ROWS, model=MODEL)", "cannot be given another model once it is built"),
+        (
+            "finetune(answer, score, train=ROWS, model=MODEL, output_dir='/proc/x')",
+            "ConfigError: output_dir: cannot write to /proc/x: No such file",
+        ),
+        ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
         ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
         ("evaluate(answer, score, ROWS, model='nothing')", "BackendUnavailable"),
         (

@@ -516,9 +516,12 @@ IN_RELEASE_2 = os.environ.get("TEST_OPENAI_RELEASE") == "2"
 OPENAI_2 = Path(__file__).parents[1] / ".venv" / "openai2"
 
 
-@pytest.mark.skipif(not OPENAI_2.exists(), reason="without .venv/openai2, which `make test` installs")
 def test_the_same_over_release_2_of_the_client() -> None:
-    """This file and that of the clients again, in a process whose `openai` is release 2, which uses `httpx`."""
+    """This file and that of the clients again, in a process whose `openai` is release 2, which uses `httpx`.
+
+    `make test` installs it.
+    """
+    assert OPENAI_2.exists(), f"{OPENAI_2} is missing: run `make test`"
     if IN_RELEASE_2:
         assert openai.__version__.startswith("2."), f"{openai.__version__} of {openai.__file__}"
         return

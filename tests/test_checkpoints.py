@@ -5,13 +5,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
+import processes
 import pytest
+from factories import recorded_run
 from rich.console import Console
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.registry import TRAINER_ADAPTER
-from insitu.runs.checkpoints import find_checkpoint
+from insitu.runs.checkpoints import find_checkpoint, model_of_run
 from insitu.training.runtime import starting_from
 
 
@@ -24,6 +27,27 @@ def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step
     (folder / "run.json").write_text("{}")
     (folder / "best.json").write_text(json.dumps({"avg_reward": 0.5, "epoch": 2, "checkpoint": best}))
     return folder
+
+
+def test_a_backend_serves_the_weights_of_a_run(tmp_path: Path) -> None:
+    better = recorded_run(tmp_path / "better", [0.0] * 3, [1.0] * 3, [0.5] * 3)
+    for name, step in (("better/best", 1), ("better/latest", 2), ("better", 1)):
+        assert model_of_run(str(tmp_path / name), "--model") == str(better / f"backend/checkpoints/step_00000{step}")
+    for model in ("Qwen/Qwen2.5-0.5B", "best", str(tmp_path / "better-base"), str(tmp_path / "nowhere/best")):
+        assert model_of_run(model, "--model") == model
+    (better / "best.json").write_text(json.dumps({"avg_reward": 0.5, "epoch": 0, "checkpoint": None}))
+    started = {"model": str(tmp_path / "better-base")}
+    (better / "backend/started_from.json").write_text(json.dumps(started))
+    assert model_of_run(str(better / "best"), "--model") == started["model"]
+    with processes.serving("backend", "--model", "better/latest", "--port", 0, "--threads", 1, folder=tmp_path) as (
+        _,
+        address,
+    ):
+        assert httpx.get(f"{address}/health").status_code == 200
+    (better / "best.json").unlink()
+    refused = processes.run("backend", "--model", "better/best", folder=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: --model: better has no best.json: it was never validated")
 
 
 @pytest.fixture

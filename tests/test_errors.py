@@ -71,7 +71,7 @@ def test_a_lack_of_memory_is_known_however_it_is_reported(error: Exception, prob
         assert found is problem is None or str(found).startswith(str(problem))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces ulimit -v")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces ulimit -v; `make test` runs it there")
 def test_a_backend_without_memory_says_so_in_one_sentence() -> None:
     command = f"ulimit -v 500000; exec {sys.executable} -m insitu backend --model nowhere"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from socket import gethostname
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -19,6 +20,8 @@ from processes import HANGS, Command, Process, forked_python, run_project, servi
 from insitu.runs.episodes import Selection
 from insitu.runs.files import INDEX
 from insitu.runs.index_database import TrainingStatus
+from insitu.runs.reader import RunReader
+from insitu.runs.summary import read_summary
 
 
 @pytest.fixture
@@ -384,6 +387,41 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
         f"failed: insitu backend exited with code 1 before it was ready: {empty} holds neither config.json nor "
         f"adapter_config.json, but nothing (log: {project}/run/backend/backend.log)\n",
     )
+
+
+def test_an_evaluation_names_its_rows(project: Path) -> None:
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
+    for options, title in (
+        (["--reps", 2], "rows.jsonl, 6 rows "),
+        (["--dataset", "validation.jsonl"], "validation.jsonl, 3 rows "),
+    ):
+        code, out, err = run_project(project, *options, command="eval")
+        assert code == 0, err
+        assert out.startswith(title)
+
+
+def test_a_reward_of_which_less_is_better_is_the_negated_score_everywhere(project: Path) -> None:
+    write_rows(project, [{"say": f"Held out {i}"} for i in range(4)], "validation.jsonl")
+    less = ("-o", "finetuning.reward_function.name", "-score")
+    code, _, err = run_project(project, "--validation_dataset", "validation.jsonl", "--validation_interval", 1, *less)
+    assert code == 0, err
+    run = RunReader(project / "run")
+    episodes = read_lines(project / "run/episodes.jsonl.gz")[1:]
+    assert any(e["reward"] for e in episodes)
+    assert all(e["reward"] == -e["scores"]["score"] for e in episodes)
+    validations, scores = run.validations(), run.scores()
+    assert all(record["max_reward"] <= 0 for record in validations)
+    assert min(record["min_reward"] for record in validations) < 0
+    means = [fmean(each.means().values()) for each in scores]
+    assert [record["avg_reward"] for record in validations] == pytest.approx(means)
+    assert {each.evaluator for each in scores} == {"-score"}  # what `promote` compares has one direction
+    best = run.object("best.json")
+    assert best is not None
+    assert best["avg_reward"] == max(means)
+    assert read_summary(project / "run").best_score == max(means)
+    code, _, err = run_project(project, *less, "-o", "eval.evaluators.-score._type", "digits")
+    assert code == 2
+    assert "eval.evaluators: '-score' begins with -" in err
 
 
 def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_one_episode_that_is_left_is_shown(run: Path) -> None:
 
 
 def test_a_selection_of_nothing_is_refused(run: Path) -> None:
-    problem = f"error: {run}: no episode has --row 'r2' and --generation 4; without options, all are listed\n"
+    problem = f"error: {run}: no episode has --row 'r2' and --generation 4; of --generation, available: 0, 1\n"
     assert show(run, "--row", "r2", "--generation", 4).err == problem
 
 
@@ -423,8 +423,16 @@ def test_the_texts_of_tokens_are_together_that_of_all(text: str) -> None:
 
 def test_what_is_not_there_is_refused(run: Path) -> None:
     for arguments, says in (
-        (("--row", "r1"), "no episode has --row 'r1'; without"),
-        (("--min_reward", "2"), "no episode has --min_reward 2.0; without"),
+        (("--row", "r1"), "no episode has --row 'r1'; of --row, similar: r 1\n"),
+        (("--row", "other"), "no episode has --row 'other'; of --row, available: r 1, r2, r/3\n"),
+        (("--episode", "r2"), "of --episode, similar: run_1/1/r2/0/0, run_1/1/r2/1/0\n"),
+        (("--epoch", "7"), "of --epoch, available: 1\n"),
+        (
+            ("--outcome", "lost"),
+            "of --outcome, available: ok, trained, failed, timeout, no_variance ... (7 in total)\n",
+        ),
+        (("--row", "x", "--epoch", "7"), "no episode has --epoch 7 and --row 'x'; of --epoch, available: 1\n"),
+        (("--min_reward", "2"), "no episode has --min_reward 2.0; of --min_reward, the highest is 0.5\n"),
     ):
         missing = show(run, *arguments)
         assert (missing.code, missing.out) == (2, "")

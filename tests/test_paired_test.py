@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from insitu.algorithms.paired_test import EXACT_ROWS, compare_paired, fewest_rows
+from insitu.algorithms.paired_test import EXACT_ROWS, compare_paired, fewest_rows, rows_to_show
 
 DARWIN = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
 """Differences in height of 15 pairs of cross- and self-fertilised maize, in eighths of an inch (Darwin 1876)."""
@@ -71,3 +71,15 @@ def test_too_few_rows_cannot_show_anything():
 def test_the_same_scores_give_the_same_result():
     differences = np.random.default_rng(1).normal(0.1, 1.0, 300)
     assert compare(differences) == compare(differences)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.99])
+@pytest.mark.parametrize("differences", [[1] * 5 + [0] * 11, [0.3, -0.2, 0.1, 0.4, -0.3, 0.2, 0.1, -0.1] * 3])
+def test_the_same_difference_on_so_many_rows_is_significant(differences, confidence):
+    """Of rows like these: about so many are enough, and four in five of them are not."""
+    enough = rows_to_show(differences, confidence)
+
+    def p_value(rows):
+        return compare(np.quantile(differences, np.linspace(0, 1, rows), method="nearest"), confidence).p_value
+
+    assert p_value(math.ceil(1.1 * enough)) <= 1 - confidence < p_value(math.floor(0.8 * enough))

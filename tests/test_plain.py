@@ -65,6 +65,21 @@ def text_score(answer):
     return "good"
 
 number = 3
+
+def yielding(question: dict, model):
+    yield model.ask(question["say"])
+
+def with_llm(question: dict, llm):
+    return llm.ask(question["say"])
+
+async def silent(question: dict, model: insitu.Model):
+    await model.ask(question["say"])
+
+async def raising(question: dict, model: insitu.Model):
+    raise KeyError("price")
+
+def score_of_anything(answer):
+    return float(len(str(answer)))
 """
 ANSWER, SCORE = {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:score"}
 
@@ -176,6 +191,49 @@ def test_parameters_that_nobody_fills_are_refused(
     code, _, err = run_project(tmp_path)
     assert code != 0
     assert problem in err
+
+
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        (
+            {"function": "my_agent:yielding"},
+            "workflow: my_agent:yielding is a generator; return the answer, or declare",
+        ),
+        (
+            {"function": "my_agent:with_llm"},
+            "the parameter 'model' does not exist; available: question, llm; the model is given to the parameter `mo",
+        ),
+        (
+            {"function": "my_agent:with_llm", "model": None},
+            "nothing is given for the parameter llm; set arguments.llm; the model is given to the parameter `model`",
+        ),
+        ({"model": None}, "workflow.model is missing: my_agent:answer takes a model"),
+    ],
+)
+def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
+    tmp_path: Path, workflow: dict[str, Any], problem: str
+) -> None:
+    project(tmp_path, ANSWER | workflow, SCORE)
+    for command in ("validate", "finetune"):
+        code, _, err = run_project(tmp_path, command=command)
+        assert code == 2
+        assert problem in err
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("silent", "before the first epoch: the workflow returned None; is a `return` missing?"),
+        ("raising", "before the first epoch: workflow_error: KeyError: 'price' ("),
+    ],
+)
+def test_an_agent_that_fails_says_so_before_the_first_epoch(tmp_path: Path, function: str, problem: str) -> None:
+    project(tmp_path, ANSWER | {"function": f"my_agent:{function}"}, {"function": "my_agent:score_of_anything"})
+    _, out, _ = run_project(tmp_path, "-o", "finetuning.num_epochs", 1)
+    assert problem in " ".join(out.split())
+    assert out.index("played once") < out.index("epoch 1")
 
 
 def test_a_score_that_is_no_number_is_the_evaluators_error(tmp_path: Path) -> None:

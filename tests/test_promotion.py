@@ -100,7 +100,8 @@ def test_a_version_that_is_not_significantly_better_is_not_promoted(tmp_path: Pa
     assert (code, text) == (
         1,
         f"failed: step_000001 of {slightly} does not beat the weights before training: 0.3125 against 0 on 16 held-out "
-        "rows, a difference of +0.3125 (95 % interval +0 to +0.5714, p = 0.0625)",
+        "rows, a difference of +0.3125 (95 % interval +0 to +0.5714, p = 0.0625); the same difference would take about "
+        "20 held-out rows",
     )
     assert not (tmp_path / "agent").exists()
     code, text = promote(slightly, tmp_path / "agent", "--confidence", "0.9")

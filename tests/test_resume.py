@@ -299,7 +299,7 @@ def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_pat
 def other_file_system() -> Iterator[Path]:
     """A folder to which files of the tests cannot be linked."""
     if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(tempfile.gettempdir()).st_dev:
-        pytest.skip("there is no other file system")
+        pytest.skip("/dev/shm is not a file system of its own; `make test` runs it on Linux, where it is")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 

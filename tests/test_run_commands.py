@@ -169,7 +169,7 @@ def lose(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("prepare", "epoch", "code", "problem"),
     [
-        (None, 7, 2, "--epoch: epoch 7 of run is not complete or not recorded, or its "),
+        (None, 7, 2, "--epoch: run has no complete epoch 7; epochs that can be forked: 0, 2, 3\n"),
         (None, 1, 2, "(see `keep` of the trainer adapter); epochs that can be forked: 0, 2, 3\n"),
         (lose("backend/checkpoints/step_000002"), 2, 2, "epochs that can be forked: 0, 3\n"),
         (lose("progress_history.jsonl"), 2, 2, "epochs that can be forked: 3\n"),

@@ -24,7 +24,7 @@ import processes
 import pytest
 import torch
 import yaml
-from factories import digits_project, model_client, write_rows
+from factories import digits_project, model_client, read_lines, write_rows
 from processes import HANGS, forked_python
 from pydantic import ConfigDict, SecretStr
 from rich.table import Table
@@ -43,6 +43,7 @@ from insitu.errors import BackendError, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, FunctionBaseConfig, register_function
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.service import WorkflowService
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.redaction import (
@@ -734,6 +735,48 @@ def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp
     assert shown.returncode == 0, shown.stderr
     assert (tmp_path / "run/run.json").is_file()
     check_no_leaks(tmp_path, done.stdout + shown.stdout, done.stderr + shown.stderr)
+
+
+def test_ordinary_words_that_go_to_another_program_are_not_hidden(harmless: Path, tmp_path: Path) -> None:
+    """Nor names of models, which are in many texts; where the settings are shown, they are hidden."""
+    words = {"MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "MODE": "production", "SHOP": "https://shop.example/v1/2024-07-18"}
+    digits_project(tmp_path, model=str(harmless / "model"))
+    config = yaml.safe_load((tmp_path / "config.yml").read_text())
+    env = {**words, "PLAIN": VALUES["SEARCH"], "SESSION_KEY": "horsebatterystaple"}
+    script = 'echo "|$MODEL $MODE $SHOP $PLAIN $SESSION_KEY"'
+    config["workflow"] = {"_type": "command", "llm": "player", "env": env, "command": ["sh", "-c", script]}
+    config["finetuning"]["num_epochs"] = 1
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    write_rows(tmp_path, [{"say": "hi"}])
+    processes.run("finetune", "--config_file", "config.yml", folder=tmp_path)
+    episode = read_lines(tmp_path / "run/episodes.jsonl.gz")[1]
+    assert episode["output"] == "|" + " ".join([*words.values(), "***", "***"])
+    settings = json.loads((tmp_path / "run/run.json").read_text())["config"]
+    assert settings["functions"][WORKFLOW]["env"] == dict.fromkeys(env, "***")
+    shown = processes.run("runs", "show", "run", folder=tmp_path)
+    assert not [word for word in (*words.values(), "horsebattery") if word in shown.stdout]
+
+
+@pytest.mark.usefixtures("no_secrets")
+@pytest.mark.parametrize(
+    ("value", "hidden"),
+    [
+        ("qwen2.5-0.5b-instruct", False),
+        ("claude-3-5-sonnet-20241022", False),
+        ("/data/models/9f8e7d6c5b4a3f2e1d", False),
+        ("https://models.example/9f8e7d6c5b4a3f2e1d", False),
+        ("antidisestablishmentarianism", False),
+        ("a1b2c3d4e5f", False),
+        ("a1b2c3d4e5f6", True),
+        ("sk-proj-abcdef123456", True),
+        ("3f2b8c1d-9e4f-4a6b-8c2d-1e5f7a9b3c4d", True),
+        ("Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0", True),
+        ("https://me:a1b2c3d4e5f6@models.example/", True),
+    ],
+)
+def test_what_looks_like_a_secret_among_values_for_another_program(value: str, hidden: bool) -> None:
+    remember_settings({"env": {"ANY": value}})
+    assert ("***" in redact(f"it said {value}.")) is hidden
 
 
 def test_a_run_may_keep_no_token_ids(harmless: Path, tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import cached_property, partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built
+from insitu.config import Config
 from insitu.config.code import load_code
 from insitu.errors import ConfigError, WorkflowError
-from insitu.registry import FRAMEWORK_GROUP, LLM, not_found
+from insitu.registry import FRAMEWORK_GROUP, FUNCTION, LLM, not_found
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function, type_hints
@@ -137,44 +138,74 @@ class PythonConfig(FunctionBaseConfig, name="python"):
 
 
 def parameters(
-    function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str]
+    function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str], hint: str = ""
 ) -> tuple[str | None, list[str]]:
     """The parameter for the input, and those of `offered` that the function has.
 
-    Raises ConfigError if it has none for one of `names`, or needs one that nobody fills.
+    Raises ConfigError, which ends with `hint`, if it has none for one of `names`, or needs one that nobody fills.
     """
     signature = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
     for name in names:
         if name not in signature and not takes_any:
-            raise ConfigError(not_found(f"{where}: the parameter", name, signature))
+            raise ConfigError(not_found(f"{where}: the parameter", name, signature) + hint)
     positional = [n for n, each in signature.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     first = next((name for name in positional if name not in names and name not in offered), None)
     filled = {first, *names, *offered}
     for name, each in signature.items():
         is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         if each.default is each.empty and not is_variable and name not in filled:
-            raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}")
+            raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}{hint}")
     return first, [name for name in offered if name in signature]
+
+
+class CheckedCode(NamedTuple):
+    """A function or an agent object, its parameter for the input, those for parts of the episode, and its models."""
+
+    code: Any
+    first: str | None
+    from_episode: list[str]
+    models: dict[str, LLMRef]
+
+    @classmethod
+    def of(cls, config: PythonConfig, name: str, file: Config) -> "CheckedCode":
+        """Raises ConfigError for what cannot be a workflow."""
+        where = "workflow" if name == WORKFLOW else f"functions.{name}"
+        code = load_code(config.function, f"{where}.function", file.folder)
+        models = {**({"model": config.model} if config.model is not None else {}), **config.models}
+        if not callable(code):
+            binder(code, config.framework, f"{where}.function")
+            if config.model is None:
+                raise ConfigError(_no_model(where, "the agent object", file))
+            return cls(code, None, [], models)
+        if any(map(inspect.isgeneratorfunction, (code, getattr(code, "__call__", code)))):  # noqa: B004
+            raise ConfigError(
+                f"{where}: {config.function} is a generator; return the answer, or declare it `async def`, and what it "
+                "yields is the answer in pieces"
+            )
+        has_model = "model" in inspect.signature(code).parameters
+        if "model" not in {*models, *config.arguments} and has_model:
+            raise ConfigError(_no_model(where, config.function, file))
+        hint = "" if has_model else "; the model is given to the parameter `model`, or to those that `models` names"
+        settings = {**config.arguments, **models}
+        return cls(code, *parameters(code, f"{where} ({config.function})", settings, _FROM_EPISODE, hint), models)
+
+
+def check_functions(config: Config) -> None:
+    """Raises ConfigError if a function of the file cannot be what its block says."""
+    for name in config.names(FUNCTION):
+        if isinstance(block := config.block(FUNCTION, name), PythonConfig):
+            CheckedCode.of(block, name, config)
 
 
 @register_function(config_type=PythonConfig)
 async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name = name_being_built()
-    where = "workflow" if name == WORKFLOW else f"functions.{name}"
-    code = load_code(config.function, f"{where}.function", builder.config.folder)
-    models = {**({"model": config.model} if config.model is not None else {}), **config.models}
+    code, first, from_episode, models = CheckedCode.of(config, name, builder.config)
     if not callable(code):  # an agent object
-        build = binder(code, config.framework, f"{where}.function")
-        if config.model is None:
-            raise ConfigError(_no_model(where, "the agent object", builder))
-        model = await _model(builder, config.model, config, blocking=False)
+        build, model = binder(code, config.framework, name), await _model(builder, models["model"], config, False)
         yield FunctionInfo.from_fn(_asking(build, [model], {}, config.framework))
         return
-    if "model" not in {*models, *config.arguments} and "model" in inspect.signature(code).parameters:
-        raise ConfigError(_no_model(where, config.function, builder))
-    settings = {**config.arguments, **models}
-    first, from_episode = parameters(code, f"{where} ({config.function})", settings, _FROM_EPISODE)
     builds = bool(models) and first is None and not from_episode
     blocking = is_blocking(code) and not builds
     arguments = config.arguments | {key: await _model(builder, ref, config, blocking) for key, ref in models.items()}
@@ -186,8 +217,8 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
 
-def _no_model(where: str, what: str, builder: Builder) -> str:
-    names = ", ".join(builder.config.names(LLM)) or "none"
+def _no_model(where: str, what: str, config: Config) -> str:
+    names = ", ".join(config.names(LLM)) or "none"
     return f"{where}.model is missing: {what} takes a model; available under llms: {names}"
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,18 @@ class PairedComparison(NamedTuple):
 def fewest_rows(confidence: float, candidates: int = 1) -> int:
     """The number of rows below which no difference, however large, is significant."""
     return 1 + math.ceil(math.log2(candidates / (1 - confidence)))
+
+
+def rows_to_show(differences: Sequence[float], confidence: float, candidates: int = 1) -> int:
+    """About how many rows would make the same mean difference, with the same spread, significant.
+
+    Assumes that the mean is normally distributed, and counts the rows that do differ. More than there are: these were
+    not enough.
+    """
+    rows, differing = len(differences), sum(each != 0 for each in differences)
+    quantile = NormalDist().inv_cdf(1 - (1 - confidence) / candidates / 2)
+    by_spread = (quantile * stdev(differences) / fmean(differences)) ** 2
+    return max(rows + 1, math.ceil(by_spread), math.ceil(fewest_rows(confidence, candidates) * rows / differing))
 
 
 def compare_paired(

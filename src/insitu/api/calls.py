@@ -25,6 +25,7 @@ from insitu.collect.datasets import dataset_file
 from insitu.collect.event_loop import run_anywhere
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
+from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.reader import RunReader
@@ -269,7 +270,7 @@ def _checked(
     """The checked settings, as a file and with its rows in the output folder.
 
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
-    before anything is written.
+    before anything is written; nothing is if that run is complete.
     """
     project.output = folder
     project.dataset(rows, "rows")
@@ -277,10 +278,13 @@ def _checked(
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
     project.set("general.folder", os.path.relpath(project.folder, folder))
-    folder.mkdir(parents=True, exist_ok=True)
+    writable_folder(folder, "output_dir")
     config = check_config(project.settings, folder / _CONFIG)
     if continued is not None:
         check_same_run(folder, config, continued, force=False)
+        progress = find_run(folder, "--resume")
+        if progress is not None and progress.is_complete(config.finetuning.num_epochs):
+            return config
     project.write_rows()
     project.write_settings(folder / _CONFIG)  # checked first, which makes its secrets known
     return config

@@ -54,6 +54,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @options.access(TOKEN_VARIABLE)
 def command(**values: Any) -> None:
     """Serve and train a model: inference and training jobs on one port."""
+    from insitu.runs.checkpoints import model_of_run
+
+    values["model"] = model_of_run(values["model"], "--model")
     if values["sampler_addresses"]:
         values["sampler_api_key"] = os.environ.get(SAMPLER_KEY_VARIABLE) or None
     sys.exit(serve(BackendOptions(**values)))

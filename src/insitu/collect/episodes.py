@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import ConfigDict
 
 from insitu.advantages.credit import credited_function
+from insitu.agents.python import check_functions
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
 from insitu.collect.event_loop import doing
@@ -152,6 +153,9 @@ class LocalExecutorConfig(ExecutorBaseConfig, name="local"):
 
 class LocalExecutor(Executor):
     """Runs attempts in this event loop."""
+
+    async def check(self, builder: Builder) -> None:
+        check_functions(builder.config)
 
     @asynccontextmanager
     async def open(

@@ -189,7 +189,7 @@ async def validate(
     """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
 
     Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored. `on_scores`
-    gets the valid scores of each row.
+    gets the valid scores of each row, as rewards.
     """
     with nullcontext() if builder is None else share(builder):
         evaluation = EvaluationRun(validation_request(run_config, request))  # a plugin's may take nothing else
@@ -197,7 +197,8 @@ async def validate(
         output = await evaluation.run_and_evaluate()
     record = validation_record(output, run_config, epoch)
     if on_scores is not None and run_config.reward_function is not None:
-        on_scores(scores_by_row(dict(output.evaluation_results)[run_config.reward_function.name]))
+        reward = run_config.reward_function
+        on_scores(scores_by_row(dict(output.evaluation_results)[reward.evaluator], reward.sign))
     return record
 
 
@@ -221,16 +222,16 @@ def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, e
     """A record of `validation_history.json` from an evaluation's output."""
     reward = run_config.reward_function
     results = dict(output.evaluation_results)
-    if reward is None or reward.name not in results:
-        raise ConfigError(f"validation has no evaluator {reward.name if reward else None!r}; it has: {[*results]}")
+    if reward is None or reward.evaluator not in results:
+        raise ConfigError(f"validation has no evaluator {reward and reward.evaluator!r}; it has: {[*results]}")
     dropped: Counter[str] = Counter()
     for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
         dropped[failed.reason or "workflow_error"] += 1
-    for item in results[reward.name].eval_output_items:
+    for item in results[reward.evaluator].eval_output_items:
         _, reason, _ = parse_score(item)
         if reason is not None:
             dropped[str(reason)] += 1
-    scores = scores_by_row(results[reward.name])
+    scores = scores_by_row(results[reward.evaluator], reward.sign)
     if not scores:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         return {"epoch": epoch, "error": f"no example could be scored: {reasons}", "dropped": dict(dropped)}

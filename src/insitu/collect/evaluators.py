@@ -15,7 +15,7 @@ from insitu.collect.event_loop import doing, seconds_since
 from insitu.errors import InsituError, describe_error, format_error
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig
+from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig, signed
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,15 @@ def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, 
     return value, None, None
 
 
+def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> EvalOutputItem:
+    """The scored item of the reward's evaluator, with negated scores if less is better."""
+    score, _, _ = parse_score(item)
+    if reward is None or reward.sign > 0 or score is None:
+        return item
+    steps = item.step_scores and [signed(each, reward.sign) for each in item.step_scores]
+    return item.model_copy(update={"score": signed(score, reward.sign), "step_scores": steps})
+
+
 ALLOWED_REWARDS = f"allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 
 
@@ -126,12 +135,12 @@ def average(items: Sequence[EvalOutputItem]) -> float | None:
     return fmean(scores) if scores else None
 
 
-def scores_by_row(output: EvalOutput) -> dict[str, list[float]]:
-    """Valid scores grouped by row id, because repetitions of a row are not independent samples."""
+def scores_by_row(output: EvalOutput, sign: int = 1) -> dict[str, list[float]]:
+    """Valid scores, or rewards of this sign, by row id, as repetitions of a row are not independent samples."""
     scores: dict[str, list[float]] = {}
     for item in output.eval_output_items:
         if (value := parse_score(item)[0]) is not None:
-            scores.setdefault(str(item.id), []).append(value)
+            scores.setdefault(str(item.id), []).append(signed(value, sign))
     return scores
 
 
@@ -180,7 +189,7 @@ class Scorer:
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )
         items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
-        rewarding = items.pop(scoring.reward.name) if scoring.reward is not None else None
+        rewarding = items.pop(scoring.reward.evaluator) if scoring.reward is not None else None
         for key, other in items.items():
             episode.scores[key], _, message = parse_score(other)
             if message is not None and key not in self.unscored:
@@ -189,11 +198,12 @@ class Scorer:
         if scoring.reward is None or rewarding is None:
             return
         value, episode.reason, message = parse_score(rewarding)
-        episode.scores = {scoring.reward.name: value, **episode.scores}
+        episode.scores = {scoring.reward.evaluator: value, **episode.scores}
         if value is None:
             episode.error = message
             return
-        reward = value if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
+        rewarding = as_reward(rewarding, scoring.reward)
+        reward = float(rewarding.score) if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
         if scoring.shape is not None:
             try:
                 reward = await scoring.shape(reward, episode, item)

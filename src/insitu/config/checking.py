@@ -41,6 +41,8 @@ _UNRECOGNISED = (
 
 def _evaluator_name_problem(name: str) -> str | None:
     """Why `<name>_output.json` cannot be the file of an evaluator's scores."""
+    if name.startswith("-"):
+        return "begins with -, which says in the name of a reward that less is better"
     return "is the name of another file: workflow_output.json" if name == "workflow" else file_name_problem(name)
 
 
@@ -206,7 +208,7 @@ class Validator:
         for key in ("trainer", "trajectory_builder", "trainer_adapter"):
             self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
         if finetuning.reward_function is not None:
-            reward = finetuning.reward_function.name
+            reward = finetuning.reward_function.evaluator
             self._exists("finetuning.reward_function.name", "eval.evaluators", reward)
         for evaluator in finetuning.training_evaluators or ():
             self._exists("finetuning.training_evaluators", "eval.evaluators", evaluator)

@@ -87,7 +87,7 @@ class Plan:
             trainer=f"trainers.{finetuning.trainer}",
             builder=f"trajectory_builders.{finetuning.trajectory_builder}",
             adapter=f"trainer_adapters.{finetuning.trainer_adapter}",
-            reward=finetuning.reward_function.name if finetuning.reward_function is not None else None,
+            reward=finetuning.reward_function.evaluator if finetuning.reward_function is not None else None,
             llms=tuple(sorted(config.trained_llms())),
             target_functions=tuple(finetuning.target_functions),
             dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),

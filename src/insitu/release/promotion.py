@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.algorithms.paired_test import PairedComparison, compare_paired, fewest_rows
+from insitu.algorithms.paired_test import PairedComparison, compare_paired, fewest_rows, rows_to_show
 from insitu.disk.files import delete_drafts, delete_folder, sync_path
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import dump_json, read_object
@@ -148,11 +148,16 @@ def _compare(
             f"{title} cannot be promoted: {len(rows)} rows were scored for it and for {baseline}, but a confidence of "
             f"{confidence:g} needs at least {needed}"
         )
+    differences = [means[row] - scores[row] for row in rows]
     comparison = compare_paired([scores[row] for row in rows], [means[row] for row in rows], confidence, candidates)
     unpaired = len({*means, *scores}) - len(rows)
     promotion = Promotion(title, comparison, confidence, candidates, unpaired)
     if comparison.difference <= 0 or comparison.p_value > 1 - confidence:
-        raise InsituError(f"{title} does not beat {baseline}: {promotion.text()}")
+        more = ""
+        if comparison.difference > 0:
+            enough = rows_to_show(differences, confidence, candidates)
+            more = f"; the same difference would take about {enough} held-out rows"
+        raise InsituError(f"{title} does not beat {baseline}: {promotion.text()}{more}")
     return promotion
 
 

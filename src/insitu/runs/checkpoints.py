@@ -14,7 +14,7 @@ from typing import NamedTuple
 from insitu.config import Config, Moved, moved_path
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError
-from insitu.runs.files import BEST, CHECKPOINTS, holds_run
+from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, STARTED_FILE, holds_run
 from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
@@ -44,8 +44,24 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
         if _STEP.fullmatch(path.name):
             _kept(find(path.parent) / path.name, key)
         raise
-    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    return Checkpoint(folder) if is_model or not holds_run(folder) else _of_run(folder, None, key)
+    return Checkpoint(folder) if _is_model(folder) or not holds_run(folder) else _of_run(folder, None, key)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def model_of_run(model: str, key: str) -> str:
+    """The folder of the weights that RUN_DIR, RUN_DIR/best or RUN_DIR/latest names; any other model as it is.
+
+    Raises ConfigError naming `key` if the run has no such weights.
+    """
+    path = Path(model)
+    run, name = (path.parent, path.name) if path.name in NAMES else (path, None)
+    if _is_model(path) or not holds_run(run):
+        return model
+    folder = _of_run(run, name, key).folder
+    return str(folder or read_object(run / BACKEND_FOLDER / STARTED_FILE)["model"])
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:

@@ -288,10 +288,26 @@ class Selection:
                 read_block(self.files.folder / EPISODES, group.episodes)
 
     def _none_found(self, conditions: Mapping[str, Any]) -> ConfigError:
-        if not conditions or not self._select({}):
+        """With the values of the first option without which there are episodes, or else of the first."""
+        every = self._select({})
+        if not conditions or not every:
             return ConfigError(f"{self.files.folder} has no episode yet")
-        options = " and ".join(f"{_FILTERS[key][0]} {value!r}" for key, value in conditions.items())
-        return ConfigError(f"{self.files.folder}: no episode has {options}; without options, all are listed")
+        without = {one: self._select({k: v for k, v in conditions.items() if k != one}) for one in conditions}
+        key = next((one for one, rows in without.items() if rows), next(iter(conditions)))
+        others = without[key] or every
+        existing = suggest(str(conditions[key]), [*dict.fromkeys(str(v) for row in others for v in _values(key, row))])
+        if key == "min_reward":
+            existing = (
+                f"the highest is {max((row['reward'] for row in others if row['reward'] is not None), default=None)}"
+            )
+        options = " and ".join(f"{_FILTERS[one][0]} {value!r}" for one, value in conditions.items())
+        return ConfigError(f"{self.files.folder}: no episode has {options}; of {_FILTERS[key][0]}, {existing}")
+
+
+def _values(key: str, row: sqlite3.Row) -> Iterator[Any]:
+    """What an episode has of a filter."""
+    columns = {"outcome": ("outcome", "dropped", "reason", "status"), "min_reward": ()}.get(key, (key,))
+    return (row[column] for column in columns if row[column] is not None)
 
 
 def suggest(value: str, existing: list[str]) -> str:

@@ -87,11 +87,14 @@ def _state_after(origin: _Origin, epoch: int) -> EpochState:
     """Raises ConfigError naming the epochs that can be forked."""
     if epoch in (available := origin.epochs()):
         return origin.states[epoch]
-    raise ConfigError(
-        f"--epoch: epoch {epoch} of {origin.folder} is not complete or not recorded, or its checkpoint or optimizer "
-        "state was deleted (see `keep` of the trainer adapter); epochs that can be forked: "
-        + (", ".join(map(str, available)) or "none")
+    problem = (
+        f"epoch {epoch} of {origin.folder} was not recorded, or its checkpoint or optimizer state was deleted (see "
+        "`keep` of the trainer adapter)"
     )
+    if epoch > origin.progress.epoch:
+        problem = f"{origin.folder} has no complete epoch {epoch}"
+    forkable = ", ".join(map(str, available)) or "none"
+    raise ConfigError(f"--epoch: {problem}; epochs that can be forked: {forkable}")
 
 
 def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:

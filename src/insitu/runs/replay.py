@@ -28,6 +28,7 @@ from insitu.runs.records import StoredGroup, restore_episode
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.finetuning import parse_reward, signed
 
 _LISTED = 5
 _KEY = "RUN_DIR"
@@ -76,7 +77,7 @@ class StoredRun:
             raise ConfigError(f"{self.files.where} has no complete group of epoch {missing[0]}; available: {numbers}")
         self._scores: dict[str, dict[str, Any]] = {}
         if reward is not None:
-            evaluator = reward.removeprefix("-")
+            evaluator, _ = parse_reward(reward)
             self._scores = {name: record for (name, _), record in self.files.rescores(evaluator).items()}
             self._check_reward(evaluator)
 
@@ -124,16 +125,16 @@ class StoredRun:
                 raise InsituError(f"{self.folder / CALLS} has {counts} calls of episode {name}")
             episodes.append(restore_episode(record, own))
             if self.reward is not None:
-                self._replace_reward(episodes[-1], self.reward.removeprefix("-"))
-                if self.reward.startswith("-"):
-                    _negate(episodes[-1])
+                self._replace_reward(episodes[-1], *parse_reward(self.reward))
         return episodes
 
-    def _replace_reward(self, episode: Episode, evaluator: str) -> None:
+    def _replace_reward(self, episode: Episode, evaluator: str, sign: int) -> None:
         """Step rewards belong to the recorded reward; only those of the same evaluator are kept."""
         rescore = self._scores.get(episode.key.text(), {})
-        score = rescore["score"] if rescore else episode.scores.get(evaluator)
-        episode.reward, episode.step_rewards, episode.rewarded_functions = score, rescore.get("step_scores"), []
+        score, steps = rescore["score"] if rescore else episode.scores.get(evaluator), rescore.get("step_scores")
+        episode.reward = None if score is None else signed(score, sign)
+        episode.step_rewards = None if steps is None else [signed(each, sign) for each in steps]
+        episode.rewarded_functions = []
         episode.reasoning = rescore.get("reasoning")
         if rescore:
             episode.scores = episode.scores | {evaluator: score}
@@ -142,14 +143,6 @@ class StoredRun:
         elif episode.reason is None:
             episode.reason = DropReason(rescore.get("reason") or DropReason.NO_SCORE)
             episode.error = rescore.get("error") or f"{evaluator} has not scored this episode"
-
-
-def _negate(episode: Episode) -> None:
-    """Turns a reward of which less is better into one of which more is."""
-    if episode.reward is not None:
-        episode.reward = 0.0 - episode.reward  # not -0.0
-    if episode.step_rewards is not None:
-        episode.step_rewards = [0.0 - each for each in episode.step_rewards]
 
 
 def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> StoredRun:

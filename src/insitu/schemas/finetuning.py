@@ -19,18 +19,38 @@ MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
 
 
+def parse_reward(name: str) -> tuple[str, int]:
+    """The evaluator and sign of a reward: `NAME`, or `-NAME` if less is better."""
+    return (name[1:], -1) if name.startswith("-") else (name, 1)
+
+
+def signed(value: float, sign: int) -> float:
+    """A score as a reward; 0 stays 0.0, not -0.0."""
+    return value if sign > 0 else 0.0 - value
+
+
 class RewardFunctionConfig(BaseModel):
     """The evaluator that provides the reward, and the reward of failed episodes."""
 
     model_config = _DOCUMENTED
 
     name: str
-    """A key under `eval.evaluators`."""
+    """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
     on_failure: float | str = "exclude"
     """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
     shape: ShapePart | None = None
     """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
     reward."""
+
+    @property
+    def evaluator(self) -> str:
+        """The key under `eval.evaluators`."""
+        return parse_reward(self.name)[0]
+
+    @property
+    def sign(self) -> int:
+        """1, or -1 if less is better."""
+        return parse_reward(self.name)[1]
 
     @field_validator("on_failure")
     @classmethod

@@ -20,7 +20,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.evaluators import Scoring, parse_score
+from insitu.collect.evaluators import Scoring, as_reward, parse_score
 from insitu.collect.scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
@@ -189,7 +189,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             service=service,
             trained=trained,
             scoring=Scoring(
-                evaluators=[*dict.fromkeys((*([reward.name] if reward is not None else ()), *monitored))],
+                evaluators=[*dict.fromkeys((*([reward.evaluator] if reward is not None else ()), *monitored))],
                 reward=reward,
                 limit=config.eval.scoring_limit(1),
                 compute_reward=self.compute_reward if computes_reward else None,
@@ -228,9 +228,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             episode = await run.watchdog.watch(partial(_played, replace(plan, members=[(row, 0)]), self._builder, run))
             if episode.reason is not DropReason.EVALUATOR_ERROR:
                 break
-        if episode is None or episode.reason is None:
+        if episode is None:
             return None
-        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {episode.reason}: {episode.error}"
+        problems = []
+        if episode.outcome is Outcome.OK and episode.output is None:
+            problems.append("the workflow returned None; is a `return` missing?")
+        if episode.reason is not None:
+            problems.append(f"{episode.reason}: {episode.error}")
+        if not problems:
+            return None
+        problem = f"row {episode.key.row_id!r}, played once before the first epoch: {' '.join(problems)}"
         reward = plan.scoring.reward
         if episode.reason is DropReason.EVALUATOR_ERROR and (reward is None or reward.on_failure == "exclude"):
             raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
@@ -287,9 +294,10 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     def _rewarded(self, output: EvaluationRunOutput) -> list[EvalOutputItem]:
         """The scores of the evaluator that gives the reward: the configured one, or else the first."""
-        reward, results = self.run_config and self.run_config.reward_function, dict(output.evaluation_results)
-        name = reward.name if reward else next(iter(results), "")
-        return results[name].eval_output_items if name in results else []
+        reward = self.run_config.reward_function if self.run_config else None
+        results = dict(output.evaluation_results)
+        name = reward.evaluator if reward else next(iter(results), "")
+        return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         if run_id not in self._started:

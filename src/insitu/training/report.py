@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,11 +175,14 @@ class Report:
         self.note(f"files: {store.folder}/  ({written} ...)")
 
 
-def evaluation_table(output: EvaluationRunOutput) -> Table:
-    """A row per evaluator: mean and 95 % confidence interval over dataset rows, and missing scores."""
+def evaluation_table(output: EvaluationRunOutput, dataset: Path) -> Table:
+    """A row per evaluator: mean and 95 % confidence interval over the rows of `dataset`, and missing scores."""
     items = output.eval_input.eval_input_items
     failed = sum(item.error is not None for item in items)
-    table = Table("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored")
+    title = f"{os.path.relpath(dataset)}, {len({str(item.id) for item in items})} rows"
+    table = Table(
+        *("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored"), title=title, title_justify="left"
+    )
     for name, result in output.evaluation_results:
         rows = scores_by_row(result)
         scored = sum(map(len, rows.values()))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.datasets import dataset_config, load_dataset
+from insitu.collect.datasets import dataset_config, dataset_file, load_dataset
 from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
@@ -255,9 +255,9 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             load_dataset(held_out, config.finetuning.validation.dataset)
         except ConfigError as error:
             raise ConfigError(f"validation: {error}") from error
-        if reward is not None and reward.name not in (names := held_out.names(EVALUATOR)):
+        if reward is not None and reward.evaluator not in (names := held_out.names(EVALUATOR)):
             what = f"{held_out.source}: the evaluator that gives the reward,"
-            raise ConfigError(not_found(what, reward.name, names))
+            raise ConfigError(not_found(what, reward.evaluator, names))
     async with Builder(config) as components:
         await (await executor_of(components, request)).check(components)
 
@@ -292,7 +292,7 @@ async def evaluation_main(
         async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):
                 output = await run.run_and_evaluate()
-    console.print(evaluation_table(output))
+    console.print(evaluation_table(output, dataset_file(config, run_config.dataset)[0]))
     return output
 
 

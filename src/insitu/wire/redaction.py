@@ -41,7 +41,10 @@ _KEY = re.compile(
 )
 """Keys of a configuration. Narrower than for variables: `id_key` and `stop_token` hold no secrets."""
 _SENT = re.compile(r"env|env_vars|environment|(?:\w+[_-])?headers", re.IGNORECASE)
-"""Blocks of a configuration whose values go to another program or server, and are secrets whatever their keys."""
+"""Blocks of a configuration whose values go to another program or server, and are hidden where settings are shown."""
+_SHORTEST_RANDOM = 12
+_ORDINARY_PART = re.compile(r"[^\W\d_]+\d{0,3}|\d{1,3}[^\W\d_]+|\d{1,8}")
+"""A word, a version such as `qwen2` or `8b`, a date: parts of names."""
 _ORDINARY = re.compile(
     r"PATH|HOME|USER|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|(?:https?|all|no)_proxy|accept|user-agent"
     r"|SSL_CERT_(?:FILE|DIR)|(?:REQUESTS|CURL|AWS)_CA_BUNDLE|NODE_EXTRA_CA_CERTS|content-type",
@@ -176,11 +179,20 @@ def _remember_unless_plain(value: str) -> None:
         remember_secret(value)
 
 
+def _looks_random(word: str) -> bool:
+    """Whether it has 12 characters with letters and digits, and is no path, URL or name such as `qwen2.5-7b-chat`."""
+    if len(word) < _SHORTEST_RANDOM or word.startswith(("/", "./", "../", "~")) or "://" in word:
+        return False
+    parts = [part for part in re.split(r"[\W_]+", word) if part]
+    mixed = any(map(str.isalpha, word)) and any(map(str.isdigit, word))
+    return mixed and not all(map(_ORDINARY_PART.fullmatch, parts))
+
+
 def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent: bool = False) -> list[str]:
     """Remembers the texts in nested mappings and lists whose keys say that they are secret, and those in URLs.
 
-    In a block that goes to another program (`sent`), also those of all other keys, but neither paths nor words.
-    Returns the dotted keys of secrets that cannot be recognised.
+    In a block that goes to another program (`sent`), also those of variables with secret names, and words of any value
+    that look random. Returns the dotted keys of secrets that cannot be recognised.
     """
     if isinstance(node, dict | list):
         items = node.items() if isinstance(node, dict) else enumerate(node)
@@ -190,11 +202,13 @@ def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent:
                 "secret": secret or is_secret_key(str(name)),
                 "sent": is_sent_block(str(name), value) or (sent and not is_ordinary_variable(str(name))),
             }
+            if sent and isinstance(value, str) and _VARIABLE.search(str(name).replace("-", "_")):
+                _remember_unless_plain(value)
             unrecognised += remember_settings(value, f"{where}.{name}".removeprefix("."), **of_value)
         return unrecognised
     if sent and isinstance(node, str):
-        _remember_unless_plain(node)
-        _remember_unless_plain(node.rpartition(" ")[2])
+        for word in filter(_looks_random, node.split()):
+            remember_secret(word)
     recognised = not isinstance(node, str) or remember_url(node)
     if secret and isinstance(node, str | int | float) and not isinstance(node, bool) and node != "":
         value = str(node)
