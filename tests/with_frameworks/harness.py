@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 EXAMPLES = ROOT / "examples/frameworks"
 GENERATIONS = 4
-TEMPERATURE = 0.1  # at which the model says what it has learnt by heart
+TEMPERATURE = 0.3  # at which the model says what it has learnt by heart, but is not certain of it
 _TOKENIZER = byte_tokenizer()
 
 
