@@ -237,7 +237,9 @@ run.ask("Row 0")
     assert raised == "mine"
     assert isinstance(shown["other"], str)
     assert re.search(r"functions.<workflow>.function was 'session:.*agent' and is 'my_script:answer'", printed)
-    assert re.search(r"checkpoint is the best of .*: 0.5 at epoch 0, before training, and not trained", printed)
+    assert re.search(
+        r"checkpoint is the best of .*: 0.5 at epoch 0, before training: these weights were not trained", printed
+    )
 
 
 def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:

@@ -153,8 +153,8 @@ def test_damaged_weights_and_initial_weights_are_not_exported(tmp_path: Path) ->
     source = recorded_run(tmp_path / "run", [1.0, 1.0], [0.0, 0.0])
     assert export(source, tmp_path / "out") == (
         2,
-        f"error: --checkpoint: the checkpoint is the best of {source}: 1.0 at epoch 0, before training: there are no "
-        "trained weights to write",
+        f"error: --checkpoint: the checkpoint is the best of {source}: 1.0 at epoch 0, before training: "
+        "these weights were not trained; `latest` is the newest version",
     )
     weights = source / "backend/checkpoints/step_000001/model.safetensors"
     content = weights.read_bytes()

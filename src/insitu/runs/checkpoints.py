@@ -77,7 +77,9 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
     folder, note = _of_run(run, name, key)
     if folder is None:
-        raise ConfigError(f"{key}: the checkpoint is {note}, and not trained; `latest` is the newest one")
+        raise ConfigError(
+            f"{key}: the checkpoint is {note}: these weights were not trained; `latest` is the newest version"
+        )
     return folder
 
 
