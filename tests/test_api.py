@@ -221,6 +221,13 @@ with run:
         run.ask("boom")
     except LookupError as error:
         answers.append(str(error))
+model = run.model()
+model.close()
+for wrong in (model.__enter__, lambda: insitu.Run(run.folder, config={}), lambda: run.ask("Row 0", checkpoint=1)):
+    try:
+        wrong()
+    except insitu.InsituError as error:
+        answers.append(str(error))
 settings = yaml.safe_load((run.folder / "config.yml").read_text())
 settings["workflow"] = {"_type": "python", "function": "my_script:answer", "model": "student"}
 settings["eval"]["evaluators"]["lambda"]["function"] = "digits_plugin:mean_digit"
@@ -232,7 +239,11 @@ with insitu.Run(run.folder, config="other.yml") as other:
 run.ask("Row 0")
 """
     shown, printed = script(tmp_path, code, returncode=1)
-    first, second, raised = shown["answers"]
+    first, second, raised, *refused = shown["answers"]
+    assert len(refused) == 3
+    assert "it was closed before it was used" in refused[0]
+    assert "config must be the path of a file" in refused[1]
+    assert "1 is not a checkpoint; allowed: best, latest, step_N" in refused[2]
     assert (first[1], second[1]) == ({"question": "Row 0"}, {"question": "Row 1", "answer": "7"})
     assert raised == "mine"
     assert isinstance(shown["other"], str)

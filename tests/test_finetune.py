@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_an_agent_may_change_the_working_directory(tmp_path: Path) -> None:
     assert "out/workflow_output.json" in out
     assert len(json.loads((tmp_path / "out/workflow_output.json").read_text())) == 4
     assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_code_may_change_the_working_directory_when_it_is_imported(tmp_path: Path) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir()
+    elsewhere.mkdir()
+    digits_project(project, rows=4)
+    plugin = project / "digits_plugin.py"
+    plugin.write_text(f"{plugin.read_text()}\nimport os\n\nos.chdir({str(elsewhere)!r})\n")
+    for epochs, resume in ((1, []), (2, ["--resume"])):
+        code, _, err = run_project(project, "-o", "finetuning.num_epochs", epochs, *resume)
+        assert code == 0, err
+        metrics = read_lines(project / "run/training_metrics.jsonl")
+        assert [m["policy_version"] for m in metrics] == [*range(1, epochs + 1)]
+    assert not [*elsewhere.iterdir()]
 
 
 def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path) -> None:
@@ -412,6 +428,7 @@ def test_a_reward_of_which_less_is_better_is_the_negated_score_everywhere(projec
     validations, scores = run.validations(), run.scores()
     assert all(record["max_reward"] <= 0 for record in validations)
     assert min(record["min_reward"] for record in validations) < 0
+    assert all(-1 <= record["ci95"][0] < record["ci95"][1] <= 0 for record in validations)  # Wilson's, mirrored
     means = [fmean(each.means().values()) for each in scores]
     assert [record["avg_reward"] for record in validations] == pytest.approx(means)
     assert {each.evaluator for each in scores} == {"-score"}  # what `promote` compares has one direction
@@ -470,6 +487,13 @@ def test_a_run_goes_on_when_nobody_reads_its_output(project: Path) -> None:
         _, err = process.communicate(HANGS)
         assert (process.wait(), err) == (0, "")
     assert len(read_lines(project / "run/training_metrics.jsonl")) == 2
+
+
+def test_a_run_goes_on_without_standard_output(project: Path) -> None:
+    command = f"{sys.executable} -m insitu finetune --config_file config.yml -o finetuning.num_epochs 1 >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=project, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(read_lines(project / "run/training_metrics.jsonl")) == 1
 
 
 @pytest.mark.parametrize("file", ["rows.jsonl", "validation.jsonl"], ids=["first row", "first validation"])

@@ -295,6 +295,11 @@ def test_pruning_keeps_what_later_commands_need(tmp_path: Path) -> None:
     said = pruned(project, "run", "--dry_run")
     assert said == f"run: would delete {names[0]}, {names[3]}; job records: 2\nwould free {freed}\n"
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
+    (project / "links").mkdir()
+    (project / "links/run").symlink_to(folder)
+    assert pruned(project, "links/run", "--dry_run") == f"links/{said}"
+    copied = shutil.copytree(project, tmp_path.parent / "copied", symlinks=True)
+    assert pruned(copied, "run", "--dry_run").splitlines()[0] == said.splitlines()[0]
 
     assert pruned(project, "run") == f"run: deleted {names[0]}, {names[3]}; job records: 2\nfreed {freed}\n"
     assert saved(folder) == [names[1], names[2], names[4], names[5]]

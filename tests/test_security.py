@@ -759,12 +759,30 @@ def test_ordinary_words_that_go_to_another_program_are_not_hidden(harmless: Path
 
 @pytest.mark.usefixtures("no_secrets")
 @pytest.mark.parametrize(
+    "block",
+    [
+        {"env": {"DB_PASS": "correct-horse-battery"}},
+        {"env": {"PGPASS": "correct-horse-battery"}},
+        {"env": {"JWT": "correct-horse-battery"}},
+        {"env": {"STORE_CONNECTION_STRING": "Server=db;Password=correct-horse-battery;"}},
+        {"env": ["DB_PASSWORD=correct-horse-battery"]},
+        {"env": [{"name": "DB_PASSWORD", "value": "correct-horse-battery"}]},
+        {"headers": {"X-Auth": "Custom correct-horse-battery"}},
+    ],
+)
+def test_a_variable_with_a_secret_name_is_hidden_in_all_texts(block: dict[str, Any]) -> None:
+    remember_settings(block)
+    assert redact("it said correct-horse-battery.") == "it said ***."
+
+
+@pytest.mark.usefixtures("no_secrets")
+@pytest.mark.parametrize(
     ("value", "hidden"),
     [
         ("qwen2.5-0.5b-instruct", False),
         ("claude-3-5-sonnet-20241022", False),
         ("/data/models/9f8e7d6c5b4a3f2e1d", False),
-        ("https://models.example/9f8e7d6c5b4a3f2e1d", False),
+        ("https://models.example/9f8e7d6c5b4a3f2e1d", True),
         ("antidisestablishmentarianism", False),
         ("a1b2c3d4e5f", False),
         ("a1b2c3d4e5f6", True),
@@ -772,6 +790,14 @@ def test_ordinary_words_that_go_to_another_program_are_not_hidden(harmless: Path
         ("3f2b8c1d-9e4f-4a6b-8c2d-1e5f7a9b3c4d", True),
         ("Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0", True),
         ("https://me:a1b2c3d4e5f6@models.example/", True),
+        ("https://hooks.slack.com/services/T0123/B0123/k9Xz8Lq2Vb7Wn4Pt", True),
+        ("Endpoint=sb://my.servicebus.windows.net/;SharedAccessKey=k9Xz8Lq2Vb/7Wn4Pt+Rm5cQw=", True),
+        ("--api-key=sk9Xz8Lq2Vb7Wn4Pt", True),
+        ("glpat-abcdefghijklmnop", True),
+        ("/k9Xz8Lq2Vb7Wn4PtRm5cQw==", True),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", False),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", False),
+        ("2024-01-01T00:00:00Z", False),
     ],
 )
 def test_what_looks_like_a_secret_among_values_for_another_program(value: str, hidden: bool) -> None:

@@ -13,7 +13,7 @@ TIMES = {"time", "timestamp", "started", "ended", "seconds"}
 """Keys whose values differ between runs."""
 CACHES = (".lock", ".index.sqlite*")
 """Files that a run need not have."""
-UNREAD = ("*.log", "*.png")
+UNREAD = ("*.log", "*.png", "*.alive")
 """Files that only have to exist in both."""
 IDENTITY = ("event", "run", "id", "epoch", "group", "row_id", "evaluator", "index")
 """Keys that, with `episode`, say what a line is about."""

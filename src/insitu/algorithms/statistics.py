@@ -14,6 +14,10 @@ class Estimate(NamedTuple):
     high: float
     n: int
 
+    def negated(self) -> "Estimate":
+        """The estimate of the mean of the negated values."""
+        return Estimate(0.0 - self.mean, 0.0 - self.high, 0.0 - self.low, self.n)
+
 
 def mean_ci95(values: Sequence[float]) -> Estimate:
     """The mean of independent values; ValueError for none at all.

@@ -4,7 +4,7 @@ import html
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,8 @@ class Run(AbstractContextManager["Run"]):
         self._files = RunReader(self.folder)
         if not holds_run(self.folder):
             raise ConfigError(f"{folder} holds no run of insitu finetune")
+        if isinstance(config, Mapping):
+            raise ConfigError("config must be the path of a file, not its contents")
 
     @property
     def summary(self) -> RunSummary:

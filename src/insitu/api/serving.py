@@ -80,7 +80,9 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
             run_async(serve())
         except BaseException as error:  # raised where it is used
             if not self._ready.done():
-                self._ready.set_exception(error)
+                self._ready.set_exception(
+                    InsituError("it was closed before it was used") if self._is_closing else error
+                )
             elif not self._is_closing:
                 logger.warning("the trained model is no longer served: %s", error)
 
@@ -129,10 +131,17 @@ class TrainedModel(_Served[ModelClient]):
 
     def __enter__(self) -> Self:
         self._ready.result()
+        self._check_open()
         return self
+
+    def _check_open(self) -> None:
+        """Raises InsituError once it is closed."""
+        if self.has_ended:
+            raise InsituError("the model is no longer served: it was closed, or has lost its backend")
 
     async def __aenter__(self) -> ModelClient:
         served = await asyncio.shield(asyncio.wrap_future(self._ready))
+        self._check_open()
         client = served.client
         self._llm = connect(_NAME, served.config, served.model, str(client.base_url), client.api_key)
         return self._llm

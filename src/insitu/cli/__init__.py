@@ -84,6 +84,9 @@ def main() -> None:
     from insitu.wire.redaction import redact_stream, remember_environment
 
     remember_environment(os.environ)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: the next file to be opened would take its place
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
     redact_stream(sys.stdout)
     redact_stream(sys.stderr)
     code = _run()

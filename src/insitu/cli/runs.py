@@ -1,6 +1,7 @@
 """The command `runs`."""
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -160,20 +161,30 @@ def fork(run_dir: Path, new_dir: Path, epoch: int) -> None:
 def prune(folders: tuple[Path, ...], dry_run: bool) -> None:
     """Delete old checkpoints and job records of the runs in each FOLDER and up to three levels below it.
 
-    Kept are the best and the latest checkpoint, and those that --resume, forks and other runs continue from. Without
-    FOLDER: in runs/ and .tmp/ of the working directory.
+    Kept are the best and the latest checkpoint, and those that --resume, forks and runs in these folders and beside
+    them continue from. Without FOLDER: in runs/ and .tmp/ of the working directory.
     """
     from insitu.disk.files import readable_bytes
+    from insitu.errors import InsituError
     from insitu.runs.pruning import delete, find_surplus, freed_bytes
 
     surplus = find_surplus(_searched(folders))
-    freed = freed_bytes(surplus)
+    before, failed = freed_bytes(surplus), False
     for each in surplus:
         if each.problem is not None:
             print(f"{each.run}: nothing is deleted: {each.problem}")
         elif each.checkpoints or each.jobs:
             names = ", ".join(path.name for path in each.checkpoints) or "no checkpoint"
-            if not dry_run:
-                delete(each)
+            try:
+                if not dry_run:
+                    delete(each)
+            except InsituError as error:
+                failed = True
+                print(f"{each.run}: not everything is deleted: {error}", file=sys.stderr)
+                continue
             print(f"{each.run}: {'would delete' if dry_run else 'deleted'} {names}; job records: {len(each.jobs)}")
-    print(f"{'would free' if dry_run else 'freed'} {readable_bytes(freed)}")
+    print(
+        f"{'would free' if dry_run else 'freed'} {readable_bytes(before if dry_run else before - freed_bytes(surplus))}"
+    )
+    if failed:
+        raise InsituError("some runs could not be pruned: see above")

@@ -236,7 +236,7 @@ def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, e
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         return {"epoch": epoch, "error": f"no example could be scored: {reasons}", "dropped": dict(dropped)}
     means = [sum(of_row) / len(of_row) for of_row in scores.values()]
-    estimate = mean_ci95(means)
+    estimate = mean_ci95(means) if reward.sign > 0 else mean_ci95([-mean for mean in means]).negated()
     return {
         "epoch": epoch,
         "avg_reward": estimate.mean,

@@ -129,6 +129,12 @@ class Config:
                 raise ConfigError(f"{self.source} has no section workflow") from None
             raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
 
+    @property
+    def run_dir(self) -> Path:
+        """`finetuning.output_dir`; absolute once code of the file has changed the working directory."""
+        folder = Path(self.finetuning.output_dir)
+        return folder if Path.cwd() == self.working_dir else self.working_dir / folder
+
     def trained_llms(self) -> frozenset[str]:
         """The keys of `llms` whose calls are trained: those of `target_model`, else every policy, else all."""
         models, target = self.model_names(), self.finetuning.target_model

@@ -113,7 +113,7 @@ def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[Row
     best = RunReader(run).object(BEST)
     if name in (None, "best") and best is not None and best.get("checkpoint") is None:
         raise InsituError(
-            f"nothing was promoted: the best weights of {run} are those it started from, {best.get('avg_reward')}"
+            f"nothing was promoted: the best weights of {run} are those it started from, {round(best['avg_reward'], 4)}"
         )
     source = open_source(run, checkpoint_of_run(run, name or "best", "--checkpoint"))
     scored = RunReader(run).scores()

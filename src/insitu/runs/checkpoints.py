@@ -32,7 +32,7 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
     """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
     path, find = Path(name), partial(config.find_path, key=key, moved=moved)
     if str(path) in NAMES:
-        run = moved_path(Path(config.finetuning.output_dir), moved)
+        run = moved_path(config.run_dir, moved)
         if not holds_run(run):
             raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
         return _of_run(run, str(path), key)
@@ -71,7 +71,7 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     """
     if not holds_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
-    if name is not None and _STEP.fullmatch(name):
+    if name is not None and _STEP.fullmatch(str(name)):
         return _kept(run / CHECKPOINTS / name, key)
     if name is not None and name not in NAMES:
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
@@ -110,7 +110,7 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     if not (run / BEST).exists():
         raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")
     record = read_object(run / BEST)
-    note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
+    note = f"the best of {run}: {round(record['avg_reward'], 4)} at epoch {record.get('epoch')}"
     checkpoint = record.get("checkpoint")
     if checkpoint is None:
         return Checkpoint(None, f"{note}, before training")

@@ -1,7 +1,8 @@
 """Deletes checkpoints and job records of runs that have ended, but nothing that a later command may need.
 
 Kept are the best and the latest checkpoint, those with an optimizer state, from which `--resume` and forks continue,
-those that another run has started from, and the job records of these.
+those that another run has started from, and the job records of these. Runs are looked for beside the folders that are
+searched; checkpoints have the same name there as in a copy, or through a link.
 """
 
 import os
@@ -35,17 +36,22 @@ class Surplus(NamedTuple):
 def find_surplus(folders: Iterable[Path]) -> list[Surplus]:
     """What can be deleted of each run in folders, and up to three levels below them."""
     runs = [*find_runs(folders)]
-    started_from = {*_starting_models([*runs, *find_runs({run.absolute().parent for run in runs})])}
+    started_from = {*_starting_models([*runs, *find_runs({run.resolve().parent for run in runs})])}
     return [_surplus_of(run, started_from) for run in runs]
 
 
-def _starting_models(runs: Iterable[Path]) -> Iterator[Path]:
+def _starting_models(runs: Iterable[Path]) -> Iterator[tuple[str, ...]]:
     for run in runs:
         if (model := (RunReader(run).starting_model())) is not None:
-            yield model.resolve()
+            yield _place(model)
 
 
-def _surplus_of(run: Path, started_from: Collection[Path]) -> Surplus:
+def _place(checkpoint: Path) -> tuple[str, ...]:
+    """Where a checkpoint is in its run, with the run's name: the same after the project was moved or copied."""
+    return checkpoint.resolve().parts[-4:]
+
+
+def _surplus_of(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus:
     summary = read_summary(run)
     if summary.status not in ENDED or summary.problems:
         return Surplus(run, problem="; ".join(summary.problems) or f"it is {summary.status}")
@@ -55,7 +61,7 @@ def _surplus_of(run: Path, started_from: Collection[Path]) -> Surplus:
         return Surplus(run, problem=str(error))
 
 
-def _surplus(run: Path, started_from: Collection[Path]) -> Surplus:
+def _surplus(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus:
     reader = RunReader(run)
     progress, saved = reader.progress(), reader.checkpoints()
     served = progress.policy_version if progress is not None else None
@@ -68,7 +74,8 @@ def _surplus(run: Path, started_from: Collection[Path]) -> Surplus:
         if record.version < served
         and path.name != best
         and not (path / OPTIMIZER_FILE).exists()
-        and path.resolve() not in started_from
+        and not path.is_symlink()
+        and _place(path) not in started_from
     }
     kept = {record.version for _, record in saved} - surplus.keys()
     versions = {path: read_object(path).get("policy_version") or 0 for path in (run / files.JOBS).glob("job-*.json")}
@@ -82,6 +89,8 @@ def freed_bytes(surplus: Iterable[Surplus]) -> int:
     freed = 0
     for each in surplus:
         for path in [*each.jobs, *(file for folder in each.checkpoints for file in folder.rglob("*"))]:
+            if not path.exists():  # deleted by now
+                continue
             status = path.lstat()
             links[key := (status.st_dev, status.st_ino)] += 1
             freed += status.st_size * (links[key] == status.st_nlink)

@@ -83,7 +83,7 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     """
     config, request = await prepared(run_config)
     finetuning = config.finetuning
-    folder = Path(finetuning.output_dir)
+    folder = config.run_dir
     progress = RunReader(folder).progress() if request.resume else None
     if progress is not None and progress.is_complete(finetuning.num_epochs):
         done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
@@ -119,7 +119,7 @@ async def ready_run(
 
     They write into `output_dir` instead of the file's, if it is given. Raises the error of a backend that is lost.
     """
-    section = {"run_configuration": request, "output_dir": output_dir or config.finetuning.output_dir}
+    section = {"run_configuration": request, "output_dir": output_dir or config.run_dir}
     async with Builder(config, console=console, request=request) as builder:
         with share(builder) as state:
             trainer, adapter = await _bound_components(builder)

@@ -69,7 +69,8 @@ def metrics_text(samples: Iterable[Sample]) -> str:
     for name, labels, value in samples:
         pairs = ",".join(f'{key}="{text.translate(_ESCAPED)}"' for key, text in labels.items())
         lines.setdefault(name, []).append(f"{name}{{{pairs}}} {value}\n" if pairs else f"{name} {value}\n")
-    return "".join(line for of_name in lines.values() for line in of_name)
+    text = "".join(line for of_name in lines.values() for line in of_name)
+    return text.encode(errors="backslashreplace").decode()  # the name of a folder may not be UTF-8
 
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

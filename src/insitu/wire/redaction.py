@@ -30,7 +30,9 @@ _SHORTEST_ALPHABETIC = 16
 _SHORTEST_LINE = 16
 
 _VARIABLE = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|_PWD$|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?)(?:_|$)", re.IGNORECASE
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|BEARER|SIGNATURE|WEBHOOK|CONN(?:ECTION)?_?STR|(?:_|PG|DB)PWD$|TOKEN$"
+    r"|(?:^|_|PG|DB)PASS(?:_|$)|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?|JWT|DSN)(?:_|$)|(?:API|ACCESS|PRIVATE|SSH)KEY$",
+    re.IGNORECASE,
 )
 _GONE = (errno.EPIPE, errno.EIO)
 """The errors of a pipe that nobody reads, and of a terminal that was closed."""
@@ -43,8 +45,14 @@ _KEY = re.compile(
 _SENT = re.compile(r"env|env_vars|environment|(?:\w+[_-])?headers", re.IGNORECASE)
 """Blocks of a configuration whose values go to another program or server, and are hidden where settings are shown."""
 _SHORTEST_RANDOM = 12
+_SHORTEST_RANDOM_PART = 9
 _ORDINARY_PART = re.compile(r"[^\W\d_]+\d{0,3}|\d{1,3}[^\W\d_]+|\d{1,8}")
 """A word, a version such as `qwen2` or `8b`, a date: parts of names."""
+_TOKEN_PREFIX = re.compile(r"(?:sk|pk|gh[a-z]|github_pat|glpat|npm|hf|xox[a-z])[-_]\S{12,}")
+_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[A-Za-z0-9+/]{20,}={0,2}")
+_PATH = re.compile(r"(?:~|\.{0,2})/[A-Za-z._-]+/")
+_BETWEEN = re.compile(r"[\s;,=\"'&?@<>{}\[\]]+")
+_BETWEEN_IN_URL = re.compile(r"[/:]+")
 _ORDINARY = re.compile(
     r"PATH|HOME|USER|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|(?:https?|all|no)_proxy|accept|user-agent"
     r"|SSL_CERT_(?:FILE|DIR)|(?:REQUESTS|CURL|AWS)_CA_BUNDLE|NODE_EXTRA_CA_CERTS|content-type",
@@ -179,13 +187,31 @@ def _remember_unless_plain(value: str) -> None:
         remember_secret(value)
 
 
+def _pieces(text: str) -> Iterator[str]:
+    """The words of a text, and the parts between the separators of settings, cookies, queries and URLs."""
+    for word in text.split():
+        if "://" not in word:
+            yield word
+        for piece in _BETWEEN.split(word):
+            yield from _BETWEEN_IN_URL.split(piece) if "://" in piece else [piece]
+
+
 def _looks_random(word: str) -> bool:
-    """Whether it has 12 characters with letters and digits, and is no path, URL or name such as `qwen2.5-7b-chat`."""
-    if len(word) < _SHORTEST_RANDOM or word.startswith(("/", "./", "../", "~")) or "://" in word:
+    """Whether it is base64, begins as tokens do, or has a part of 9 letters and digits; paths and names have none."""
+    if len(word) < _SHORTEST_RANDOM or _PATH.match(word):
         return False
-    parts = [part for part in re.split(r"[\W_]+", word) if part]
+    parts = re.split(r"[\W_]+", word)
+    if _TOKEN_PREFIX.fullmatch(word) or (_BASE64.fullmatch(word) and not all(map(_ORDINARY_PART.fullmatch, parts))):
+        return True
     mixed = any(map(str.isalpha, word)) and any(map(str.isdigit, word))
-    return mixed and not all(map(_ORDINARY_PART.fullmatch, parts))
+    return mixed and any(len(p) >= _SHORTEST_RANDOM_PART and not _ORDINARY_PART.fullmatch(p) for p in parts)
+
+
+def _remember_variable(name: str, value: str) -> None:
+    """Remembers the value of a variable with a secret name, and what stands in it between separators."""
+    if _VARIABLE.search(name.replace("-", "_")):
+        for piece in (value, *_BETWEEN.split(value)):
+            _remember_unless_plain(piece)
 
 
 def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent: bool = False) -> list[str]:
@@ -202,12 +228,16 @@ def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent:
                 "secret": secret or is_secret_key(str(name)),
                 "sent": is_sent_block(str(name), value) or (sent and not is_ordinary_variable(str(name))),
             }
-            if sent and isinstance(value, str) and _VARIABLE.search(str(name).replace("-", "_")):
-                _remember_unless_plain(value)
+            if sent and isinstance(value, str):
+                _remember_variable(str(name), value)
             unrecognised += remember_settings(value, f"{where}.{name}".removeprefix("."), **of_value)
+        if sent and isinstance(node, dict) and node.keys() >= {"name", "value"}:  # an entry of a list of variables
+            _remember_variable(str(node["name"]), str(node["value"]))
         return unrecognised
     if sent and isinstance(node, str):
-        for word in filter(_looks_random, node.split()):
+        name, _, value = node.partition("=")
+        _remember_variable(name, value)
+        for word in filter(_looks_random, _pieces(node)):
             remember_secret(word)
     recognised = not isinstance(node, str) or remember_url(node)
     if secret and isinstance(node, str | int | float) and not isinstance(node, bool) and node != "":
