@@ -22,6 +22,7 @@ from insitu.runs.episodes import Selection
 from insitu.runs.files import INDEX
 from insitu.runs.index_database import TrainingStatus
 from insitu.runs.reader import RunReader
+from insitu.runs.records import restore_calls
 from insitu.runs.summary import read_summary
 
 
@@ -108,6 +109,23 @@ def test_an_agent_may_change_the_working_directory(tmp_path: Path) -> None:
     assert "out/workflow_output.json" in out
     assert len(json.loads((tmp_path / "out/workflow_output.json").read_text())) == 4
     assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_run_of_an_earlier_release_continues_and_is_shown(project: Path) -> None:
+    """Which has fewer settings, and fewer fields of calls."""
+    code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    settings = json.loads((project / "run/run.json").read_text())
+    del settings["config"]["finetuning"]["redact"]
+    del settings["config"]["trainer_adapters"]["backend"]["training"]["kl"]["in_reward"]
+    (project / "run/run.json").write_text(json.dumps(settings))
+    code, out, err = run_project(project, "--resume")
+    assert code == 0, err
+    assert out.count("changed since") == 1  # num_epochs
+    lines = read_lines(project / "run/calls.jsonl.gz")[1:]
+    fewer = [{key: line[key] for key in line.keys() - {"logprobs_temperature", "weights"}} for line in lines[:1]]
+    [call] = restore_calls(fewer)
+    assert (call.logprobs_temperature, call.weights, call.logprobs) == (None, None, lines[0]["logprobs"])
 
 
 def test_code_may_change_the_working_directory_when_it_is_imported(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
     """The calls of one episode from its lines of `calls.jsonl.gz`."""
     calls: list[ModelCall] = []
     for record in records:
-        values = {name: record[name] for name in _CALL_FIELDS}
+        values = {name: record[name] for name in _CALL_FIELDS if name in record}  # earlier releases have fewer
         key = next((key for key in ("continues", "continues_prompt") if key in record), None)
         if key is not None:
             before = calls[record[key]]

@@ -11,7 +11,7 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.collect.shared_run import current_run
 from insitu.config import Config
-from insitu.config.resolved import differences, resolved_config
+from insitu.config.resolved import differences, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -63,9 +63,13 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
     even then, as a run continues with its own weights.
     """
     recorded = RunReader(folder).settings(required=True)
+    settings = recorded.get("config") or {}
+    recorded_keys = dict(leaves(settings))
     harmless: list[str] = []
     serious: list[str] = []
-    for key, (before, now) in differences(recorded.get("config") or {}, resolved_config(config)).items():
+    for key, (before, now) in differences(settings, resolved_config(config)).items():
+        if key not in recorded_keys and nested(config.data, key) is None:  # a key of a later release, which is not set
+            continue
         changes = harmless if any(fnmatch(key, pattern) for pattern in _HARMLESS) else serious
         changes.append(f"{key} was {before!r:.100} and is {now!r:.100}")
         if force and fnmatch(key, _MODEL):
