@@ -130,7 +130,7 @@ shutil.disk_usage = lambda path: usage(0, 0, int(pathlib.Path("free").read_text(
 """
 
 
-@pytest.mark.parametrize(("checkpoints", "warns"), [(1.9, True), (2.0, False)])
+@pytest.mark.parametrize(("checkpoints", "warns"), [(1.9, True), (2.1, False)])
 def test_a_disk_with_less_than_two_checkpoints_left_is_a_warning(
     tmp_path: Path, checkpoints: float, warns: bool, size: int
 ) -> None:

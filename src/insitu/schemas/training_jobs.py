@@ -101,7 +101,7 @@ class LoRASettings(BaseModel):
 
     model_config = _SETTINGS
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=65536)
     """Rank of the two matrices whose product is added to each weight."""
     alpha: float = Field(default=32, gt=0)
     """The product is multiplied by alpha / rank."""
