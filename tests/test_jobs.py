@@ -231,6 +231,7 @@ async def test_settings_are_checked_before_there_are_rows(loaded, tmp_path):
         assert (status, settings["mini_batch_size"], settings["betas"]) == (200, 4, [0.9, 0.999])
         for body, status, message in (
             ({"lora": {"target_modules": ["nowhere"]}}, 409, "lora.target_modules is ['nowhere']"),
+            ({"lora": {"rank": 2**61}}, 400, "lora.rank: Input should be less than or equal to 65536"),
             ({"learning_rat": 1}, 400, "learning_rat: Extra inputs are not permitted"),
             ([], 400, "the body: Input should be"),
         ):
