@@ -106,7 +106,9 @@ def test_the_card_says_how_the_model_was_trained_and_nothing_of_this_machine(
     assert card.data.tags == ["insitu", "grpo", *(["lora"] if kind == "adapters" else [])]
     assert card.data.base_model is None, "the base is a folder of this machine"
     for text in (
-        "| method | grpo |",
+        "| method | GRPO (group-relative policy optimization, arXiv:2402.03300) |",
+        "## Use",
+        "vllm serve",
         "rows.jsonl",
         "e" * 64,
         "| seed | 3 |",

@@ -162,7 +162,9 @@ def check_command(words: list[str]) -> None:
     command.make_context(name, arguments, parent=click.Context(insitu))
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze; `make test` runs it where systemd is"
+)
 def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
     unit = block("insitu.service")
     (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)

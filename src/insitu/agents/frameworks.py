@@ -107,10 +107,10 @@ class RunSteps:
         self._framework = framework
         self._open: dict[str, _Run] = {}
 
-    def _start(self, run_id: object, name: str | None, given: Any, metadata: TraceMetadata | None) -> None:
+    def _start(self, run_id: object, name: str | None, value: Any, metadata: TraceMetadata | None) -> None:
         if (scope := current_scope()) is not None:
-            self._open[str(run_id)] = _Run(scope, name, given)
-            push(self._framework, self.types[0], run_id, name, StreamEventData(input=given), scope, metadata=metadata)
+            self._open[str(run_id)] = _Run(scope, name, value)
+            push(self._framework, self.types[0], run_id, name, StreamEventData(input=value), scope, metadata=metadata)
 
     def _end(self, run_id: object, error: str | None, metadata: dict[str, Any], data: Any, **others: Any) -> None:
         """Pushes name and input as in the start, with the error or `metadata`. Ignores runs without a start."""

@@ -166,6 +166,8 @@ class CheckedCode(NamedTuple):
     first: str | None
     from_episode: list[str]
     models: dict[str, LLMRef]
+    build: Callable[..., Any] | None = None
+    """Binds an agent object to a model; None for functions."""
 
     @classmethod
     def of(cls, config: PythonConfig, name: str, file: Config) -> "CheckedCode":
@@ -174,10 +176,10 @@ class CheckedCode(NamedTuple):
         code = load_code(config.function, f"{where}.function", file.folder)
         models = {**({"model": config.model} if config.model is not None else {}), **config.models}
         if not callable(code):
-            binder(code, config.framework, f"{where}.function")
+            build = binder(code, config.framework, f"{where}.function")
             if config.model is None:
                 raise ConfigError(_no_model(where, "the agent object", file))
-            return cls(code, None, [], models)
+            return cls(code, None, [], models, build)
         if any(map(inspect.isgeneratorfunction, (code, getattr(code, "__call__", code)))):  # noqa: B004
             raise ConfigError(
                 f"{where}: {config.function} is a generator; return the answer, or declare it `async def`, and what it "
@@ -201,9 +203,9 @@ def check_functions(config: Config) -> None:
 @register_function(config_type=PythonConfig)
 async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name = name_being_built()
-    code, first, from_episode, models = CheckedCode.of(config, name, builder.config)
-    if not callable(code):  # an agent object
-        build, model = binder(code, config.framework, name), await _model(builder, models["model"], config, False)
+    code, first, from_episode, models, build = CheckedCode.of(config, name, builder.config)
+    if build is not None:  # an agent object
+        model = await _model(builder, models["model"], config, blocking=False)
         yield FunctionInfo.from_fn(_asking(build, [model], {}, config.framework))
         return
     builds = bool(models) and first is None and not from_episode

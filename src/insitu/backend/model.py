@@ -141,11 +141,11 @@ def check_patterns(where: str, settings: Mapping[str, Any], module: nn.Module) -
     patterns = [text for text in texts if re.fullmatch(r"[\w.-]*", str(text)) is None]
     if not patterns:
         return
-    given = json.dumps([patterns, [name for name, _ in module.named_modules()]]).encode()
+    question = json.dumps([patterns, [name for name, _ in module.named_modules()]]).encode()
     try:
         subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCHING],
-            input=given,
+            input=question,
             timeout=_MATCHING_SECONDS,
             check=False,  # peft says what is wrong with a pattern
             stderr=subprocess.DEVNULL,

@@ -211,8 +211,12 @@ class _RecordedStream:
 
 def _left_out(request: Any, status: int, headers: Mapping[str, str]) -> frozenset[bytes]:
     """Headers that the client does not get; for a redirect to another server, `Location`: it would send the prompt."""
-    asked = URL(str(request.url))
-    if 300 <= status < 400 and (where := headers.get("Location")) and asked.join(URL(where)).origin() != asked.origin():
+    target = URL(str(request.url))
+    if (
+        300 <= status < 400
+        and (where := headers.get("Location"))
+        and target.join(URL(where)).origin() != target.origin()
+    ):
         return frozenset((*_REWRITTEN, b"location"))
     return frozenset(_REWRITTEN)
 

@@ -11,6 +11,13 @@ from insitu import __version__
 from insitu.disk.model_files import TrainingRecord
 from insitu.runs.reader import RunReader
 
+_METHODS = {
+    "grpo": "GRPO (group-relative policy optimization, arXiv:2402.03300)",
+    "dpo": "DPO (direct preference optimization, arXiv:2305.18290)",
+    "kto": "KTO (Kahneman-Tversky optimization, arXiv:2402.01306)",
+    "sft": "supervised finetuning",
+}
+
 
 class CardSubject(NamedTuple):
     """What a card describes. `is_adapter`: only the adapter's weights, for which the base model is needed."""
@@ -29,7 +36,7 @@ def model_card(run: Path, subject: CardSubject) -> str:
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
-    lines += ["", "## Evaluation", "", *_evaluation(run, subject), ""]
+    lines += ["", "## Evaluation", "", *_evaluation(run, subject), "", "## Use", "", *_use(subject), ""]
     return "\n".join(lines)
 
 
@@ -63,7 +70,7 @@ def _summary(subject: CardSubject) -> list[str]:
 def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     record, training = subject.record, settings.get("training") or {}
     method = str(training.get("method", "unknown"))
-    yield "method", method
+    yield "method", _METHODS.get(method, method)
     lora = record.lora
     yield "trained weights", f"LoRA adapters of rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "all"
     if (dataset := settings.get("dataset")) is not None:
@@ -87,6 +94,19 @@ def _evaluation(run: Path, subject: CardSubject) -> list[str]:
         rows.append((name, f"{record['avg_reward']:.3f}", interval, record["num_examples"]))
     table = _table(("held-out rows", "mean score", "95 % interval", "episodes"), rows)
     return [*table, "", "If these weights were selected by this score, the score is optimistic."]
+
+
+def _use(subject: CardSubject) -> list[str]:
+    base, _ = _base(subject.record)
+    load, serve = 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")', "vllm serve PATH_OR_NAME"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if subject.is_adapter:
+        imports = ["from peft import PeftModel", *imports]
+        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "PATH_OR_NAME")'
+        serve = f"vllm serve {base} --enable-lora --lora-modules {subject.name.rpartition('/')[2]}=PATH_OR_NAME"
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")'
+    code = [*imports, "", f"model = {load}", tokenizer]
+    return ["```python", *code, "```", "", "With vLLM:", "", "```bash", serve, "```"]
 
 
 def _table(head: tuple[str, ...], rows: Any) -> list[str]:

@@ -112,9 +112,9 @@ def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[Row
     """The version to promote with its scores, and all validations of the run, the first of them before training."""
     best = RunReader(run).object(BEST)
     if name in (None, "best") and best is not None and best.get("checkpoint") is None:
-        raise InsituError(
-            f"nothing was promoted: the best weights of {run} are those it started from, {round(best['avg_reward'], 4)}"
-        )
+        score = best.get("avg_reward")
+        score = round(score, 4) if isinstance(score, float) else score
+        raise InsituError(f"nothing was promoted: the best weights of {run} are those it started from, {score}")
     source = open_source(run, checkpoint_of_run(run, name or "best", "--checkpoint"))
     scored = RunReader(run).scores()
     if not scored or scored[0].epoch != 0:

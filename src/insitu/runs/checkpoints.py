@@ -110,7 +110,7 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     if not (run / BEST).exists():
         raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")
     record = read_object(run / BEST)
-    note = f"the best of {run}: {round(record['avg_reward'], 4)} at epoch {record.get('epoch')}"
+    note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
     checkpoint = record.get("checkpoint")
     if checkpoint is None:
         return Checkpoint(None, f"{note}, before training")

@@ -120,7 +120,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     @property
     def _evaluates(self) -> bool:
-        """Whether it has a `run_eval` of its own, whose episodes are used instead of running the workflow."""
+        """Whether the builder overrides `run_eval`, which is then called instead of running the workflow."""
         return getattr(self.run_eval, "__func__", None) is not TrajectoryBuilder.run_eval
 
     @property

@@ -1,4 +1,4 @@
-"""Log lines with times on standard error, as text or as JSON objects, for whoever collects them."""
+"""Log lines with timestamps on standard error, as text or JSON, for log collectors."""
 
 import io
 import json

@@ -208,7 +208,7 @@ def _looks_random(word: str) -> bool:
 
 
 def _remember_variable(name: str, value: str) -> None:
-    """Remembers the value of a variable with a secret name, and what stands in it between separators."""
+    """Remembers a variable's value, and its parts between separators, if the name says that it is secret."""
     if _VARIABLE.search(name.replace("-", "_")):
         for piece in (value, *_BETWEEN.split(value)):
             _remember_unless_plain(piece)

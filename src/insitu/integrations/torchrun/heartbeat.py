@@ -33,7 +33,7 @@ def start_beating(folder: Path, rank: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends: torchrun puts ranks into sessions of their own."""
+    """Asks the kernel to kill this process when its parent ends: torchrun starts each rank in its own session."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL.value)
 
