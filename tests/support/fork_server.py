@@ -96,7 +96,7 @@ def main(address: str, python: str) -> None:
                     client.sendall(f"{pid}\n".encode())
             else:
                 for pid, client in running.items():
-                    if client in ready and not client.recv(1):
+                    if client in ready and is_gone(client):
                         os.kill(pid, signal.SIGKILL)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
@@ -147,6 +147,13 @@ def receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
             return None, []
         data += more
     return json.loads(data), descriptors
+
+
+def is_gone(client: socket.socket) -> bool:
+    try:
+        return not client.recv(1)
+    except ConnectionResetError:  # it was killed before it read the number that was sent last
+        return True
 
 
 def report_ended(running: dict[int, socket.socket]) -> Iterator[socket.socket]:
