@@ -41,9 +41,10 @@ def test_nothing_to_compare_is_exactly_zero(group, baseline, scale):
     assert group_advantages(group, AdvantageConfig(baseline=baseline, scale=scale)) == [0.0] * len(group)
 
 
-def test_a_reward_that_is_no_number_is_refused():
-    with pytest.raises(TrajectoryError, match="reward 1 of the group is nan"):
-        group_advantages([1.0, float("nan")], AdvantageConfig())
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1e200])
+def test_a_reward_whose_square_is_no_number_is_refused(reward):
+    with pytest.raises(TrajectoryError, match="reward 1 of the group is "):
+        group_advantages([1.0, reward], AdvantageConfig())
 
 
 def test_misspelt_conventions_are_refused():

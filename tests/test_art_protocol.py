@@ -469,3 +469,14 @@ async def test_numbers_that_python_does_not_read_are_refused(loaded, tmp_path):
         assert text.count("token_id:") > 2
         for body in (re.sub(r"token_id:\d+", f"token_id:{many}", text, count=1), text.replace('"0.1"', many)):
             assert (await client.post("/_train_model", content=body)).status_code < 500
+
+
+@pytest.mark.parametrize("changes", [{"reward": -1e200}, {"metrics": {"won": 1e200}}])
+async def test_numbers_whose_squares_python_cannot_compute_are_refused(loaded, tmp_path, changes):
+    trained = groups()
+    trained[0]["trajectories"][0] |= changes
+    async with serving(loaded, tmp_path) as client:
+        await step(client)
+        reply = await client.post("/_train_model", json=training(trained=trained))
+        assert reply.status_code == 422, reply.text
+        assert f"trajectories.0.{next(iter(changes))}" in reply.text
