@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.finetuning import MAX_REWARD, Trajectory
 
 
 class TrainedCalls(NamedTuple):
@@ -121,8 +121,9 @@ def member_advantages(
     """
     for index, member in enumerate(returns):
         for value in member:
-            if not math.isfinite(value):
-                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: finite numbers")
+            if not abs(value) <= MAX_REWARD:  # NaN too
+                allowed = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {allowed}")
     members = [index for index, member in enumerate(returns) if member]
     if len(members) < 2 or len({value for member in returns for value in member}) < 2:
         return [[0.0] * len(member) for member in returns]

@@ -25,6 +25,7 @@ from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import Temperature
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
+from insitu.schemas.finetuning import MAX_REWARD
 from insitu.wire.http_format import parse_token_ids
 from insitu.wire.http_server import validation_refusal
 
@@ -183,10 +184,13 @@ def _order_keys(keys: Mapping[str, Any], first: tuple[str, ...]) -> dict[str, An
     return {key: keys[key] for key in (*first, *keys) if key in keys}
 
 
+_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
 def _numbers(metrics: Any) -> Any:
     if not isinstance(metrics, dict):
         return metrics
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+    return {key: +value for key, value in metrics.items() if isinstance(value, int | float)}
 
 
 class ArtHistory(_Body):
@@ -203,8 +207,8 @@ class ArtHistory(_Body):
 class ArtTrajectory(ArtHistory):
     """A conversation with its reward, and those that belong to it."""
 
-    reward: float = 0.0
-    metrics: Annotated[dict[str, float], BeforeValidator(_numbers)] = {}
+    reward: _Number = 0.0
+    metrics: Annotated[dict[str, _Number], BeforeValidator(_numbers)] = {}
     additional_histories: Annotated[list[ArtHistory], StopAtFirstError()] = []
 
     @property
