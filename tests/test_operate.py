@@ -10,12 +10,13 @@ import sys
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
 import pytest
 from factories import digits_project, read_lines, recorded_run, write_rows
-from processes import run, run_project, serving, start
+from processes import HANGS, run, run_project, serving, start
 
 from insitu.cli import insitu
 
@@ -223,3 +224,36 @@ def test_the_lines_of_a_run_have_times_and_may_be_json(tmp_path: Path) -> None:
     refused = run("--log_format", "json", "finetune", "missing.yml", folder=project)
     (line,) = map(json.loads, refused.stderr.splitlines())
     assert (refused.returncode, line["level"], line["message"][:7]) == (2, "ERROR", "error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("finetune",), 2, "error: Missing the YAML file: "),
+        (("finetune", "a.yml", "--nothing"), 2, "error: No such option '--nothing'"),
+        (("nothing",), 2, "error: No such command 'nothing'"),
+        (("--nothing", "finetune"), 2, "error: No such option '--nothing'"),
+        (("backend", "--model", "./nowhere", "--port", "0"), 1, "insitu backend: "),
+    ],
+)
+def test_the_reason_for_an_end_is_one_line_of_json(tmp_path: Path, arguments: Any, code: int, said: str) -> None:
+    for option in (("--log_format", "json"), ("--log-format=json",)):
+        done = run(*option, *arguments, folder=tmp_path)
+        (line,) = map(json.loads, done.stderr.splitlines())
+        assert (done.returncode, line["level"], line["logger"]) == (code, "ERROR", "insitu"), line
+        assert line["message"].startswith(said)
+
+
+def test_notes_and_the_end_by_a_signal_are_lines_of_json(tmp_path: Path) -> None:
+    project = digits_project(tmp_path, rows=2)
+    best = recorded_run(project / "earlier", [0.0] * 2, [1.0] * 2)
+    served = ("serve", "config.yml", "--port", "0", "--checkpoint", best)
+    trained = ("finetune", "config.yml", "-o", "finetuning.num_epochs", "200")
+    messages, metrics = [], project / "run/training_metrics.jsonl"
+    for command in (served, trained):
+        with start("--log_format", "json", *command, folder=project) as process:
+            process.stdout.readline() if command is served else process.wait_until(metrics.exists)
+            process.terminate()
+            messages += [json.loads(line)["message"] for line in process.communicate(HANGS)[1].splitlines()]
+    assert messages[0].startswith("checkpoint: ")
+    assert messages[-1] == "interrupted"

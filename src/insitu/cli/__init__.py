@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import re
 import sys
 
 import click
@@ -61,8 +62,6 @@ def insitu(verbose: int, log_format: str | None) -> None:
         from insitu.wire.log_lines import configure_logging
 
         configure_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)], log_format)
-        global _logs
-        _logs = log_format is not None
         if verbose == 1:
             for name in ("httpx", "httpx2"):  # they log a line per request
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -89,7 +88,11 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
     redact_stream(sys.stdout)
     redact_stream(sys.stderr)
-    code = _run()
+    if json_lines := re.search(r"(?:^|\0)--log[-_]format[=\0]json(?:\0|$)", "\0".join(sys.argv[1:])) is not None:
+        from insitu.wire.log_lines import write_json_lines
+
+        write_json_lines(sys.stderr)
+    code = _run(json_lines)
     event_loop = sys.modules.get("insitu.collect.event_loop")
     if event_loop is not None and event_loop.left_behind:  # Python would wait for what does not end
         sys.stdout.flush()
@@ -98,21 +101,14 @@ def main() -> None:
     sys.exit(code)
 
 
-_logs = False
-"""Whether --log_format is given."""
-
-
 def _say(text: str) -> None:
     """Says why a command ends; with --log_format as a log line."""
-    if _logs:
-        import logging
+    from insitu.wire.log_lines import log_line
 
-        logging.getLogger("insitu").error("%s", text)
-    else:
-        print(text, file=sys.stderr)
+    print(log_line(text), file=sys.stderr)
 
 
-def _run() -> int:
+def _run(json_lines: bool) -> int:
     from insitu.errors import ConfigError, InsituError, memory_problem
 
     _warn_of_original_toolkit()
@@ -121,7 +117,7 @@ def _run() -> int:
     try:
         code = insitu.main(standalone_mode=False)  # the argument of ctx.exit()
     except click.ClickException as error:
-        error.show()
+        _say(f"error: {error.format_message()}") if json_lines else error.show()
         return 2
     except click.exceptions.Exit as error:
         return error.exit_code

@@ -12,6 +12,7 @@ import click
 from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE, BackendOptions
 from insitu.cli import options
 from insitu.errors import InsituError, install_command, memory_problem
+from insitu.wire.log_lines import log_line
 
 
 def serve(backend_options: BackendOptions) -> int:
@@ -28,13 +29,14 @@ def serve(backend_options: BackendOptions) -> int:
         if memory_problem(error) is not None:
             raise
         install = install_command("local")
-        print(f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}", file=sys.stderr)
+        problem = f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}"
+        print(log_line(problem), file=sys.stderr)
         return 2
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
     except InsituError as error:
-        print(f"insitu backend: {error}", file=sys.stderr)
+        print(log_line(f"insitu backend: {error}"), file=sys.stderr)
         return 1
     sys.stdout.flush()
     # Does not join the training thread, whose current step can take long and is discarded.

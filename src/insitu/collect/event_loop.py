@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from insitu.errors import InsituError, Stalled, describe_error, users_place
 from insitu.gateway.programs import kill_programs
+from insitu.wire.log_lines import log_line
 from insitu.wire.redaction import outlive_readers
 from insitu.wire.signals import stop_signals
 
@@ -185,7 +186,7 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
 def _end_process(message: str, code: int) -> None:
     """Ends the process without cleanup, which a blocked event loop prevents."""
     with suppress(OSError):  # its terminal may be gone
-        os.write(sys.stderr.fileno(), f"{message}\n".encode(errors="replace"))
+        os.write(sys.stderr.fileno(), f"{log_line(message)}\n".encode(errors="replace"))
     kill_programs()
     os._exit(code)  # the backend process notices that its parent is gone
 

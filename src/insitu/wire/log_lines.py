@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from datetime import UTC, datetime
+from typing import TextIO
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _progress = logging.getLogger("insitu.run")
@@ -18,13 +19,42 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+_formatter: logging.Formatter | None = None
+"""Set by --log_format."""
+
+
 def configure_logging(level: int, log_format: str | None) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    global _formatter
+    handler, formatter = logging.StreamHandler(), _JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT)
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level, handlers=[handler])
     if log_format is not None:
+        _formatter = formatter
         logging.captureWarnings(True)
         _progress.setLevel(min(level, logging.INFO))
+
+
+def log_line(text: str, level: int = logging.ERROR) -> str:
+    """A text as a log line, if --log_format is given."""
+    record = logging.LogRecord("insitu", level, "", 0, text, None, None)
+    return text if _formatter is None else _formatter.format(record)
+
+
+def write_json_lines(stream: TextIO) -> None:
+    """From now on, lines written to a stream become log lines in JSON, unless they are; blank ones are left out."""
+    global _formatter
+    _formatter, write, rest = _JsonFormatter(), stream.write, ""
+
+    def write_lines(text: str) -> int:
+        nonlocal rest
+        if text.startswith('{"time": "'):
+            return write(text.rstrip("\n") + "\n")
+        *lines, rest = (rest + text).split("\n")
+        for line in filter(str.strip, lines):
+            write(log_line(line, logging.INFO) + "\n")
+        return len(text)
+
+    stream.write = write_lines  # type: ignore[method-assign]
 
 
 class ProgressLog(io.StringIO):
