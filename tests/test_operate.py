@@ -82,6 +82,31 @@ def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     assert values[("insitu_dropped_episodes_total", "run", "workflow_error")] >= failed > 0
 
 
+def test_the_port_of_a_run_is_probed_by_any_name(tmp_path: Path) -> None:
+    """Its refusals name what exists for it: variables and keys, no options."""
+    project = digits_project(tmp_path, rows=2)
+    options = ("-o", "finetuning.num_epochs", "200", "-o", "general.metrics_port", "0")
+    beyond = ("-o", "general.metrics_host", "0.0.0.0")
+    code, _, err = run_project(project, *options, *beyond)
+    problem = "general.metrics_host is '0.0.0.0', which other machines can connect to: set INSITU_METRICS_TOKEN"
+    assert (code, err) == (2, f"error: {problem}\n")
+    for further, token in (((), {}), (beyond, {"INSITU_METRICS_TOKEN": "of-the-metrics"})):
+        with start("finetune", "config.yml", *options, *further, folder=project, **token) as process:
+            lines = iter(process.stdout.readline, "")
+            address = (
+                next(line for line in lines if line.startswith("metrics: ")).split()[1].replace("0.0.0.0", "127.1")
+            )
+            foreign = {"Host": "run.example:9100"}
+            assert httpx.get(address.removesuffix("metrics") + "health", headers=foreign).status_code == 200
+            refused = httpx.get(address, headers=foreign)
+            assert refused.status_code == (401 if token else 403)
+            assert "INSITU_METRICS_TOKEN" in refused.text
+            assert "--" not in refused.text
+            if token:
+                foreign["Authorization"] = "Bearer of-the-metrics"
+                assert httpx.get(address, headers=foreign).status_code == 200
+
+
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     digits_project(tmp_path, rows=2)
     with socket.create_server(("127.0.0.1", 0)) as other:
