@@ -207,8 +207,8 @@ import yaml
 
 def make(name):
     def agent(question, model, row):
-        if question == "boom":
-            raise LookupError(name)
+        if question in ("boom", "exit"):
+            raise LookupError(name) if question == "boom" else SystemExit(3)
         return [model.ask(question), row]
     return agent
 
@@ -221,12 +221,16 @@ with run:
         run.ask("boom")
     except LookupError as error:
         answers.append(str(error))
+    try:
+        run.ask("exit")
+    except SystemExit as error:
+        assert error.code == 3
 model = run.model()
 model.close()
 for wrong in (model.__enter__, lambda: insitu.Run(run.folder, config={}), lambda: run.ask("Row 0", checkpoint=1)):
     try:
         wrong()
-    except insitu.InsituError as error:
+    except (insitu.InsituError, TypeError) as error:
         answers.append(str(error))
 settings = yaml.safe_load((run.folder / "config.yml").read_text())
 settings["workflow"] = {"_type": "python", "function": "my_script:answer", "model": "student"}
@@ -242,10 +246,11 @@ run.ask("Row 0")
     first, second, raised, *refused = shown["answers"]
     assert len(refused) == 3
     assert "it was closed before it was used" in refused[0]
-    assert "config must be the path of a file" in refused[1]
+    assert refused[1] == "config is a dict; it must be the path of a file, as str or Path, or None"
     assert "1 is not a checkpoint; allowed: best, latest, step_N" in refused[2]
     assert (first[1], second[1]) == ({"question": "Row 0"}, {"question": "Row 1", "answer": "7"})
     assert raised == "mine"
+    assert "the run continues" not in printed
     assert isinstance(shown["other"], str)
     assert re.search(r"functions.<workflow>.function was 'session:.*agent' and is 'my_script:answer'", printed)
     assert re.search(
@@ -301,6 +306,11 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
             "ConfigError: a score, model must be given, or config, a file that names them",
         ),
         (
+            "finetune(score=score, train=ROWS, model=MODEL)",
+            r"ConfigError: an agent must be given (in place of an agent: url= or workflow=, for a service or a "
+            "program), or config, a file that names them",
+        ),
+        (
             "finetune(answer, score, train=ROWS, model=MODEL, trainer={})",
             "ConfigError: the keyword 'trainer' does not exist",
         ),
@@ -310,7 +320,7 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
         ),
         (
             "finetune(answer, score, train=7, model=MODEL)",
-            "ConfigError: rows is a int; it must be a path, a list of rows",
+            "ConfigError: rows is an int; it must be a path, a list of rows",
         ),
         (
             "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",

@@ -31,7 +31,7 @@ def make_run(folder: Path, steps: int = 3, best: Any = "backend/checkpoints/step
 
 def test_a_backend_serves_the_weights_of_a_run(tmp_path: Path) -> None:
     better = recorded_run(tmp_path / "better", [0.0] * 3, [1.0] * 3, [0.5] * 3)
-    for name, step in (("better/best", 1), ("better/latest", 2), ("better", 1)):
+    for name, step in (("better/best", 1), ("better/latest", 2), ("better", 1), ("better/step_000002", 2)):
         assert model_of_run(str(tmp_path / name), "--model") == str(better / f"backend/checkpoints/step_00000{step}")
     for model in ("Qwen/Qwen2.5-0.5B", "best", str(tmp_path / "better-base"), str(tmp_path / "nowhere/best")):
         assert model_of_run(model, "--model") == model
@@ -83,6 +83,8 @@ def test_an_adapter_whose_name_has_a_dot_starts_from_a_checkpoint(config: Config
         ("runs/agent", 2, "the best of "),
         ("runs/agent/latest", 3, "the latest of "),
         ("runs/agent/best", 2, "the best of "),
+        ("step_000001", 1, "of runs/agent"),
+        ("runs/agent/step_000001", 1, "of "),
         ("runs/agent/backend/checkpoints/step_000001", 1, None),
     ],
 )
@@ -136,6 +138,12 @@ def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> 
         ("runs/nowhere/best", "--checkpoint: 'runs/nowhere' does not exist"),
         ("runs/nowhere", "--checkpoint: 'runs/nowhere' does not exist"),
         ("runs/remote/latest", "checkpoints holds no checkpoints; a backend at a url keeps its own elsewhere"),
+        ("runs/failed/latest", "checkpoints holds no checkpoints; no job of the run has completed"),
+        (
+            "step_000004",
+            "runs/agent/backend/checkpoints/step_000004 was deleted or never made; checkpoints there: step_000001, ",
+        ),
+        ("runs/agent/step_000004", "runs/agent/backend/checkpoints/step_000004 was deleted or never made; "),
         ("runs/remote/best", "best.json names /srv/gpu/step_000009, which does not exist here"),
         ("runs/damaged/best", "best.json is not JSON"),
         (
@@ -148,6 +156,8 @@ def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> 
 )
 def test_what_is_not_there_is_named(config: Config, name: str, says: str) -> None:
     make_run(Path("runs/remote"), steps=0, best="/srv/gpu/step_000009")
+    settings = {"finetuning": {"trainer_adapter": "a"}, "trainer_adapters": {"a": {"model": "m"}}}
+    (make_run(Path("runs/failed"), steps=0) / "run.json").write_text(json.dumps({"config": settings}))
     (make_run(Path("runs/damaged")) / "best.json").write_text('{"avg')
     shutil.rmtree(make_run(Path("runs/unkept")) / "backend/checkpoints/step_000002")
     with pytest.raises(InsituError) as caught:
@@ -158,7 +168,7 @@ def test_what_is_not_there_is_named(config: Config, name: str, says: str) -> Non
 def test_best_needs_a_run_in_the_output_dir(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(write({"finetuning": {"output_dir": "runs/agent"}}))
-    with pytest.raises(
-        ConfigError, match=r"--checkpoint: best is of the run in finetuning\.output_dir, but runs/agent"
-    ):
-        find_checkpoint(config, "best", "--checkpoint")
+    for name in ("best", "step_000002"):
+        said = rf"--checkpoint: {name} is of the run in finetuning\.output_dir, but runs/agent holds no run"
+        with pytest.raises(ConfigError, match=rf"{said}; .* RUN_DIR/{name}"):
+            find_checkpoint(config, name, "--checkpoint")

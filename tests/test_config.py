@@ -326,7 +326,7 @@ def test_references_must_lead_somewhere(write: Any) -> None:
             "trainer": "t",
             "trajectory_builder": "b",
             "trainer_adapter": "a",
-            "reward_function": {"name": "judge"},
+            "reward_function": {"name": "-judge"},
             "target_functions": ["<workflow>", "f", "g"],
             "target_model": "bigger",
         },
@@ -341,12 +341,12 @@ def test_references_must_lead_somewhere(write: Any) -> None:
         "finetuning.trainer: 't'",
         "finetuning.trajectory_builder: 'b'",
         "finetuning.trainer_adapter: 'a'",
-        "finetuning.reward_function.name: 'judge'",
+        "finetuning.reward_function.name: '-judge'",
         "finetuning.target_functions: 'g'",
         "finetuning.target_model: 'bigger'",
     ):
         assert f"{place} does not exist" in message
-    assert "available: score under eval.evaluators" in message
+    assert "available: -score under eval.evaluators" in message
     assert "available: m, big" in message
     assert "'f'" not in message
 

@@ -245,6 +245,11 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(run: Path) -> None
             free,
             f"error: RUN_DIR: {run} has no scores of 'taste'; available: other, score ",
         ),
+        (
+            ("sft", "--reward=-taste"),
+            free,
+            f"error: RUN_DIR: {run} has no scores of '-taste'; available: -other, -score ",
+        ),
     ]
     for options, output, problem in cases:
         code, err = refused(run, *options, output=output)

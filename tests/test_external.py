@@ -208,9 +208,9 @@ def running(pid: Path) -> bool:
 
 
 @asynccontextmanager
-async def service(handler: Any) -> AsyncIterator[str]:
+async def service(handler: Any, route: str = "/run") -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/run", handler)
+    app.router.add_post(route, handler)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -437,7 +437,7 @@ def test_a_service_is_trained(tmp_path: Path) -> None:
 
 BODY = {
     "messages": [{"role": "user", "content": "Level {level}: {input}"}],
-    "options": {"level": "{level}", "user": "row-{row_id}", "format": "{{}", "n": 1},
+    "options": {"level": "{level}", "user": "row-{row_id}", "format": "{{}}", "none": "{city}", "n": 1},
 }
 
 
@@ -446,10 +446,11 @@ BODY = {
     [
         ({"model_url": {"body": "options.model.base_url"}}, "body"),
         (
-            {"model_url": {"header": "X-Model-Url", "api": "anthropic"}, "headers": {"X-Key": "of the service"}},
+            {"model_url": {"header": "X-Model-Url", "api": "anthropic"}, "headers": {"X-Key": "of level {level}"}},
             "header",
         ),
         ({"model_url": {"query": "model"}}, "query"),
+        ({"model_url": {"body": "messages[0].url"}}, "message"),
     ],
 )
 async def test_a_service_is_asked_as_it_expects(
@@ -461,26 +462,42 @@ async def test_a_service_is_asked_as_it_expects(
 
     seen: list[tuple[web.Request, dict[str, Any]]] = []
     async with service(reply) as url:
-        block = {"_type": "http", "url": f"{url}?v=2", "body": BODY, "answer": "$.choices[0].text", **block}
+        block = {"_type": "http", "url": f"{url}?v=2&q={{input}}", "body": BODY, "answer": "$.choices[0].text", **block}
         async with workflow(tmp_path, server.base_url, block) as program:
             with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
-                scope.row = {"id": 7, "level": 3}
-                assert await program.ainvoke("hi {level}") == "right"
+                scope.row = {"id": 7, "level": 3, "city": None}
+                assert await program.ainvoke("hi {level} & a=b/+%") == "right"
     ((request, body),) = seen
     sent = {
         "header": request.headers.get("X-Model-Url"),
         "query": request.query.get("model"),
         "body": body["options"].pop("model", {}).get("base_url"),
+        "message": body["messages"][0].pop("url", None),
     }
     assert [name for name, model_url in sent.items() if model_url] == [place]
     end = "" if place == "header" else "/v1"
     assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/e/insitu-ep-[\w-]{{24}}{end}", str(sent[place]))
     assert body == {
-        "messages": [{"role": "user", "content": "Level 3: hi {level}"}],
-        "options": {"level": 3, "user": "row-7", "format": "{}", "n": 1},
+        "messages": [{"role": "user", "content": "Level 3: hi {level} & a=b/+%"}],
+        "options": {"level": 3, "user": "row-7", "format": "{}", "none": None, "n": 1},
     }
-    assert request.query["v"] == "2"
-    assert request.headers.get("X-Key") == block.get("headers", {}).get("X-Key")
+    assert {**request.query, "model": None} == {"v": "2", "q": "hi {level} & a=b/+%", "model": None}
+    assert request.headers.get("X-Key") == ("of level 3" if "headers" in block else None)
+
+
+async def test_values_are_percent_encoded_in_the_path(tmp_path: Path, server: FakeOpenAI) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.json_response({"output": request.raw_path})
+
+    async with service(reply, "/{path:.*}") as url:
+        block = {"_type": "http", "url": f"{url}/{{city}}/x"}  # a path below /run
+        async with workflow(tmp_path, server.base_url, block) as program:
+            with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
+                scope.row = {"city": "a/../ü?#{id}"}
+                assert await program.ainvoke("hi") == "/run/a%2F..%2F%C3%BC%3F%23%7Bid%7D/x"
+                scope.row = {"city": ".."}
+                with pytest.raises(WorkflowError, match=r"workflow.url: row '7': a value would lead to another path"):
+                    await program.ainvoke("hi")
 
 
 @pytest.mark.parametrize(
@@ -490,8 +507,11 @@ async def test_a_service_is_asked_as_it_expects(
             {"body": {"options": [{"text": "a {levle}"}]}},
             {},
             r"workflow.body.options\[0\].text: row '7': the placeholder 'levle' does not exist .did you mean "
-            r"'level'\?.; available: id, level, input, row_id \(write {{ for a brace\)",
+            r"'level'\?.; available: id, level, city, lines, input, row_id \(write {{ for a brace\)",
         ),
+        ({"body": {"text": "in {city}"}}, {}, r"workflow.body.text: row '7': city is null, which no text can hold"),
+        ({"headers": {"X-City": "{city}"}}, {}, r"workflow.headers.X-City: row '7': city is null"),
+        ({"headers": {"X-City": "a {lines}"}}, {}, r"workflow.headers.X-City: row '7': a value has a line break"),
         (
             {"answer": "$.reply"},
             {"answer": 1},
@@ -512,7 +532,7 @@ async def test_a_request_that_cannot_be_made_or_understood_is_named(
         block = {"_type": "http", "url": url, "body": {}, "model_url": {"header": "X-Model"}, **block}
         async with workflow(tmp_path, server.base_url, block) as program:
             with EpisodeScope(key=EpisodeKey("r", 0, "7", 0)) as scope:
-                scope.row = {"id": 7, "level": 3}
+                scope.row = {"id": 7, "level": 3, "city": None, "lines": "a\r\nb"}
                 with pytest.raises(WorkflowError, match=said):
                     await program.ainvoke("hi")
 
@@ -527,7 +547,25 @@ async def test_a_request_that_cannot_be_made_or_understood_is_named(
         ({"body": {}, "model_url": {"api": "anthropic"}}, "model_url must say where"),
         (
             {"body": {"a": ["x"]}, "model_url": {"body": "a.b"}},
-            "model_url.body is 'a.b', which is in no mapping of body",
+            "model_url.body is 'a.b', which is in no mapping or list of body",
+        ),
+        (
+            {"body": {"a": [{}]}, "model_url": {"body": "a[1].b"}},
+            r"model_url.body is 'a\[1\].b', which is in no mapping or list of body",
+        ),
+        ({"body": {}, "model_url": {"body": "a..b"}}, "model_url.body is 'a..b', which is in no mapping"),
+        ({"url": "http://{input}:80/run"}, "workflow: url has a placeholder in its host"),
+        ({"url": "http://127.0.0.1:9/run/{input"}, "workflow: url has a brace without its counterpart .write {{"),
+        ({"headers": {"X-A": "a\nb"}}, "workflow: headers.X-A has a line break"),
+        ({"headers": {"X-A": "{input}}"}}, "workflow: headers.X-A has a brace without its counterpart .write {{"),
+        ({"headers": {"X {input}": "a"}}, "workflow: 'X {input}' cannot be the name of a header"),
+        (
+            {"body": {"a": [{"{input}": 1}]}, "model_url": {"header": "X"}},
+            r"workflow: body.a\[0\]: the key '{input}' has a placeholder, which only values may have",
+        ),
+        (
+            {"body": {"a": ["a {b"]}, "model_url": {"header": "X"}},
+            r"workflow: body.a\[0\] has a brace without its counterpart: 'a {b' .write {{ for a brace",
         ),
         ({"model_url": {"haeder": "X"}}, "key 'haeder' does not exist .did you mean 'header'"),
         ({"answer": "reply"}, r"workflow.answer: answer 'reply' is not a JSONPath such as \$.answer"),
@@ -542,6 +580,28 @@ def test_a_wrong_contract_of_a_service_is_told_before_anything_starts(
     (tmp_path / "config.yml").write_text(json.dumps({"llms": models, "workflow": block}))
     with pytest.raises(ConfigError, match=said):
         load_config(tmp_path / "config.yml")
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"url": "http://127.0.0.1:9/run?q={citty}"}, "workflow.url"),
+        ({"headers": {"X-City": "of {citty}"}}, "workflow.headers.X-City"),
+        ({"body": {"a": [{"b": "in {citty}"}]}, "model_url": {"header": "X"}}, r"workflow.body.a\[0\].b"),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "eval"])
+def test_a_placeholder_without_a_column_is_told_before_anything_starts(
+    tmp_path: Path, block: dict[str, Any], key: str, command: str
+) -> None:
+    digits_project(tmp_path, workflow={"_type": "http", "url": "http://127.0.0.1:9/run", **block}, rows=1)
+    (tmp_path / "rows.jsonl").write_text('{"id": 0, "question": "?", "city": "Rome"}\n')
+    code, _, err = run_project(tmp_path, command=command)
+    assert code == 2
+    said = (
+        r"the placeholder 'citty' does not exist \(did you mean 'city'\?\); available: .*city.*, input, row_id \(write"
+    )
+    assert re.search(f"^error: dataset .*rows.jsonl does not fit {key}: {said}", err), err
 
 
 SCRIPT = """

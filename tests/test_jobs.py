@@ -181,10 +181,8 @@ async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
         lines([row(), row(episode="c")]),
         lines([row()]),
         lines(mine, SETTINGS | {"learning_rate": 0.5}),
-        gzip.compress(lines(mine))[:-9],
-        b"{",
-        b"",
     ]
+    garbage = [gzip.compress(lines(mine))[:-9], b"{", b"", lines(mine)[:-9], lines(mine) + b"no row"]
 
     async def answers(backend) -> list[bool]:
         bodies = [
@@ -200,6 +198,11 @@ async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
     async with serving(loaded, tmp_path) as backend:
         _, first = await backend.post(lines(mine), Idempotency_Key="run/1")
         assert not first["body_differs"]
+        for body in garbage:
+            encoding = {"Content_Encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {}
+            assert (await backend.post(body, Idempotency_Key="run/1", **encoding))[0] == 400
+        status, refused = await backend.post(lines(mine), Idempotency_Key="")
+        assert (status, refused["error"]["message"][:24]) == (400, "Idempotency-Key is empty")
         assert await answers(backend) == expected
         await backend.events(first["id"])
         assert await answers(backend) == expected

@@ -10,12 +10,13 @@ import sys
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
 import pytest
 from factories import digits_project, read_lines, recorded_run, write_rows
-from processes import run, run_project, serving, start
+from processes import HANGS, run, run_project, serving, start
 
 from insitu.cli import insitu
 
@@ -79,6 +80,31 @@ def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     assert values[("insitu_held_out_score", "run")] == scores[0]
     failed = sum(metrics[each]["dropped"].get("workflow_error", 0) for each in range(1, epoch + 1))
     assert values[("insitu_dropped_episodes_total", "run", "workflow_error")] >= failed > 0
+
+
+def test_the_port_of_a_run_is_probed_by_any_name(tmp_path: Path) -> None:
+    """Its refusals name what exists for it: variables and keys, no options."""
+    project = digits_project(tmp_path, rows=2)
+    options = ("-o", "finetuning.num_epochs", "200", "-o", "general.metrics_port", "0")
+    beyond = ("-o", "general.metrics_host", "0.0.0.0")
+    code, _, err = run_project(project, *options, *beyond)
+    problem = "general.metrics_host is '0.0.0.0', which other machines can connect to: set INSITU_METRICS_TOKEN"
+    assert (code, err) == (2, f"error: {problem}\n")
+    for further, token in (((), {}), (beyond, {"INSITU_METRICS_TOKEN": "of-the-metrics"})):
+        with start("finetune", "config.yml", *options, *further, folder=project, **token) as process:
+            lines = iter(process.stdout.readline, "")
+            address = (
+                next(line for line in lines if line.startswith("metrics: ")).split()[1].replace("0.0.0.0", "127.1")
+            )
+            foreign = {"Host": "run.example:9100"}
+            assert httpx.get(address.removesuffix("metrics") + "health", headers=foreign).status_code == 200
+            refused = httpx.get(address, headers=foreign)
+            assert refused.status_code == (401 if token else 403)
+            assert "INSITU_METRICS_TOKEN" in refused.text
+            assert "--" not in refused.text
+            if token:
+                foreign["Authorization"] = "Bearer of-the-metrics"
+                assert httpx.get(address, headers=foreign).status_code == 200
 
 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
@@ -223,3 +249,36 @@ def test_the_lines_of_a_run_have_times_and_may_be_json(tmp_path: Path) -> None:
     refused = run("--log_format", "json", "finetune", "missing.yml", folder=project)
     (line,) = map(json.loads, refused.stderr.splitlines())
     assert (refused.returncode, line["level"], line["message"][:7]) == (2, "ERROR", "error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("finetune",), 2, "error: Missing the YAML file: "),
+        (("finetune", "a.yml", "--nothing"), 2, "error: No such option '--nothing'"),
+        (("nothing",), 2, "error: No such command 'nothing'"),
+        (("--nothing", "finetune"), 2, "error: No such option '--nothing'"),
+        (("backend", "--model", "./nowhere", "--port", "0"), 1, "insitu backend: "),
+    ],
+)
+def test_the_reason_for_an_end_is_one_line_of_json(tmp_path: Path, arguments: Any, code: int, said: str) -> None:
+    for option in (("--log_format", "json"), ("--log-format=json",)):
+        done = run(*option, *arguments, folder=tmp_path)
+        (line,) = map(json.loads, done.stderr.splitlines())
+        assert (done.returncode, line["level"], line["logger"]) == (code, "ERROR", "insitu"), line
+        assert line["message"].startswith(said)
+
+
+def test_notes_and_the_end_by_a_signal_are_lines_of_json(tmp_path: Path) -> None:
+    project = digits_project(tmp_path, rows=2)
+    best = recorded_run(project / "earlier", [0.0] * 2, [1.0] * 2)
+    served = ("serve", "config.yml", "--port", "0", "--checkpoint", best)
+    trained = ("finetune", "config.yml", "-o", "finetuning.num_epochs", "200")
+    messages, metrics = [], project / "run/training_metrics.jsonl"
+    for command in (served, trained):
+        with start("--log_format", "json", *command, folder=project) as process:
+            process.stdout.readline() if command is served else process.wait_until(metrics.exists)
+            process.terminate()
+            messages += [json.loads(line)["message"] for line in process.communicate(HANGS)[1].splitlines()]
+    assert messages[0].startswith("checkpoint: ")
+    assert messages[-1] == "interrupted"

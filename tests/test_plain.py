@@ -144,7 +144,7 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
             {},
             ["workflow.function is 'answer'; it must be MODULE:NAME or FILE.py:NAME, such as "],
         ),
-        ({"function": "my_agent:number"}, {}, ["workflow.function: my_agent:number is a int; it must be a function"]),
+        ({"function": "my_agent:number"}, {}, ["workflow.function: my_agent:number is an int; it must be a function"]),
         (
             {"model": "nobody"},
             {"function": "x"},
@@ -234,6 +234,9 @@ def test_an_agent_that_fails_says_so_before_the_first_epoch(tmp_path: Path, func
     _, out, _ = run_project(tmp_path, "-o", "finetuning.num_epochs", 1)
     assert problem in " ".join(out.split())
     assert out.index("played once") < out.index("epoch 1")
+    if function == "silent":
+        _, out, _ = run_project(tmp_path, command="eval")
+        assert "\nthe workflow returned None for every row; is a `return` missing?\n" in out
 
 
 def test_a_score_that_is_no_number_is_the_evaluators_error(tmp_path: Path) -> None:

@@ -555,8 +555,10 @@ def test_what_counts_as_a_secret() -> None:
         }
     )
     remember_environment({"HOST_KEY_CHECKING": "disabled", "KEY_FILE": "/etc/keyfile", "HF_TOKEN": "hf_from_env"})
-    remember_environment({"https_proxy": "http://me:proxy-password@proxy"})
-    shown = "disabled /etc/keyfile policy-7b identifier <|im_end|> secret Bearer https://u:"
+    remember_environment({"https_proxy": "http://me:proxy-password@proxy", "SORT_KEY": "created_at"})
+    remember_environment({"SECRET_SORT_KEY": "sorted_secret", "CACHE_KEY": "cached-7Q", "MY_KEY": "keyed_secret"})
+    remember_settings({"env": {"DYNAMO_PARTITION_KEY": "created_at", "API_KEY": "its_own_secret"}})
+    shown = "created_at disabled /etc/keyfile policy-7b identifier <|im_end|> secret Bearer https://u:"
     assert redact(shown) == shown
     for secret in (
         "header-token",
@@ -565,6 +567,10 @@ def test_what_counts_as_a_secret() -> None:
         "hf_listed",
         "in-the-query",
         "hf_from_env",
+        "sorted_secret",
+        "cached-7Q",
+        "keyed_secret",
+        "its_own_secret",
         "proxy-password",
         'quoted"key\\',
     ):

@@ -88,6 +88,12 @@ def exception_chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
+def a_type(value: object) -> str:
+    """The type of a value with its article, for messages: `a str`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 class InsituError(Exception):
     """Base class of expected failures, with a message meant for the user."""
 

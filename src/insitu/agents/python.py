@@ -20,7 +20,7 @@ from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built
 from insitu.config import Config
 from insitu.config.code import load_code
-from insitu.errors import ConfigError, WorkflowError
+from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP, FUNCTION, LLM, not_found
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
 from insitu.workflow.context import Context
@@ -97,7 +97,7 @@ async def ask(agent: Any, question: Any, framework: str | None) -> Any:
     method = next((name for name in _METHODS if callable(getattr(agent, name, None))), None)
     if method is None:
         raise WorkflowError(
-            f"the agent is a {type(agent).__name__}, which insitu cannot ask: return a function of the question, or an "
+            f"the agent is {a_type(agent)}, which insitu cannot ask: return a function of the question, or an "
             f"object that can be called or has a method {', '.join(_METHODS[:-1])} or {_METHODS[-1]}"
         )
     return await called(getattr(agent, method), question)
@@ -110,7 +110,7 @@ def binder(agent: Any, framework: str | None, where: str) -> Callable[[Any], Any
     """
     with_model = getattr(framework_module(framework), "with_model", None)
     if with_model is None:
-        of = f"an agent of {framework}" if framework else f"a {type(agent).__name__}"
+        of = f"an agent of {framework}" if framework else a_type(agent)
         raise ConfigError(
             f"{where}: {of} cannot be given another model once it is built; give a function that builds it, such as "
             "`def build(model): return Agent(model)`, and name its framework"

@@ -181,7 +181,8 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
     }
     missing = [name for name, value in arguments.items() if value is None and not present.get(name)]
     if config is None and missing:
-        raise ConfigError(f"{', '.join(missing)} must be given, or config, a file that names them")
+        instead = " (in place of an agent: url= or workflow=, for a service or a program)" * ("an agent" in missing)
+        raise ConfigError(f"{', '.join(missing)} must be given{instead}, or config, a file that names them")
 
 
 def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:

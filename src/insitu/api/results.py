@@ -4,15 +4,16 @@ import html
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.config import Config
 from insitu.config.code import stop_import
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, a_type
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST, METRICS, holds_run
 from insitu.runs.reader import RunReader
@@ -23,7 +24,6 @@ from insitu.training.report import evaluation_problems
 
 if TYPE_CHECKING:
     from insitu.api.serving import TrainedAgent, TrainedModel
-    from insitu.config import Config
 
 _SHOWN = 20
 """Rows of a table that a notebook shows."""
@@ -74,7 +74,9 @@ class Run(AbstractContextManager["Run"]):
     are first called, which `close`, the end of a `with` statement, or the end of the program ends.
     """
 
-    def __init__(self, folder: str | Path, config: "str | os.PathLike[str] | Config | None" = None) -> None:
+    def __init__(self, folder: str | Path, config: str | os.PathLike[str] | Config | None = None) -> None:
+        if not isinstance(config, str | os.PathLike | Config | None):
+            raise TypeError(f"config is {a_type(config)}; it must be the path of a file, as str or Path, or None")
         self.folder = Path(folder).resolve()
         self._config = config
         self._agents: dict[Path, TrainedAgent] = {}
@@ -82,8 +84,6 @@ class Run(AbstractContextManager["Run"]):
         self._files = RunReader(self.folder)
         if not holds_run(self.folder):
             raise ConfigError(f"{folder} holds no run of insitu finetune")
-        if isinstance(config, Mapping):
-            raise ConfigError("config must be the path of a file, not its contents")
 
     @property
     def summary(self) -> RunSummary:

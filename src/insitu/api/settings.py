@@ -19,7 +19,7 @@ from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, a_type
 from insitu.registry import not_found
 from insitu.schemas.components import CodeRef
 
@@ -138,7 +138,7 @@ class Project:
             if not isinstance(rows, Mapping) and hasattr(rows, method):
                 rows = getattr(rows, method)(*arguments)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-            raise ConfigError(f"{name} is a {type(rows).__name__}; it must be a path, a list of rows, or a table")
+            raise ConfigError(f"{name} is {a_type(rows)}; it must be a path, a list of rows, or a table")
         lines = []
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):

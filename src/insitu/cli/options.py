@@ -46,7 +46,7 @@ checkpoint = click.option(
     "--checkpoint",
     type=PATH,
     metavar="CHECKPOINT",
-    help="Weights for llms of _type policy: a folder, a run directory, best, or latest.",
+    help="Weights for llms of _type policy: a folder, a run directory, best, latest, or step_N.",
 )
 override = click.option(
     "-o",

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from insitu.config import Config, Moved
 from insitu.errors import ConfigError, install_command
 from insitu.registry import DATASET, not_found, register_dataset_loader, registry
-from insitu.schemas.components import DatasetBaseConfig
+from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.steps import IntermediateStep, read_step
 from insitu.wire.http_format import has_lone_surrogate
@@ -212,6 +212,14 @@ def load_dataset(
         raise ConfigError(f"dataset {file} cannot be read: {error}") from error
     if not items:
         raise ConfigError(f"dataset {file} has no rows")
+    columns = dict.fromkeys(column for item in items for column in item.full_dataset_entry)
+    for (section, name), block in () if answered else config.blocks.items():
+        if isinstance(block, FunctionBaseConfig):
+            try:
+                block.check_columns(columns)
+            except ValueError as error:
+                where = "workflow" if name == WORKFLOW else f"{section}.{name}"
+                raise ConfigError(f"dataset {file} does not fit {where}.{error}") from None
     return items
 
 

@@ -12,7 +12,7 @@ from insitu.advantages.credit import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.collect.episodes import isolated
 from insitu.collect.event_loop import doing, seconds_since
-from insitu.errors import InsituError, describe_error, format_error
+from insitu.errors import InsituError, a_type, describe_error, format_error
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig, signed
@@ -78,7 +78,7 @@ async def score(
         return _failed(f"evaluator {name} raised {describe_error(ran.error)}", items)
     output = ran.value
     if not isinstance(output, EvalOutput):
-        return _failed(f"evaluator {name} returned a {type(output).__name__}, not an EvalOutput", items)
+        return _failed(f"evaluator {name} returned {a_type(output)}, not an EvalOutput", items)
     by_id: dict[str, list[EvalOutputItem]] = {}
     for scored in output.eval_output_items:
         by_id.setdefault(str(scored.id), []).append(scored)

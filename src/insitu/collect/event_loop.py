@@ -203,7 +203,7 @@ def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> T:
         except (KeyboardInterrupt, SystemExit) as error:
             if task.done():
                 raise
-            logger.warning("a task raised %s: the run continues", describe_error(error))
+            logger.warning("a task raised %s, which ends nothing but the task", describe_error(error))
 
 
 def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, *, everything: bool) -> None:

@@ -19,7 +19,7 @@ from insitu.agents.python import called, parameters
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator, parse_score, score
 from insitu.config.code import call_with, load_code
-from insitu.errors import ConfigError, WorkflowError
+from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, EvaluatorRef, LLMRef
 from insitu.schemas.episodes import Episode
@@ -107,7 +107,7 @@ async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIter
     where = f"eval.evaluators.{name_being_built()}"
     function = load_code(config.function, f"{where}.function", builder.config.folder)
     if not callable(function):
-        raise ConfigError(f"{where}.function: {config.function} is a {type(function).__name__}; it must be a function")
+        raise ConfigError(f"{where}.function: {config.function} is {a_type(function)}; it must be a function")
     first, names = parameters(function, f"{where} ({config.function})", config.arguments, _FROM_ITEM)
 
     wanted = type_hints(function).get(first or "", Any)

@@ -208,8 +208,7 @@ class Validator:
         for key in ("trainer", "trajectory_builder", "trainer_adapter"):
             self._exists(f"finetuning.{key}", f"{key}s", getattr(finetuning, key))
         if finetuning.reward_function is not None:
-            reward = finetuning.reward_function.evaluator
-            self._exists("finetuning.reward_function.name", "eval.evaluators", reward)
+            self._exists("finetuning.reward_function.name", "eval.evaluators", finetuning.reward_function.name)
         for evaluator in finetuning.training_evaluators or ():
             self._exists("finetuning.training_evaluators", "eval.evaluators", evaluator)
         for function in finetuning.target_functions:
@@ -221,6 +220,7 @@ class Validator:
             self.problems.append(not_found("finetuning.target_model:", target, names))
 
     def _exists(self, where: str, section: str, name: str | None) -> None:
-        names = sorted(n for s, n in self.present if s == section and n != WORKFLOW)
+        minus = "-" * (section == "eval.evaluators" and str(name).startswith("-"))
+        names = sorted(minus + n for s, n in self.present if s == section and n != WORKFLOW)
         if name is not None and name not in names:
             self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")

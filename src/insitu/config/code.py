@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, describe_error
+from insitu.errors import ConfigError, PluginError, a_type, describe_error
 from insitu.registry import not_found
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
@@ -112,7 +112,7 @@ def load_code(ref: str, key: str, folder: Path) -> Any:
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ConfigError(not_found(f"{key}: in {place},", name, own)) from None
     if not callable(code) and type(code).__module__ == "builtins":
-        raise ConfigError(f"{key}: {ref} is a {type(code).__name__}; it must be a function")
+        raise ConfigError(f"{key}: {ref} is {a_type(code)}; it must be a function")
     return code
 
 

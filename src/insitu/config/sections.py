@@ -41,7 +41,9 @@ class GeneralConfig(BaseModel):
     """Where episodes run: a block whose `_type` is `local` (in this process, the default), `service` (in
     workflow services) or `ray` (on a cluster)."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of 127.0.0.1 on which a run answers `GET /health` and `GET /metrics`; 0: a free one. None: it does not."""
+    """Port on which a run answers `GET /health` and `GET /metrics`; 0: a free one. None: it does not."""
+    metrics_host: str = "127.0.0.1"
+    """Address to bind for `metrics_port`; one that other machines can connect to needs INSITU_METRICS_TOKEN."""
 
 
 class OutputConfig(BaseModel):

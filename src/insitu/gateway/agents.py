@@ -12,10 +12,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import orjson
@@ -26,7 +28,7 @@ from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.programs import inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
-from insitu.registry import not_found
+from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.http_format import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
@@ -36,7 +38,8 @@ _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""
 _TRANSIENT = (429, 502, 503, 504)
 """Statuses of a service after which the episode is retried."""
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_LINE_BREAK = re.compile(r"[\r\n\0]")
 
 
 def _check_path(text: str) -> str:
@@ -88,7 +91,7 @@ class ModelUrl(BaseModel):
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     body: str | None = None
-    """A key of `body`, dotted if it is nested."""
+    """A key of `body`, such as `url`, `options.model.url` or `items[0].url`."""
     header: str | None = None
     """A header."""
     query: str | None = None
@@ -101,9 +104,10 @@ class HttpConfig(ExternalConfig, name="http"):
     """A service that receives each row by POST, with the model's URL for this episode."""
 
     url: Address
-    """URL to post to."""
+    """URL to post to; after the host, `{input}`, `{row_id}` and `{column}` are replaced by the row's values,
+    percent-encoded."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Additional headers."""
+    """Additional headers, with placeholders as in `url`."""
     timeout: float | None = Field(default=None, gt=0)
     """Time limit for a response in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
@@ -115,7 +119,7 @@ class HttpConfig(ExternalConfig, name="http"):
     body: dict[str, Any] | None = None
     """The JSON body of a request, in place of insitu's own. In its texts, `{input}`, `{row_id}` and `{column}` are
     replaced by the row's values, and `{{` by a brace; a text that is only `{column}` becomes the value, whatever its
-    type."""
+    type, and a longer text of a row in which it is null fails the episode."""
     model_url: ModelUrl | None = None
     """Where the request has the model's URL; required with `body`."""
 
@@ -129,18 +133,27 @@ class HttpConfig(ExternalConfig, name="http"):
         if self.model_url is not None and self.model_url.body is not None:
             try:
                 set_nested(copy.deepcopy(self.body or {}), self.model_url.body, "")
-            except TypeError:
-                raise ValueError(f"model_url.body is {self.model_url.body!r}, which is in no mapping of body") from None
+            except (LookupError, TypeError, ValueError):
+                problem = "which is in no mapping or list of body"
+                raise ValueError(f"model_url.body is {self.model_url.body!r}, {problem}") from None
+        if "{" in urlsplit(self.url).netloc:
+            raise ValueError("url has a placeholder in its host; allowed: after it")
+        for name, value in {(self.model_url and self.model_url.header) or "Accept": "", **self.headers}.items():
+            if not _HEADER.fullmatch(name):
+                raise ValueError(f"{name!r} cannot be the name of a header")
+            if _LINE_BREAK.search(value):
+                raise ValueError(f"headers.{name} has a line break")
+        self._texts()
         return self
 
+    def _texts(self) -> list[tuple[str, str]]:
+        """Its templates, by their key."""
+        parts = {"url": self.url, "headers": self.headers, "body": self.body or {}}
+        return [each for name, part in parts.items() for each in template_texts(part, name)]
 
-def set_nested(body: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key. Raises TypeError if a part of it is not a mapping."""
-    *parents, name = key.split(".")
-    node: Any = body
-    for part in parents:
-        node = node.setdefault(part, {}) if isinstance(node, dict) else None
-    node[name] = value
+    def check_columns(self, columns: Collection[str]) -> None:
+        for where, text in self._texts():
+            check_placeholders(text, where, [*dict.fromkeys((*columns, "input", "row_id"))])
 
 
 @contextmanager
@@ -195,27 +208,6 @@ def _row(value: Any) -> tuple[Any, dict[str, Any]]:
     return row, {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
 
 
-def _filled(template: Any, values: dict[str, Any], where: str) -> Any:
-    """A template with the values of its placeholders. Raises WorkflowError, saying `where`, for one without a value."""
-    if isinstance(template, dict):
-        return {key: _filled(each, values, f"{where}.{key}") for key, each in template.items()}
-    if isinstance(template, list):
-        return [_filled(each, values, f"{where}[{index}]") for index, each in enumerate(template)]
-    if not isinstance(template, str):
-        return template
-
-    def value_of(match: re.Match[str]) -> Any:
-        if match[1] is None:
-            return match[0][0]
-        if match[1] not in values:
-            what = f"{where}: row {values['row_id']!r}: the placeholder"
-            raise WorkflowError(f"{not_found(what, match[1], values)} (write {{{{ for a brace)")
-        return values[match[1]]
-
-    whole = _PLACEHOLDER.fullmatch(template)
-    return value_of(whole) if whole else _PLACEHOLDER.sub(lambda match: convert(value_of(match), str), template)
-
-
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, folder = config.command[0], builder.config.folder
@@ -267,14 +259,22 @@ def _signal_name(number: int) -> str:
 
 def _request(config: HttpConfig, endpoint: EpisodeEndpoint, value: Any) -> tuple[URL, dict[str, str], dict[str, Any]]:
     """URL, headers and body of the request for the current row."""
-    url, headers, place = URL(config.url), {"Content-Type": "application/json", **config.headers}, config.model_url
+    values, place = _row(value)[1], config.model_url
+    address = filled_text(config.url, values, "workflow.url", partial(quote, safe="", errors="replace"))
+    if address != config.url and not {".", ".."}.isdisjoint(urlsplit(address).path.split("/")):
+        raise WorkflowError(f"workflow.url: row {values['row_id']!r}: a value would lead to another path: {address}")
+    url, headers = URL(address), {"Content-Type": "application/json"}
+    for name, template in config.headers.items():
+        headers[name] = filled_text(template, values, f"workflow.headers.{name}")
+        if _LINE_BREAK.search(headers[name]):
+            raise WorkflowError(f"workflow.headers.{name}: row {values['row_id']!r}: a value has a line break")
     openai, anthropic = endpoint.openai_url, endpoint.anthropic_url
     if config.body is None:
         context = Context.get()
         model = {"openai_base_url": openai, "anthropic_base_url": anthropic, "api_key": endpoint.key}
         body = {"input": value, "row_id": context.row_id, "row": context.row, "model": model}
     else:
-        body = _filled(config.body, _row(value)[1], "workflow.body")
+        body = filled(config.body, values, "workflow.body")
     if place is not None:
         model_url = openai if place.api == "openai" else anthropic
         if place.body is not None:

@@ -1,7 +1,7 @@
 """Resolves the name of a run, `best` or `latest` to a checkpoint.
 
-best, latest                    of the run in `finetuning.output_dir`
-RUN_DIR/best, RUN_DIR/latest    of another run
+best, latest, step_N            of the run in `finetuning.output_dir`
+RUN_DIR/best, RUN_DIR/latest    of another run; RUN_DIR/step_N too
 RUN_DIR                         its best, or its latest if it was never validated
 FOLDER                          any folder of weights
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from insitu.config import Config, Moved, moved_path
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError
-from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, STARTED_FILE, holds_run
+from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, RUN, STARTED_FILE, holds_run
 from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
@@ -32,19 +32,33 @@ def find_checkpoint(config: Config, name: str | Path, key: str, moved: Moved | N
     """Raises ConfigError naming `key`, the option or key of the file, if there are no such weights."""
     path, find = Path(name), partial(config.find_path, key=key, moved=moved)
     if str(path) in NAMES:
-        run = moved_path(config.run_dir, moved)
-        if not holds_run(run):
-            raise ConfigError(f"{key}: {path} is of the run in {OUTPUT_DIR}, but {run} holds no run")
-        return _of_run(run, str(path), key)
+        return _of_own_run(config, str(path), key, moved)
     try:
         folder = find(path)
     except ConfigError:
-        if path.name in NAMES and holds_run(run := find(path.parent)):
+        if not _is_name(path.name):
+            raise
+        if path.name == str(path):
+            return _of_own_run(config, path.name, key, moved)
+        if holds_run(run := find(path.parent)):
             return _of_run(run, path.name, key)
-        if _STEP.fullmatch(path.name):
-            _kept(find(path.parent) / path.name, key)
+        if path.name not in NAMES:
+            _kept(run / path.name, key)
         raise
     return Checkpoint(folder) if _is_model(folder) or not holds_run(folder) else _of_run(folder, None, key)
+
+
+def _of_own_run(config: Config, name: str, key: str, moved: Moved | None) -> Checkpoint:
+    run = moved_path(config.run_dir, moved)
+    if not holds_run(run):
+        another = f"that of another is RUN_DIR/{name}"
+        raise ConfigError(f"{key}: {name} is of the run in {OUTPUT_DIR}, but {run} holds no run; {another}")
+    return _of_run(run, name, key)
+
+
+def _is_name(text: str) -> bool:
+    """Whether it names a checkpoint of a run."""
+    return text in NAMES or _STEP.fullmatch(text) is not None
 
 
 def _is_model(folder: Path) -> bool:
@@ -52,12 +66,12 @@ def _is_model(folder: Path) -> bool:
 
 
 def model_of_run(model: str, key: str) -> str:
-    """The folder of the weights that RUN_DIR, RUN_DIR/best or RUN_DIR/latest names; any other model as it is.
+    """The folder of the weights that RUN_DIR, RUN_DIR/best, latest or step_N names; any other model as it is.
 
     Raises ConfigError naming `key` if the run has no such weights.
     """
     path = Path(model)
-    run, name = (path.parent, path.name) if path.name in NAMES else (path, None)
+    run, name = (path.parent, path.name) if _is_name(path.name) else (path, None)
     if _is_model(path) or not holds_run(run):
         return model
     folder = _of_run(run, name, key).folder
@@ -71,9 +85,7 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
     """
     if not holds_run(run):
         raise ConfigError(f"RUN_DIR: {run} holds no run of insitu finetune")
-    if name is not None and _STEP.fullmatch(str(name)):
-        return _kept(run / CHECKPOINTS / name, key)
-    if name is not None and name not in NAMES:
+    if name is not None and not _is_name(str(name)):
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
     folder, note = _of_run(run, name, key)
     if folder is None:
@@ -99,13 +111,22 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"), key=lambda path: (len(path.name), path.name))
 
 
+def _why_none(run: Path) -> str:
+    config = read_object(run / RUN).get("config") or {}
+    block = (config.get("trainer_adapters") or {}).get((config.get("finetuning") or {}).get("trainer_adapter")) or {}
+    starts_backend = block.get("model") is not None
+    return "no job of the run has completed" if starts_backend else "a backend at a url keeps its own elsewhere"
+
+
 def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     """The checkpoint of this name; None: the best, or the latest if the run was never validated."""
     saved = run / CHECKPOINTS
+    if name is not None and name not in NAMES:
+        return Checkpoint(_kept(saved / name, key), f"of {run}")
     if name == "latest" or (name is None and not (run / BEST).exists()):
         folders = _steps(saved)
         if not folders:
-            raise ConfigError(f"{key}: {saved} holds no checkpoints; a backend at a url keeps its own elsewhere")
+            raise ConfigError(f"{key}: {saved} holds no checkpoints; {_why_none(run)}")
         return Checkpoint(folders[-1], f"the latest of {run}")
     if not (run / BEST).exists():
         raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")

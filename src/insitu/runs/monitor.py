@@ -1,6 +1,6 @@
 """Runs as monitoring sees them: `GET /health`, and `GET /metrics` in the text format of Prometheus, from their files.
 
-with MonitorPort(9100, folder) as port:  # binds it, so that a port in use is known at the start
+with MonitorPort("127.0.0.1", 9100, folder) as port:  # binds it, so that a port in use is known at the start
     async with port.serving():
         ...
 """
@@ -26,12 +26,11 @@ from insitu.runs import files
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.summary import read_summary
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import Sample, http_url
+from insitu.wire.http_format import Sample, http_url, url_host
 from insitu.wire.http_server import guard, json_response, listening, metrics_response
 
 KEY = "general.metrics_port"
 TOKEN_VARIABLE = "INSITU_METRICS_TOKEN"
-HOST = "127.0.0.1"
 
 
 class _Collected:
@@ -126,19 +125,21 @@ class MonitorPort(contextlib.AbstractContextManager["MonitorPort"]):
     Raises ConfigError if it cannot be bound.
     """
 
-    def __init__(self, port: int | None, folder: Path) -> None:
+    def __init__(self, host: str, port: int | None, folder: Path) -> None:
         self._runs = {str(folder): folder.absolute()}  # now: the workflow may change the working directory
         self._socket: socket.socket | None = None
         if port is None:
             return
-        self._access = AccessPolicy.of(HOST, os.environ.get(TOKEN_VARIABLE), variable=TOKEN_VARIABLE)
-        self._socket = socket.socket()
+        self._access = AccessPolicy.of(
+            host, os.environ.get(TOKEN_VARIABLE), variable=TOKEN_VARIABLE, key="general.metrics_host"
+        )
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((HOST, port))
+            self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise ConfigError(f"{KEY}: {HOST}:{port} cannot be bound: {error.strerror}") from error
+            raise ConfigError(f"{KEY}: {url_host(host)}:{port} cannot be bound: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self

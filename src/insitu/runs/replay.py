@@ -79,15 +79,15 @@ class StoredRun:
         if reward is not None:
             evaluator, _ = parse_reward(reward)
             self._scores = {name: record for (name, _), record in self.files.rescores(evaluator).items()}
-            self._check_reward(evaluator)
+            self._check_reward(evaluator, "-" * reward.startswith("-"))
 
-    def _check_reward(self, reward: str) -> None:
+    def _check_reward(self, reward: str, sign: str) -> None:
         episodes = self.files.episode_records(self._groups)
         recorded: dict[str, Any] = next((r["scores"] for r in episodes if r.get("scores")), {})
         if not self._scores and reward not in recorded:
-            names = sorted({*recorded, *(name for _, name in self.files.rescores())})
+            names = [sign + name for name in sorted({*recorded, *(name for _, name in self.files.rescores())})]
             raise ConfigError(
-                f"{self.files.where} has no scores of {reward!r}; available: {', '.join(names) or 'none'} "
+                f"{self.files.where} has no scores of {sign + reward!r}; available: {', '.join(names) or 'none'} "
                 f"(`insitu trajectories rescore {self.folder} --evaluator NAME` adds scores)"
             )
 

@@ -8,7 +8,7 @@ The `name` of a configuration class is the `_type` of its YAML block:
     GreeterConfig.static_type()  ->  "greeter"
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
@@ -88,6 +88,9 @@ class LLMBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
 class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises ValueError if the block names a column that the dataset does not have."""
 
 
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):

@@ -202,6 +202,9 @@ def evaluation_problems(output: EvaluationRunOutput) -> list[str]:
     if errors := [item for item in items if item.error is not None]:
         first = f"the first, of row {errors[0].id!r}: {errors[0].error}"
         problems.append(f"{len(errors)} of {len(items)} episodes failed; {first}")
+    answered = [item for item in items if item.error is None]
+    if answered and all(item.output_obj is None for item in answered):
+        problems.append("the workflow returned None for every row; is a `return` missing?")
     scores = [item for _, result in output.evaluation_results for item in result.eval_output_items]
     if missing := [(item.id, message) for item in scores if (message := parse_score(item)[2]) is not None]:
         row_id, message = missing[0]

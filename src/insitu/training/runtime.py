@@ -89,7 +89,7 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
         done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
         Report(console or results_console()).note(done)
         return []
-    with MonitorPort(config.general.metrics_port, folder) as port:
+    with MonitorPort(config.general.metrics_host, config.general.metrics_port, folder) as port:
         async with (
             ready_run(config, request, console) as ready,
             reported(finetuning.report_to, folder),
@@ -257,7 +257,8 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             raise ConfigError(f"validation: {error}") from error
         if reward is not None and reward.evaluator not in (names := held_out.names(EVALUATOR)):
             what = f"{held_out.source}: the evaluator that gives the reward,"
-            raise ConfigError(not_found(what, reward.evaluator, names))
+            sign = "-" * (reward.sign < 0)
+            raise ConfigError(not_found(what, reward.name, [sign + name for name in names]))
     async with Builder(config) as components:
         await (await executor_of(components, request)).check(components)
 

@@ -11,7 +11,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
@@ -33,6 +33,8 @@ class AccessPolicy:
     token: str | None = field(default=None, repr=False)
     hosts: frozenset[str] = frozenset()
     variable: str = ""
+    key: str | None = None
+    """The key of the file that says where the server listens; None: options of the command line do."""
 
     @classmethod
     def of(
@@ -43,23 +45,29 @@ class AccessPolicy:
         variable: str,
         allow_anyone: bool = False,
         allowed_hosts: Iterable[str] = (),
+        key: str | None = None,
     ) -> Self:
         """The policy of a server bound to `host`. Raises ConfigError if the token cannot be one, or is missing.
 
         A token may be missing if only this machine can connect, or with `allow_anyone`.
         """
+        policy = cls(token, variable=variable, key=key)
         if token is not None and not _TOKEN.fullmatch(token):
             problem = "empty" if not token else "not made of printable ASCII characters without spaces"
-            raise ConfigError(f"--token (or {variable}) is {problem}; give a token, or leave both unset")
+            raise ConfigError(f"{policy._token_name} is {problem}; give a token, or leave it unset")
         if token is None and not allow_anyone and not is_loopback(host):
             raise ConfigError(
-                f"--host is {host!r}, which other machines can connect to: set --token (or {variable}), or give "
-                "--insecure_no_auth to serve everyone who can"
+                f"{key or '--host'} is {host!r}, which other machines can connect to: set {policy._token_name}"
+                + (", or give --insecure_no_auth to serve everyone who can" if key is None else "")
             )
         remember_secret(token)
         machine = socket.gethostname()
         names = {host, machine, machine.partition(".")[0], *allowed_hosts}
-        return cls(token, frozenset(name.lower().rstrip(".") for name in names), variable)
+        return replace(policy, hosts=frozenset(name.lower().rstrip(".") for name in names))
+
+    @property
+    def _token_name(self) -> str:
+        return f"--token (or {self.variable})" if self.key is None else self.variable
 
     def check(self, headers: Mapping[str, str], *, is_public: bool = False) -> None:
         """Raises RequestRefused unless the request may be answered; `headers` has lower-case keys or ignores case.
@@ -72,11 +80,12 @@ class AccessPolicy:
                 return
             scheme = _authorized_by(self.token, headers.get("authorization", ""))
             if scheme is None:
-                problem = f"the bearer token is missing or wrong (it is the server's --token or {self.variable})"
+                problem = f"the bearer token is missing or wrong (it is the server's {self._token_name})"
                 raise RequestRefused(problem, status=401, code="invalid_token")
-        elif host and not self._is_known(host):
+        elif host and not is_public and not self._is_known(host):
             problem = f"Host is {host!r:.80}, which is neither an IP address nor a name of this server"
-            raise RequestRefused(f"{problem}; allow it with --allowed_host", status=403, code="unknown_host")
+            advice = "allow it with --allowed_host" if self.key is None else f"with {self.variable}, any is allowed"
+            raise RequestRefused(f"{problem}; {advice}", status=403, code="unknown_host")
         if scheme != "bearer" and origin is not None and (_parsed(origin).netloc.lower() or None) != host.lower():
             # Browsers attach Basic credentials and addresses to the requests of any page, but never bearer tokens.
             problem = f"Origin is {origin!r:.80}: web pages may not use this server without a bearer token"

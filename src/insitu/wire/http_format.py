@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
+IDEMPOTENCY_KEY = "Idempotency-Key"
 BODY_DIFFERS = "Body-Differs"
 """Header of a response about the job of an idempotency key, if another body was sent with the key at first."""
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)

@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
 from insitu.schemas.parts import key_of
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import Sample, error_body, gc_paused, metrics_text
+from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, error_body, gc_paused, metrics_text
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -291,10 +291,14 @@ def _libc_function(name: str) -> Callable[..., int] | None:
     return function
 
 
-def latin1_header(request: web.Request, name: str) -> str | None:
-    """A header as Latin-1: aiohttp decodes UTF-8, and other bytes to surrogates, which cannot be written as JSON."""
-    value = request.headers.get(name)
-    return None if value is None else value.encode(errors="surrogateescape").decode("latin-1")
+def idempotency_key(request: web.Request) -> str | None:
+    """The key of a request that may be repeated. Raises RequestRefused for an empty one.
+
+    It is Latin-1: aiohttp decodes UTF-8, and other bytes to surrogates, which cannot be written as JSON.
+    """
+    if (key := request.headers.get(IDEMPOTENCY_KEY)) == "":
+        raise RequestRefused(f"{IDEMPOTENCY_KEY} is empty; give a key, or leave the header out", param=IDEMPOTENCY_KEY)
+    return None if key is None else key.encode(errors="surrogateescape").decode("latin-1")
 
 
 def guard(access: AccessPolicy, is_public: Callable[[str], bool] = lambda path: False) -> Middleware:

@@ -34,6 +34,9 @@ _VARIABLE = re.compile(
     r"|(?:^|_|PG|DB)PASS(?:_|$)|(?:^|_)(?:TOKENS?|KEYS?|PAT|AUTH|COOKIES?|JWT|DSN)(?:_|$)|(?:API|ACCESS|PRIVATE|SSH)KEY$",
     re.IGNORECASE,
 )
+_COLUMN = re.compile(r"(?:^|_)(?:SORT|PRIMARY|FOREIGN|PARTITION|CACHE)_KEYS?$", re.IGNORECASE)
+"""How variables end that name a column rather than a secret."""
+_COLUMN_NAME = re.compile(r"(?=.{1,24}$)[a-z]+(?:_[a-z]+)*")
 _GONE = (errno.EPIPE, errno.EIO)
 """The errors of a pipe that nobody reads, and of a terminal that was closed."""
 _KEY = re.compile(
@@ -177,13 +180,14 @@ def remember_environment(variables: Mapping[str, str]) -> None:
     """Remembers the secrets among environment variables, but neither paths nor words, as in `KEY_CHECKING=disabled`."""
     for name, value in variables.items():
         if _VARIABLE.search(name):
-            _remember_unless_plain(value)
+            _remember_unless_plain(name, value)
         remember_url(value)
 
 
-def _remember_unless_plain(value: str) -> None:
-    """Remembers neither a path nor a word."""
-    if not (value.isalpha() and len(value) < _SHORTEST_ALPHABETIC) and not value.startswith("/"):
+def _remember_unless_plain(name: str, value: str) -> None:
+    """Remembers neither a path nor a word, nor the name of a column in a variable such as SORT_KEY."""
+    is_column = _COLUMN_NAME.fullmatch(value) and not _VARIABLE.search(_COLUMN.sub("", name))
+    if not (value.isalpha() and len(value) < _SHORTEST_ALPHABETIC) and not value.startswith("/") and not is_column:
         remember_secret(value)
 
 
@@ -211,7 +215,7 @@ def _remember_variable(name: str, value: str) -> None:
     """Remembers a variable's value, and its parts between separators, if the name says that it is secret."""
     if _VARIABLE.search(name.replace("-", "_")):
         for piece in (value, *_BETWEEN.split(value)):
-            _remember_unless_plain(piece)
+            _remember_unless_plain(name.replace("-", "_"), piece)
 
 
 def remember_settings(node: Any, where: str = "", *, secret: bool = False, sent: bool = False) -> list[str]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError,
 from pydantic_core import to_json
 
 from insitu.capture.ledger import current_call_site
-from insitu.errors import InputError, PluginError, WorkflowError
+from insitu.errors import InputError, PluginError, WorkflowError, a_type
 from insitu.registry import FUNCTION, decorator
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.parts import first_problem
@@ -354,7 +354,7 @@ def as_function(name: str, config: FunctionBaseConfig, yielded: Any) -> Function
     if not isinstance(yielded, FunctionInfo):
         if not callable(yielded):
             raise PluginError(
-                f"functions.{name}: its factory ({config.type}) yielded a {type(yielded).__name__}; "
+                f"functions.{name}: its factory ({config.type}) yielded {a_type(yielded)}; "
                 "it must yield a FunctionInfo or an async function"
             )
         yielded = FunctionInfo.from_fn(yielded)

@@ -46,8 +46,8 @@ class TrainingJob:
     def ended(self) -> bool:
         return self.state.status in ("completed", "failed", "canceled")
 
-    def differs_from(self, digest: str | None) -> bool:
-        """Whether it is known to have been submitted with other settings or rows; None: of a malformed body."""
+    def differs_from(self, digest: str) -> bool:
+        """Whether it is known to have been submitted with other settings or rows."""
         return self.state.digest not in (None, digest)
 
     def update(self, *, emit: bool = True, **changes: Any) -> None:

@@ -12,11 +12,11 @@ from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_digest, read_job
+from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
-from insitu.wire.http_format import Sample, format_event
-from insitu.wire.http_server import body_chunks, latin1_header, metrics_response, parse_json, read_body
+from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event
+from insitu.wire.http_server import body_chunks, idempotency_key, metrics_response, parse_json, read_body
 
 BASE = "/v1/train/jobs"
 MAX_SETTINGS_BYTES = 1 << 20
@@ -81,14 +81,12 @@ def job_routes(
     """`keep` is the retention policy of jobs that name none."""
 
     async def submit(request: web.Request) -> web.Response:
-        key = latin1_header(request, "Idempotency-Key")
-        body = body_chunks(request), request.headers.get("Content-Encoding", ""), limits
-        if job := jobs.find_by_idempotency_key(key):
-            digest = await read_digest(*body)  # the client reads the response only after sending its body
-        else:
+        key = idempotency_key(request)
+        if jobs.find_by_idempotency_key(key) is None:
             jobs.check_room()
-            header, rows, digest = await read_job(*body, tokenizer)
-            job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest)
+        encoding = request.headers.get("Content-Encoding", "")
+        header, rows, digest = await read_job(body_chunks(request), encoding, limits, tokenizer)
+        job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest)
         return _json(job.state.model_copy(update={"body_differs": job.differs_from(digest)}))
 
     async def check(request: web.Request) -> web.Response:
@@ -109,7 +107,7 @@ def job_routes(
     lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
     checking = "Check whether jobs with these settings can be trained; returns them with all defaults"
     return [
-        ApiRoute("POST", BASE, submit, submission, response=JobState, headers=["Idempotency-Key"], **lines),
+        ApiRoute("POST", BASE, submit, submission, response=JobState, headers=[IDEMPOTENCY_KEY], **lines),
         ApiRoute("POST", "/v1/train/check", check, checking, request=[TrainingSettings], response=TrainingSettings),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),

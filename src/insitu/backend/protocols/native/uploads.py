@@ -69,20 +69,6 @@ class JobHeader(BaseModel):
         return hashlib.blake2b(settings.encode(), digest_size=16)
 
 
-async def read_digest(chunks: AsyncIterator[bytes], encoding: str, limits: Limits) -> str | None:
-    """The digest of a job's settings and rows, which are not checked; None if they cannot be read."""
-    try:
-        lines = _lines(decompressed(chunks, encoding, limits.max_bytes), limits)
-        digest = _parse_line(JobHeader, await anext(lines, b""), "line 1 (settings)").new_digest()
-        async for line in lines:
-            digest.update(line.strip() + b"\n")
-    except RequestRefused:
-        async for _ in chunks:
-            pass
-        return None
-    return digest.hexdigest()
-
-
 async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
 ) -> tuple[JobHeader, list[Row], str]:

@@ -22,13 +22,12 @@ from insitu.integrations.art.server import trajectories as bodies
 from insitu.integrations.art.server.jobs import ArtJob, ArtJobs, TrainRequest
 from insitu.integrations.art.server.models import ArtModels, RegisteredModel
 from insitu.integrations.art.server.trajectories import ArtModel, parse
-from insitu.wire.http_format import BODY_DIFFERS, parse_count
-from insitu.wire.http_server import error_response, json_response, latin1_header, parse_body, parse_json, read_body
+from insitu.wire.http_format import BODY_DIFFERS, IDEMPOTENCY_KEY, parse_count
+from insitu.wire.http_server import error_response, idempotency_key, json_response, parse_body, parse_json, read_body
 
 logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = ("pull_from_s3", "push_to_s3", "fork_checkpoint", "deploy")
-_KEY = "Idempotency-Key"
 _SMOOTHING = "benchmark_smoothing"
 
 Result = Callable[..., Awaitable[Any]]
@@ -129,7 +128,7 @@ def _art_run_routes(run: "_ArtRunEndpoints", uploads: _Uploads) -> list[ApiRoute
         route("POST", "/register", run.register, "check that a model can be trained here", ArtModel),
         route("POST", "/_get_step", run.step, "a model's latest step", ArtModel),
         route("POST", "/_prepare_backend_for_training", run.prepare, sampling, bodies.ArtPrepareRequest),
-        route("POST", "/_train_model", run.train, train, bodies.ArtTrainRequest, headers=(_KEY,)),
+        route("POST", "/_train_model", run.train, train, bodies.ArtTrainRequest, headers=(IDEMPOTENCY_KEY,)),
         route("POST", "/_log", run.log, log, bodies.ArtLogRequest),
         route("POST", "/_delete_checkpoints", run.keep_best, best, ArtModel, query=("benchmark", _SMOOTHING)),
         route("POST", "/_delete_checkpoint_files", run.keep, listed, bodies.ArtKeepRequest),
@@ -145,7 +144,7 @@ def _art_run_routes(run: "_ArtRunEndpoints", uploads: _Uploads) -> list[ApiRoute
 def _serverless_routes(serverless: "_ServerlessEndpoints", uploads: _Uploads) -> list[ApiRoute]:
     """The routes of `art.ServerlessBackend`, whose clients are configured with a base_url ending in `/v1`."""
     route = _routes_below("/v1/preview", "ART serverless: ", uploads)
-    model, pages = "/models/{id}", ("after", "limit")
+    model, pages, keyed = "/models/{id}", ("after", "limit"), (IDEMPOTENCY_KEY,)
     checkpoints, by_step = f"{model}/checkpoints", "delete checkpoints by step"
     listing = "a model's checkpoints with metrics"
     return [
@@ -154,7 +153,7 @@ def _serverless_routes(serverless: "_ServerlessEndpoints", uploads: _Uploads) ->
         route("GET", checkpoints, serverless.checkpoints, listing, query=("order", *pages)),
         route("DELETE", checkpoints, serverless.delete_checkpoints, by_step, bodies.ServerlessStepsRequest),
         route("POST", f"{model}/log", serverless.log, "log trajectories (same as /_log)", bodies.ServerlessLogRequest),
-        route("POST", "/training-jobs", serverless.train, "train", bodies.ServerlessTrainRequest, headers=(_KEY,)),
+        route("POST", "/training-jobs", serverless.train, "train", bodies.ServerlessTrainRequest, headers=keyed),
         route("GET", "/training-jobs/{id}/events", serverless.events, "a job's events so far", query=pages),
         route("POST", "/sft-training-jobs", serverless.train_sft, "not supported"),
     ]
@@ -196,7 +195,7 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def train(self, request: web.Request, body: _Body) -> web.StreamResponse:
         model = parse(bodies.ArtModelRequest, body.data).model
-        key = latin1_header(request, _KEY)
+        key = idempotency_key(request)
         job = await self._jobs.start(TrainRequest(model, bodies.ArtTrainRequest, *body, key))
         differs = job.job.differs_from(body.digest)
         del body  # it may be large, and the job may take long
@@ -291,7 +290,7 @@ class _ServerlessEndpoints(_Endpoints):
     async def train(self, request: web.Request, body: _Body) -> dict[str, Any]:
         registered = self._models.get(str(body.data.get("model_id") if isinstance(body.data, dict) else None))
         model = registered.model.model_copy(update={"base_path": ""})  # the service has no legacy defaults
-        key = latin1_header(request, _KEY)
+        key = idempotency_key(request)
         job = await self._jobs.start(TrainRequest(model, bodies.ServerlessTrainRequest, *body, key))
         return {"id": job.job.state.id} | ({"body_differs": True} if job.job.differs_from(body.digest) else {})
 
