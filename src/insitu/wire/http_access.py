@@ -82,7 +82,7 @@ class AccessPolicy:
             if scheme is None:
                 problem = f"the bearer token is missing or wrong (it is the server's {self._token_name})"
                 raise RequestRefused(problem, status=401, code="invalid_token")
-        elif host and not is_public and not self._is_known(host):
+        elif host and not self._is_known(host):
             problem = f"Host is {host!r:.80}, which is neither an IP address nor a name of this server"
             advice = "allow it with --allowed_host" if self.key is None else f"with {self.variable}, any is allowed"
             raise RequestRefused(f"{problem}; {advice}", status=403, code="unknown_host")
