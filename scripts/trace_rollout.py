@@ -1,6 +1,6 @@
 """Measures the road of a rollout: which files of insitu an episode passes, and how many calls of their functions.
 
-python scripts/trace_rollout.py [--repository PATH] [--functions N] [--json PATH]
+python scripts/trace_rollout.py [--repository PATH] [--python PATH] [--functions N] [--json PATH]
 
 The tic-tac-toe example trains for 2 and for 6 epochs, both processes under a profiler. A file with more calls in the
 longer run is on the road; the additional calls divided by the additional episodes are its calls per episode. A
@@ -23,6 +23,8 @@ EPISODES = (EPOCHS[1] - EPOCHS[0]) * ROWS * GENERATIONS
 """By which the runs differ."""
 COMMANDS = {"control plane": "finetune", "backend": "backend"}
 """The command that each process runs."""
+BY_THE_CLOCK = {"_is_alive"}
+"""What a process does once a second, however many episodes there are."""
 FOLDER = "INSITU_TRACE_FOLDER"
 PACKAGE = "INSITU_TRACE_PACKAGE"
 
@@ -67,9 +69,8 @@ class TraceError(Exception):
     """A run that was not measured."""
 
 
-def trace_run(repository: Path, epochs: int) -> dict[str, Counter[Function]]:
+def trace_run(repository: Path, python: Path, epochs: int) -> dict[str, Counter[Function]]:
     """Trains for some epochs and returns the calls of each function, by process."""
-    python = repository / ".venv/bin/python"
     overrides = {
         "finetuning.num_epochs": epochs,
         "finetuning.validation": "null",
@@ -80,7 +81,7 @@ def trace_run(repository: Path, epochs: int) -> dict[str, Counter[Function]]:
     with tempfile.TemporaryDirectory(prefix="insitu-trace-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(PROFILER)
-        command = [python if python.exists() else sys.executable, "-m", "insitu", "finetune"]
+        command = [python, "-m", "insitu", "finetune"]
         command += ["--config_file", "examples/tic_tac_toe/grpo.yml", "-o", "finetuning.output_dir", folder / "run"]
         for key, value in overrides.items():
             command += ["-o", key, str(value)]
@@ -100,7 +101,7 @@ def _calls_of(traces: list[dict[str, Any]], process: str) -> Counter[Function]:
     of_process = [trace["calls"] for trace in traces if trace["arguments"][1:2] == [COMMANDS[process]]]
     if len(of_process) != 1 or not of_process[0]:
         raise TraceError(f"{len(of_process)} processes have reported calls as {process}, expected one with some calls")
-    return Counter({Function(file, name): calls for file, name, calls in of_process[0]})
+    return Counter({Function(file, name): calls for file, name, calls in of_process[0] if name not in BY_THE_CLOCK})
 
 
 def road(shorter: Counter[Function], longer: Counter[Function]) -> dict[str, Any]:
@@ -131,11 +132,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent.parent
     parser.add_argument("--repository", type=Path, default=here, help="the checkout to measure, with its .venv if any")
+    parser.add_argument("--python", type=Path, help="what runs it, if not its .venv")
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="also list the N most called functions")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
     options = parser.parse_args()
+    repository = options.repository.resolve()
+    own = repository / ".venv/bin/python"
+    python = options.python or (own if own.exists() else Path(sys.executable))
     try:
-        shorter, longer = (trace_run(options.repository.resolve(), epochs) for epochs in EPOCHS)
+        shorter, longer = (trace_run(repository, python, epochs) for epochs in EPOCHS)
     except TraceError as error:
         print(error, file=sys.stderr)
         return 1

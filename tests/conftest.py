@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Served"]:
 
     with tiny_backend(tmp_path_factory.mktemp("served")) as served:
         yield served
+
+
+@pytest.fixture
+def forked_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends that this process starts are forked."""
+    monkeypatch.setattr(sys, "executable", forked_python())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -50,8 +51,9 @@ def script(
     """What a script shows, and all that it prints."""
     (folder / "digits_plugin.py").write_text((ROOT / "tests/support/digits_plugin.py").read_text())
     (folder / "my_script.py").write_text(HEAD + code)
-    command = [forked_python(), "-W", "error", "my_script.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS)
+    command = [forked_python(), "my_script.py"]
+    environment = {**os.environ, "PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == returncode, (done.stdout, done.stderr)
     shown = [json.loads(line.removeprefix("SHOWN ")) for line in done.stdout.splitlines() if line.startswith("SHOWN ")]
     return {key: value for values in shown for key, value in values.items()}, done.stdout + done.stderr

@@ -177,7 +177,7 @@ async def test_completions_end_while_their_model_is_deleted_registered_again_and
         id = await register()
         await train(client, training(model), **{"Idempotency-Key": "epoch 1"})
         for _ in range(3):
-            asked = {"max_tokens": 300, "min_tokens": 200}
+            asked = {"max_tokens": 150, "min_tokens": 100}
             completions = [
                 asyncio.create_task(say(client, name, seed=seed, stream=seed % 2 == 0, **asked))
                 for seed in range(12)

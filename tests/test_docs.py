@@ -54,6 +54,8 @@ GUIDES = {
     "docs/guides/python.md": (),
 }
 """The pages that are run as printed, and the runs whose score must rise."""
+PROGRAM = "docs/guides/external-agents.md"
+"""The page whose agent is a program, which starts faster in an interpreter that has imported nothing."""
 RECORDED = "docs/guides/export.md"
 """The page about runs that have ended; its commands get runs of a tiny model."""
 RISE = (0.8, 0.85)
@@ -99,6 +101,8 @@ class Desk:
     """Commands that a page has run already: starting one costs seconds."""
     recorded: bool
     """Whether the page begins with runs that have trained already."""
+    forks: bool
+    """Whether its Python is forked."""
     exported: Path = field(init=False)
     programs: Path = field(init=False)
 
@@ -106,7 +110,7 @@ class Desk:
         self.exported, self.programs = self.folder / ".exported", self.folder / ".programs"
         self.programs.mkdir()
         install_forked_command(self.programs / "insitu")
-        if not self.as_printed:  # an agent's program starts faster in an interpreter that has imported nothing
+        if self.forks:
             (self.programs / "python").symlink_to(forked_python())
         activate = self.folder / ".venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
@@ -219,11 +223,12 @@ def nemo() -> Iterator[FakeNeMo]:
 @pytest.fixture(scope="module")
 def desks(backend: str, service: str, nemo: FakeNeMo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Desk]:
     seen: set[str] = set()
-    names = [name_of(page) for page in PAGES]
-    return {
-        name: Desk(tmp_path_factory.mktemp("page"), backend, service, nemo, name in GUIDES, seen, name == RECORDED)
-        for name in names
-    }
+
+    def desk_of(name: str) -> Desk:
+        folder = tmp_path_factory.mktemp("page")
+        return Desk(folder, backend, service, nemo, name in GUIDES, seen, name == RECORDED, name != PROGRAM)
+
+    return {name: desk_of(name) for name in map(name_of, PAGES)}
 
 
 @pytest.fixture

@@ -200,6 +200,7 @@ async def test_rows_that_repeat_and_rows_that_are_held_out(tmp_path: Path, backe
     assert "finetuning.validation.dataset" in held_out.where
 
 
+@pytest.mark.usefixtures("forked_backends")
 async def test_a_chat_template_that_changes_earlier_answers(tmp_path: Path) -> None:
     """Like those that strip the thinking of earlier turns."""
     model = tmp_path / "model"

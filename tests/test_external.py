@@ -643,9 +643,10 @@ def test_a_service_is_trained_from_python_as_it_is(tmp_path: Path) -> None:
         async with service(reply) as url:
             values = f"URL, BACKEND, MODEL = {url!r}, {backend!r}, {str(MODEL)!r}\n"
             (tmp_path / "my_script.py").write_text(values + SCRIPT)
-            command = [forked_python(), "-W", "error", "my_script.py"]
+            command = [forked_python(), "my_script.py"]
+            environment = {**os.environ, "PYTHONWARNINGS": "error"}
             pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
-            script = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, **pipes)
+            script = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=environment, **pipes)
             printed, _ = await script.communicate()
             return script.returncode or 0, printed.decode()
 

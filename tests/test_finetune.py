@@ -508,8 +508,10 @@ def test_a_run_goes_on_when_nobody_reads_its_output(project: Path) -> None:
 
 
 def test_a_run_goes_on_without_standard_output(project: Path) -> None:
-    command = f"{sys.executable} -m insitu finetune --config_file config.yml -o finetuning.num_epochs 1 >&-"
-    done = subprocess.run(["sh", "-c", command], cwd=project, stderr=subprocess.PIPE, text=True)
+    code = f"import sys; sys.executable = {forked_python()!r}; from insitu.cli import main; main()"  # a forked backend
+    options = "finetune --config_file config.yml -o finetuning.num_epochs 1"
+    command = f'{sys.executable} -c "$0" {options} >&-'
+    done = subprocess.run(["sh", "-c", command, code], cwd=project, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(read_lines(project / "run/training_metrics.jsonl")) == 1
 
@@ -531,7 +533,8 @@ def test_a_run_whose_terminal_is_closed_ends_unless_it_is_under_nohup(project: P
     write_rows(project, [{"say": "a", "mark": "asked"}] * 2)
     nothing = [os.open(os.devnull, os.O_RDWR)]
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " * nohup
-    code += "import sys; sys.argv = ['insitu', *sys.argv[1:]]; from insitu.cli import main; main()"
+    code += "import sys; sys.argv = ['insitu', *sys.argv[1:]]; "
+    code += f"sys.executable = {forked_python()!r}; from insitu.cli import main; main()"
     epochs = ("-o", "finetuning.num_epochs", "2" if nohup else "500")
     arguments = ["-c", code, "finetune", "--config_file", "config.yml", *epochs]
     command = Command(arguments, str(project), dict(os.environ), nothing * 3)

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
@@ -232,17 +232,24 @@ def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
     rows = (tmp_path / "example/train.jsonl").read_text().splitlines(keepends=True)[:4]
     (tmp_path / "example/train.jsonl").write_text("".join(rows))
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import insitu.cli; sys.argv[0] = 'insitu'; "
+        "import sys; [sys.modules.pop(name) for name in [*sys.modules] if name.partition('.')[0] == 'insitu']; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); import insitu.cli; "
+        f"sys.argv[0], sys.executable = 'insitu', {str(tmp_path / 'python')!r}; "
         f"assert insitu.__file__.startswith({str(tmp_path)!r}); insitu.cli.main()"
     )
+    (tmp_path / "code.py").write_text(code)
+    # as `python -m insitu ...`, with the libraries imported already
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\nshift 2\nexec {forked_python()} -c "$(cat {tmp_path}/code.py)" "$@"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
 
     def finetune(**more: Any) -> "subprocess.CompletedProcess[str]":
         settings = options | {key.replace("__", "."): value for key, value in more.items()}
         overrides = [word for key, value in settings.items() for word in ("-o", key, str(value))]
         return subprocess.run(
-            [sys.executable, "-c", code, "finetune", "--config_file", "grpo.yml", *overrides],
+            [tmp_path / "python", "-m", "insitu", "finetune", "--config_file", "grpo.yml", *overrides],
             cwd=tmp_path / "example",
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
         )

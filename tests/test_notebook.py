@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from factories import ROOT
-from processes import HANGS
+from processes import HANGS, forked_python, install_forked_command
 
 EXECUTE = """
 import nbformat, sys
@@ -22,8 +22,16 @@ nbformat.write(notebook, sys.argv[1])
 
 def test_the_notebook_trains(tmp_path: Path) -> None:
     notebook = Path(shutil.copy(ROOT / "examples/notebook.ipynb", tmp_path))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "IPYTHONDIR": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
+    (startup := tmp_path / "ipython/profile_default/startup").mkdir(parents=True)
+    (startup / "forks.py").write_text(f"import sys\nsys.executable = {forked_python()!r}  # the backends are forked\n")
+    (programs := tmp_path / "programs").mkdir()
+    install_forked_command(programs / "insitu")
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_CONFIG_DIR": str(tmp_path),
+    }
     command = [sys.executable, "-c", EXECUTE, str(notebook)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import forked_python
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/tic_tac_toe/grpo.yml"
@@ -78,6 +79,6 @@ def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
         gpu.SMALL = dataclasses.replace(gpu.SMALL, tokens=40, requests=8)
         print(gpu.report())"""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run([forked_python(), "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "| one GRPO step of 64 episodes of 40 tokens |" in done.stdout

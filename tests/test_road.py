@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # What an engineer can read in an hour, and what an episode may cost.
@@ -19,7 +20,7 @@ MAX_CALLS = {"control plane": 600}
 def roads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The files and the calls per episode of each process."""
     figures = tmp_path_factory.mktemp("road") / "road.json"
-    command = [sys.executable, ROOT / "scripts/trace_rollout.py", "--json", figures]
+    command = [sys.executable, ROOT / "scripts/trace_rollout.py", "--json", figures, "--python", forked_python()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(figures.read_text())

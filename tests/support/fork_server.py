@@ -4,8 +4,8 @@ Importing torch, transformers and the control plane takes several seconds of CPU
 that do, as does each pytest worker. A forked program is still a real process, with its own pid, signals, folder,
 environment, input, output and exit code. Programs are the commands of insitu, scripts and code (`-c`).
 The server imports nothing before the first program. It kills a program whose client is gone, and ends when its standard
-input does. PYTHON replaces `sys.executable` in commands of insitu, so that what they start is forked as well. The
-clients are in `processes.py`.
+input does. PYTHON replaces `sys.executable` in commands of insitu and in scripts, so that what they start is forked as
+well. The clients are in `processes.py`.
 """
 
 import atexit
@@ -29,6 +29,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -185,6 +186,9 @@ def run(request: dict[str, Any], descriptors: list[int], python: str) -> NoRetur
         os.environ.update(request["environment"])
         path = os.environ.get("PYTHONPATH")
         sys.path[:1] = [request["folder"], *(path.split(os.pathsep) if path else ())]
+        if path and find_spec("sitecustomize") is not None:
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
         if action := os.environ.get("PYTHONWARNINGS"):
             warnings.simplefilter(action)  # type: ignore[arg-type]
         code = exit_code(request["arguments"], python)
@@ -207,10 +211,14 @@ def exit_code(arguments: list[str], python: str) -> int:
             sys.argv = ["-c", *arguments[2:]]
             exec(arguments[1], {"__name__": "__main__"})
         else:
-            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            sys.argv, sys.executable = arguments, python
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
     return 0
 
 
