@@ -144,7 +144,7 @@ async def test_annotations_as_text_with_names_local_to_a_factory() -> None:
 def test_what_a_factory_may_yield() -> None:
     made = as_function("f", Config(), describe)
     assert as_function("f", Config(), made) is made
-    with pytest.raises(PluginError, match=r"functions\.f: its factory \(test_function\) yielded a int"):
+    with pytest.raises(PluginError, match=r"functions\.f: its factory \(test_function\) yielded an int"):
         as_function("f", Config(), 3)
     with pytest.raises(PluginError, match="async def"):
         as_function("f", Config(), lambda value: value)
