@@ -52,7 +52,7 @@ def script(
     (folder / "digits_plugin.py").write_text((ROOT / "tests/support/digits_plugin.py").read_text())
     (folder / "my_script.py").write_text(HEAD + code)
     command = [forked_python(), "my_script.py"]
-    environment = {**os.environ, "PYTHONWARNINGS": "error", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == returncode, (done.stdout, done.stderr)
     shown = [json.loads(line.removeprefix("SHOWN ")) for line in done.stdout.splitlines() if line.startswith("SHOWN ")]

@@ -283,3 +283,13 @@ def test_notes_and_the_end_by_a_signal_are_lines_of_json(tmp_path: Path) -> None
             messages += [json.loads(line)["message"] for line in process.communicate(HANGS)[1].splitlines()]
     assert messages[0].startswith("checkpoint: ")
     assert messages[-1] == "interrupted"
+
+
+PLUGINS = '["digits_plugin", "noisy"]'
+
+
+def test_a_last_line_without_an_end_is_a_line_of_json(tmp_path: Path) -> None:
+    project = digits_project(tmp_path, rows=2)
+    (project / "noisy.py").write_text("import sys\n\nsys.stderr.write('first\\nlast')\n")
+    done = run("--log_format", "json", "validate", "config.yml", "-o", "general.plugins", PLUGINS, folder=project)
+    assert [json.loads(line)["message"] for line in done.stderr.splitlines()] == ["first", "last"], done.stdout

@@ -170,6 +170,9 @@ def check_weights(project: Project, folder: Path) -> None:
         assert digest(target) == digest(checkpoint)
     training = json.loads((checkpoint / "training.json").read_text())
     assert training["version"] == best["policy_version"]
+    if project.case["adapter"] == "child":  # else no backend of the run's own could serve them
+        done = run("eval", "--config_file", "config.yml", "--checkpoint", f"{folder}/best", folder=project.folder)
+        assert str(checkpoint.resolve()) in done.stderr.replace("\n", ""), (done.stdout, done.stderr)
 
 
 def digest(folder: Path) -> set[str]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import MAX_REWARD, Trajectory
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
 
 
 class TrainedCalls(NamedTuple):
@@ -122,8 +122,7 @@ def member_advantages(
     for index, member in enumerate(returns):
         for value in member:
             if not abs(value) <= MAX_REWARD:  # NaN too
-                allowed = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {allowed}")
+                raise TrajectoryError(f"reward {index} of the group is {value}; allowed: {ALLOWED_REWARDS}")
     members = [index for index, member in enumerate(returns) if member]
     if len(members) < 2 or len({value for member in returns for value in member}) < 2:
         return [[0.0] * len(member) for member in returns]

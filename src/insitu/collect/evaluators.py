@@ -15,7 +15,7 @@ from insitu.collect.event_loop import doing, seconds_since
 from insitu.errors import InsituError, a_type, describe_error, format_error
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import MAX_REWARD, RewardFunctionConfig, signed
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, 
     except (TypeError, ValueError, OverflowError):
         return None, DropReason.NO_SCORE, f"the score {item.score!r:.80} is not a number"
     if not is_reward(value):
-        return None, DropReason.NAN_SCORE, f"the score is {value}; {ALLOWED_REWARDS}"
+        return None, DropReason.NAN_SCORE, f"the score is {value}; allowed: {ALLOWED_REWARDS}"
     return value, None, None
 
 
@@ -119,9 +119,6 @@ def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> Eval
         return item
     steps = item.step_scores and [signed(each, reward.sign) for each in item.step_scores]
     return item.model_copy(update={"score": signed(score, reward.sign), "step_scores": steps})
-
-
-ALLOWED_REWARDS = f"allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 
 
 def is_reward(value: float) -> bool:
@@ -212,11 +209,14 @@ class Scorer:
                 episode.reason, episode.error = DropReason.EVALUATOR_ERROR, problem
                 return
         if not is_reward(reward):
-            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; {ALLOWED_REWARDS}"
+            episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; allowed: {ALLOWED_REWARDS}"
             return
         steps = rewarding.step_scores if rewarding.step_scores is not None else episode.step_rewards
         if not all(map(is_reward, steps or ())):
-            episode.reason, episode.error = DropReason.NAN_SCORE, f"the step rewards are {steps}; {ALLOWED_REWARDS}"
+            episode.reason, episode.error = (
+                DropReason.NAN_SCORE,
+                f"the step rewards are {steps}; allowed: {ALLOWED_REWARDS}",
+            )
             episode.step_rewards = None
             return
         episode.reward, episode.reasoning = reward, rewarding.reasoning

@@ -147,7 +147,7 @@ class HttpConfig(ExternalConfig, name="http"):
         return self
 
     def _texts(self) -> list[tuple[str, str]]:
-        """Its templates, by their key."""
+        """The texts that may have placeholders, each after its key."""
         parts = {"url": self.url, "headers": self.headers, "body": self.body or {}}
         return [each for name, part in parts.items() for each in template_texts(part, name)]
 

@@ -17,6 +17,8 @@ from insitu.schemas.parts import ShapePart
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
+ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+"""For messages."""
 
 
 def parse_reward(name: str) -> tuple[str, int]:
@@ -62,7 +64,7 @@ class RewardFunctionConfig(BaseModel):
         except ValueError:
             raise ValueError("allowed: exclude, or a number") from None
         if not abs(number) <= MAX_REWARD:  # NaN too
-            raise ValueError(f"allowed: exclude, or a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+            raise ValueError(f"allowed: exclude, or a number {ALLOWED_REWARDS}")
         return number
 
 

@@ -1,5 +1,6 @@
 """Log lines with timestamps on standard error, as text or JSON, for log collectors."""
 
+import atexit
 import io
 import json
 import logging
@@ -47,14 +48,16 @@ def write_json_lines(stream: TextIO) -> None:
 
     def write_lines(text: str) -> int:
         nonlocal rest
-        if text.startswith('{"time": "'):
-            return write(text.rstrip("\n") + "\n")
-        *lines, rest = (rest + text).split("\n")
+        is_log_line = text.startswith('{"time": "')
+        *lines, rest = (rest + ("\n" if is_log_line else text)).split("\n")
         for line in filter(str.strip, lines):
             write(log_line(line, logging.INFO) + "\n")
+        if is_log_line:
+            write(text.rstrip("\n") + "\n")
         return len(text)
 
     stream.write = write_lines  # type: ignore[method-assign]
+    atexit.register(write_lines, "\n")  # the last line may have no end
 
 
 class ProgressLog(io.StringIO):

@@ -24,7 +24,7 @@ from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, Ope
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall, Needs, StepLog
-from insitu.schemas.finetuning import MAX_REWARD
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepState, InvocationNode
 from insitu.schemas.steps import IntermediateStepCategory as Category
 from insitu.schemas.steps import IntermediateStepType as StepType
@@ -66,7 +66,7 @@ class StepRewards:
     def add_reward(self, value: float, invocation: Invocation, function: str | None = None) -> None:
         """Adds to the reward of the latest call made in `invocation`, or in the function named `function`."""
         if not abs(value) <= MAX_REWARD:
-            raise WorkflowError(f"a step reward is {value}; allowed: from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+            raise WorkflowError(f"a step reward is {value}; allowed: {ALLOWED_REWARDS}")
         if function is not None and function not in self._latest_call_by_function:
             names = ", ".join(sorted(self._latest_call_by_function)) or "none"
             raise WorkflowError(

@@ -190,6 +190,7 @@ _Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 def _numbers(metrics: Any) -> Any:
     if not isinstance(metrics, dict):
         return metrics
+    # A plus makes a number of a bool.
     return {key: +value for key, value in metrics.items() if isinstance(value, int | float)}
 
 
