@@ -198,7 +198,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev .venv-preferences/.installed
 	$(BIN)/python benchmarks/run.py
 
 clean:

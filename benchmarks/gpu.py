@@ -1,73 +1,47 @@
-"""A language model of about 0.5 B parameters on a GPU: sampling, one GRPO step, and the gap between the two.
+"""Models of about 0.5 B (all weights) and 7 B parameters (LoRA) on a GPU: sampling, GRPO steps beside TRL, the gap.
 
-The model is a randomly initialised Qwen2 with a tokenizer made on the spot. Without a GPU the same script takes one of
-a few million parameters, so that it is known to run; only the figures of a GPU say anything about one.
+    python benchmarks/gpu.py             the tables
+    python benchmarks/run.py gpu         the same into RESULTS.md
+
+The models are randomly initialised. Without a GPU the same script takes two of a few million parameters, so that it is
+known to run; only the figures of a GPU say anything about one. TRL's steps need a Python that has TRL: see learner.py.
 """
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import memory
+import learner
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from models import LARGE, LARGEST, SMALL, Scale, make_model
 
 from insitu.backend import BackendOptions
+from insitu.backend.learner.batches import collate
+from insitu.backend.learner.logprobs import LogprobComputer
+from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import create_backend
+from insitu.schemas.training_jobs import LoRASettings
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import listening
 
 CONCURRENCY = 64
 NDJSON = {"Content-Type": "application/x-ndjson"}
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What is measured with: `tokens` of an episode, prompt included; `requests` sampled for the rates."""
-
-    sizes: dict[str, Any]
-    dtype: str
-    tokens: int
-    requests: int
-
-
-LARGE = Scale(
-    {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "bfloat16",
-    tokens=512,
-    requests=256,
-)
-SMALL = Scale(
-    {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "float32",
-    tokens=96,
-    requests=64,
-)
+SHAPES = {name: learner.SHAPES[name] for name in ("mixed lengths", "shared prompts")}
+SCALES = (LARGE, LARGEST) if torch.cuda.is_available() else (SMALL, replace(SMALL, lora=True))
+TRL = True
+"""Whether TRL is measured too, where it is installed."""
+LORA = LoRASettings(rank=learner.LORA_RANK, alpha=2 * learner.LORA_RANK)
 
 
 @dataclass(frozen=True)
@@ -77,25 +51,8 @@ class Measured:
     backend: float
     step_seconds: float
     step_memory: float
+    packed: str
     metrics: dict[str, float]
-
-
-def make_model(folder: Path, scale: Scale) -> Path:
-    """Random weights, and a tokenizer that has a word for every entry of the vocabulary."""
-    size = scale.sizes["vocab_size"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"word{number}" for number in range(size - len(alphabet) - 1)), "<|end|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    limits = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": None}
-    config = Qwen2Config(**scale.sizes, **limits, eos_token_id=fast.eos_token_id, pad_token_id=fast.eos_token_id)
-    Qwen2ForCausalLM(config).to(getattr(torch, scale.dtype)).save_pretrained(folder)
-    return folder
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
@@ -127,7 +84,7 @@ def generate_rate(loaded: LoadedModel, scale: Scale) -> float:
     began = time.perf_counter()
     for start in range(0, len(texts), CONCURRENCY):
         run(texts[start : start + CONCURRENCY], length)
-    _synchronise()
+    learner.synchronise()
     return len(texts) * length / (time.perf_counter() - began)
 
 
@@ -163,9 +120,10 @@ async def sample(session: aiohttp.ClientSession, texts: list[str], length: int) 
     return await asyncio.gather(*map(one, texts))
 
 
-def job(answers: list[dict[str, Any]]) -> bytes:
-    """One GRPO job in groups of eight, all in one optimiser step."""
-    settings = {"learning_rate": 1e-5, "lora": {"rank": 16, "alpha": 32}}
+def job(answers: list[dict[str, Any]], scale: Scale) -> bytes:
+    """One GRPO job in groups of eight, all in one optimiser step; of adapters, for which memory suffices always."""
+    lora = {"rank": LORA.rank, "alpha": LORA.alpha}
+    settings = {"learning_rate": 1e-5, "lora": lora, "gradient_checkpointing": scale.checkpointing}
     lines: list[dict[str, Any]] = [{"settings": settings, "num_rows": len(answers)}]
     for number, answer in enumerate(answers):
         prompt, choice = answer["prompt_token_ids"], answer["choices"][0]
@@ -193,51 +151,113 @@ async def train(session: aiohttp.ClientSession, body: bytes) -> dict[str, Any]:
     return states[-1]["metrics"]
 
 
-async def measure(scale: Scale, folder: Path) -> Measured:
-    loaded = load_model(str(make_model(folder / "model", scale)), dtype=scale.dtype)
+def packed_beside_padded(loaded: LoadedModel, lora: bool) -> str:
+    """How far log-probabilities and gradients of a group with a shared prompt are from those of padded rows."""
+    compute = LogprobComputer(loaded)
+    if not compute.can_pack:
+        return "not available on this device"
+    samples = learner.samples(learner.SHAPES["shared prompts"], groups=1)
+    rows = learner.training_rows(samples)
+    weights = torch.tensor([sample.advantage for sample in samples], device=loaded.device)[:, None]
+    results = []
+    for packed in (False, True):
+        policy = build_policy(loaded, LORA if lora else None, seed=0)
+        batch = collate(rows, loaded.device, packed=packed)
+        logprobs_BK = batch.to_rows(compute(policy.module, batch).logprobs_N)
+        (logprobs_BK * weights).sum().div(batch.mask_BK.sum()).backward()
+        gradients = [p.grad.float().cpu() for p in policy.trainable.values() if p.grad is not None]
+        results.append([[logprobs_BK.detach().float().cpu()], gradients])
+    differences = []
+    for padded, packed_values in zip(*results, strict=True):
+        whole = torch.stack([tensor.norm() for tensor in padded]).norm()
+        parts = [(a - b).norm() for a, b in zip(padded, packed_values, strict=True)]
+        differences.append(float(max(parts) / whole))
+    return f"{differences[0]:.1e} and {differences[1]:.1e}"
+
+
+async def measure(scale: Scale, model: Path, folder: Path) -> Measured:
+    loaded = load_model(str(model), dtype=scale.dtype)
     parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
     generated = generate_rate(loaded, scale)
-    async with serving(loaded, folder / "out") as session:
+    async with serving(loaded, folder) as session:
         length = scale.tokens - 32
         await sample(session, prompts(CONCURRENCY), 4)
         began = time.perf_counter()
         await sample(session, prompts(scale.requests), length)
         rate = scale.requests * length / (time.perf_counter() - began)
         episodes = await sample(session, [text for text in prompts(8) for _ in range(8)], length)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        metrics = await train(session, job(episodes))
-    return Measured(parameters, generated, rate, metrics["seconds"], _peak_memory(), metrics)
+        learner.synchronise(reset=True)
+        metrics = await train(session, job(episodes, scale))
+    peak = learner.peak() / 1e9
+    packed = packed_beside_padded(loaded, scale.lora)
+    return Measured(parameters, generated, rate, metrics["seconds"], peak, packed, metrics)
 
 
-def report() -> str:
-    """The section `gpu` of RESULTS.md."""
-    scale = LARGE if torch.cuda.is_available() else SMALL
-    with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(scale, Path(folder)))
-    note = "" if scale is LARGE else "\n\nNo GPU was at hand: these figures are a CPU's, and the GPU's are missing."
-    return f"""Qwen2 architecture, {found.parameters / 1e6:.0f} M random parameters, {scale.dtype}, LoRA of rank 16.
+def step_row(scale: Scale, model: Path, name: str, shape: learner.Shape, groups: int, rounds: int) -> str:
+    """One row: a step of insitu, and of TRL where it is installed, on equal rows."""
+    python = learner.python_with_trl() if TRL else None
+    case = learner.Case("insitu", str(model), shape, scale.dtype, scale.lora, scale.checkpointing, groups)
+    cases = [case, replace(case, side="TRL")] if python else [case]
+    sides = [*learner.in_turn(cases, python or sys.executable, rounds)]
+    tokens = sum(len(row.prompt) + len(row.completion) for row in learner.samples(shape, groups))
+    cells = [name]
+    for side in sides:
+        if side.error:
+            cells += [side.error, "", ""]
+            continue
+        seconds = side.median("unsaved_seconds")
+        cells += [f"{seconds:.2f} s", f"{tokens / seconds:.0f}", f"{side.steps[-1]['peak'] / 1e9:.1f} GB"]
+    if not python:
+        cells += ["TRL is not installed", "", ""]
+    losses = [side.steps[0]["loss"] for side in sides if not side.error]
+    cells.append(f"{abs(losses[0] - losses[1]):.0e}" if len(losses) == 2 else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def section(scale: Scale, shapes: dict[str, learner.Shape], groups: int, rounds: int) -> str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(folder / "model", scale)
+        found = asyncio.run(measure(scale, model, folder / "out"))
+        gc.collect()
+        torch.cuda.empty_cache()  # the steps are taken by other processes
+        steps = "\n".join(step_row(scale, model, name, shape, groups, rounds) for name, shape in shapes.items())
+    trained = f"LoRA of rank {LORA.rank}" if scale.lora else "all weights"
+    return f"""### {found.parameters / 1e6:.0f} M parameters, {scale.dtype}, {trained}
 
 | what | measured |
 |---|---|
 | `generate()`, padded batches of {CONCURRENCY} | {found.generate:.0f} tokens/s |
 | `insitu backend` over HTTP, {CONCURRENCY} at a time | {found.backend:.0f} tokens/s |
 | ratio | {found.backend / found.generate:.2f} |
-| one GRPO step of 64 episodes of {scale.tokens} tokens | {found.step_seconds:.1f} s |
+| one GRPO step of 64 episodes of {scale.tokens} tokens, LoRA | {found.step_seconds:.1f} s |
 | peak memory in it | {found.step_memory:.1f} GB |
-| mean absolute gap between sampled and learner's logprobs | {found.metrics["logprob_gap"]:.1e} |{note}"""
+| mean absolute gap between sampled and learner's logprobs | {found.metrics["logprob_gap"]:.1e} |
+| norm of the difference, packed from padded: logprobs and gradients | {found.packed} |
+
+| one GRPO step | insitu | tokens/s | peak memory | TRL | tokens/s | peak memory | losses differ by |
+|---|---|---|---|---|---|---|---|
+{steps}"""
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def report(
+    scales: Sequence[Scale] = SCALES,
+    shapes: dict[str, learner.Shape] = SHAPES,
+    groups: int = learner.GROUPS,
+    rounds: int = learner.ROUNDS,
+) -> str:
+    """The section `gpu` of RESULTS.md."""
+    sections = "\n\n".join(section(scale, shapes, groups, rounds) for scale in scales)
+    on_gpu = torch.cuda.is_available()
+    note = "" if on_gpu else "\n\nNo GPU was at hand: these figures are a CPU's, and the GPU's are missing."
+    return f"""## On a GPU
 
+Randomly initialised Qwen2 models. Steps beside TRL are over {groups} groups of {learner.GENERATIONS} rows in the shapes
+of the section on TRL, medians of {rounds}, without writing a checkpoint; tokens/s are those of the rows, padding not
+counted. Peak memory is {"what was allocated on the GPU in a step" if on_gpu else "the process's"}. The difference in
+norm is the largest of a tensor, by the norm of all.
 
-def _peak_memory() -> float:
-    """In GB: allocated on the GPU since the count was reset, or what this process ever held."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return memory.peak() / 1e9
+{sections}{note}"""
 
 
 if __name__ == "__main__":

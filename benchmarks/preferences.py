@@ -1,6 +1,6 @@
 """DPO jobs whose rows share their prompts' computation, beside the same jobs with every row computed separately.
 
-Both take turns in one process, on the model of `gpu.py`; loss and metrics are asserted to agree.
+Both take turns in one process, on the model of `models.py`; loss and metrics are asserted to agree.
 """
 
 import statistics
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gpu
+import models
 import numpy as np
 import torch
 
@@ -44,7 +44,7 @@ def seconds_of_job(loaded: LoadedModel, rows: list[Row], *, share_prompts: bool)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(loaded, Path(folder))
         if not share_prompts:
-            learner._compute_logprobs.__dict__["can_share_prompts"] = False
+            learner._compute_logprobs.__dict__["can_pack"] = False
         # CPU time does not count what else the machine does; on a GPU it would not count the work.
         clock = time.perf_counter if torch.cuda.is_available() else time.process_time
         began = clock()
@@ -58,10 +58,10 @@ def seconds_of_job(loaded: LoadedModel, rows: list[Row], *, share_prompts: bool)
 
 def report() -> str:
     """The section `preferences` of RESULTS.md."""
-    scale = gpu.LARGE if torch.cuda.is_available() else gpu.SMALL
+    scale = models.LARGE if torch.cuda.is_available() else models.SMALL
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load_model(str(gpu.make_model(Path(folder), scale)), dtype=scale.dtype)
+        loaded = load_model(str(models.make_model(Path(folder), scale)), dtype=scale.dtype)
         for shape in SHAPES:
             rows = pairs(*shape)
             times: dict[bool, list[float]] = {True: [], False: []}
@@ -83,7 +83,7 @@ def report() -> str:
 
 One DPO job of two steps over {PROMPTS} prompts, LoRA of rank 16, with a reference pass; every two candidates of a
 prompt are a pair. The same rows with each prompt computed for every row, and with each computed once per micro-batch;
-median of {ROUNDS} in turn, in seconds of {"wall" if scale is gpu.LARGE else "CPU"} time.
+median of {ROUNDS} in turn, in seconds of {"wall" if scale is models.LARGE else "CPU"} time.
 
 | prompt tokens | completion tokens | candidates | pairs | separate | shared | ratio |
 |---|---|---|---|---|---|---|

@@ -1,4 +1,7 @@
-"""Tokens a second: the backend over HTTP, 32 requests at a time, against `generate()` of transformers in process."""
+"""The backend over HTTP, 32 requests at a time, against `generate()` of transformers in process.
+
+Tokens a second, and the CPU of the process that samples: all its threads, without the client's.
+"""
 
 import asyncio
 import contextlib
@@ -9,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import aiohttp
+import psutil
 import torch
 
 HERE = Path(__file__).parent
@@ -23,6 +28,8 @@ QUICKSTART = HERE.parent / "examples" / "tic_tac_toe" / "model"
 CONCURRENCY = 32
 REQUESTS = 512
 LENGTHS = range(8, 129)
+ROUNDS = 5
+"""Of the small model, whose rounds take seconds; the large one has a single round, of minutes."""
 ALONE = 24
 """Requests of the mix that `generate()` gets one at a time: its tokens a second do not change after so many."""
 
@@ -34,16 +41,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Rate:
-    """What one way of sampling achieved."""
+class Cost:
+    """What one way of sampling took, in seconds a token."""
 
-    way: str
-    tokens: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    wall: float
+    cpu: float
 
 
 def jobs(seed: int = 0) -> list[Job]:
@@ -52,8 +54,8 @@ def jobs(seed: int = 0) -> list[Job]:
     return [Job("".join(rng.choices("abcdefgh ", k=12)), rng.choice(LENGTHS)) for _ in range(REQUESTS)]
 
 
-def measure() -> dict[str, list[Rate]]:
-    """By model, the rates of: generate() alone, generate() in padded batches, the backend."""
+def measure() -> dict[str, dict[str, Cost]]:
+    """By model and way, the medians of rounds in which the ways take turns."""
     from tiny_models import save_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
@@ -61,43 +63,53 @@ def measure() -> dict[str, list[Rate]]:
         sizes = {"hidden_size": 448, "intermediate_size": 1344, "num_hidden_layers": 8, "vocab_size": 2048}
         heads = {"num_attention_heads": 7, "num_key_value_heads": 7, "initializer_range": 0.02}
         large = save_tiny_model(Path(folder) / "large", **(sizes | heads))
-        return {_title(model): measure_model(model) for model in (small, large)}
+        return {_title(small): measure_model(small, ROUNDS), _title(large): measure_model(large, 1)}
 
 
-def measure_model(model: Path) -> list[Rate]:
-    return [alone(model, jobs()[:ALONE]), padded(model, jobs()), served(model, jobs())]
+def measure_model(model: Path, rounds: int) -> dict[str, Cost]:
+    with _server(model) as (address, usage):
+        ways: dict[str, Callable[[], Cost]] = {
+            "generate(), one request at a time": lambda: _generated(model, jobs()[:ALONE], 1),
+            f"generate(), padded batches of {CONCURRENCY}": lambda: _generated(model, jobs(), CONCURRENCY),
+            f"insitu backend over HTTP, {CONCURRENCY} at a time": lambda: _served(address, usage, jobs()),
+        }
+        costs = [[measured() for measured in ways.values()] for _ in range(rounds)]
+    return {
+        way: Cost(median(cost.wall for cost in column), median(cost.cpu for cost in column))
+        for way, column in zip(ways, zip(*costs, strict=True), strict=True)
+    }
 
 
-def alone(model: Path, mix: list[Job]) -> Rate:
-    return _generated("generate(), one request at a time", model, mix, batch=1)
-
-
-def padded(model: Path, mix: list[Job]) -> Rate:
-    return _generated(f"generate(), padded batches of {CONCURRENCY}", model, mix, batch=CONCURRENCY)
-
-
-def served(model: Path, mix: list[Job]) -> Rate:
+def _served(address: str, usage: psutil.Process, mix: list[Job]) -> Cost:
     """All of `mix` over HTTP, `CONCURRENCY` at a time; the server is another process."""
-    with _server(model) as address:
-        asyncio.run(_send(address, mix[:CONCURRENCY]))
-        began = time.perf_counter()
-        tokens = asyncio.run(_send(address, mix))
-        return Rate(f"insitu backend over HTTP, {CONCURRENCY} at a time", tokens, time.perf_counter() - began)
+    asyncio.run(_send(address, mix[:CONCURRENCY]))
+
+    def cpu() -> float:
+        times = usage.cpu_times()
+        return float(times.user + times.system)
+
+    began, used = time.perf_counter(), cpu()
+    tokens = asyncio.run(_send(address, mix))
+    return Cost((time.perf_counter() - began) / tokens, (cpu() - used) / tokens)
 
 
 def report() -> str:
     """The section `sampling` of RESULTS.md."""
     lines = [
-        f"Sampling: {REQUESTS} requests, completions of {LENGTHS[0]} to {LENGTHS[-1]} tokens mixed. Both sides have"
-        f" all {os.cpu_count()} cores; the client shares them with the backend.",
+        f"Sampling: {REQUESTS} requests, completions of {LENGTHS[0]} to {LENGTHS[-1]} tokens mixed; medians of {ROUNDS}"
+        " rounds in turn for the first model, one round for the second. Below 5 M parameters both sides have one torch"
+        f" thread, above all {os.cpu_count()} cores; the client shares them with the backend, and its CPU is not"
+        " counted. Ratios are times as fast, and times less CPU a token.",
         "",
-        "| model | way | tokens/s | of one at a time | of padded batches |",
-        "|---|---|---|---|---|",
+        "| model | way | tokens/s | of padded batches | CPU a token | of padded batches |",
+        "|---|---|---|---|---|---|",
     ]
-    for model, (one, batches, ours) in measure().items():
-        for rate in (one, batches, ours):
-            ratios = f"{rate.rate / one.rate:.2f} | {rate.rate / batches.rate:.2f}"
-            lines.append(f"| {model} | {rate.way} | {rate.rate:.0f} | {ratios} |")
+    for model, costs in measure().items():
+        batches = list(costs.values())[1]
+        for way, cost in costs.items():
+            wall = f"{1 / cost.wall:.0f} | {batches.wall / cost.wall:.2f}"
+            cpu = f"{cost.cpu * 1e6:.0f} us | {batches.cpu / cost.cpu:.2f}"
+            lines.append(f"| {model} | {way} | {wall} | {cpu} |")
     return "\n".join(lines)
 
 
@@ -108,11 +120,13 @@ def _title(model: Path) -> str:
     return f"{count / 1e6:.1f} M parameters"
 
 
-def _generated(way: str, model: Path, mix: list[Job], batch: int) -> Rate:
+def _generated(model: Path, mix: list[Job], batch: int) -> Cost:
     """`generate()` as it comes, in arrival order; a batch ends with its longest, the rest of it is not counted."""
+    from insitu.backend.inference.engine import SINGLE_SCHEDULER_BELOW
     from insitu.backend.model import load_model
 
     loaded = load_model(str(model))
+    torch.set_num_threads(1 if loaded.module.num_parameters() < SINGLE_SCHEDULER_BELOW else os.cpu_count() or 1)
     tokenizer = loaded.tokenizer
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -136,10 +150,11 @@ def _generated(way: str, model: Path, mix: list[Job], batch: int) -> Rate:
 
     with torch.inference_mode():
         run(mix[:batch])
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for start in range(0, len(mix), batch):
             run(mix[start : start + batch])
-        return Rate(way, sum(job.tokens for job in mix), time.perf_counter() - began)
+        tokens = sum(job.tokens for job in mix)
+        return Cost((time.perf_counter() - began) / tokens, (time.process_time() - used) / tokens)
 
 
 async def _send(address: str, mix: list[Job]) -> int:
@@ -164,13 +179,13 @@ def _messages(job: Job) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _server(model: Path) -> Iterator[str]:
+def _server(model: Path) -> Iterator[tuple[str, psutil.Process]]:
     start = "import sys; from insitu.backend import BackendOptions; from insitu.cli.backend import serve;"
     start += f"sys.exit(serve(BackendOptions(model={str(model)!r}, port=0, parent_pid={os.getpid()})))"
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[-1]
+            yield process.stdout.readline().split()[-1], psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
 

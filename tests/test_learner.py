@@ -243,7 +243,7 @@ def test_recomputed_activations_change_nothing(llama, tmp_path, lora):
 def test_recomputed_activations_are_not_kept(llama):
     policy, kept = build_policy(llama, None, seed=0), {False: 0, True: 0}
     forward = PolicyForward(policy.module, LogprobComputer(llama))
-    batch = Packer(make_rows(llama.module, 4), share_prompts=False).collate([0, 1, 2, 3], llama.device)
+    batch = Packer(make_rows(llama.module, 4), packed=False).collate([0, 1, 2, 3], llama.device)
     for recomputes in kept:
         policy.checkpoint_activations(recomputes)
         saved = {}
@@ -419,10 +419,10 @@ def test_micro_batches_stay_within_their_budget():
         length = int(rng.integers(2, 50))
         rows.append(Row(rng.integers(0, 9, length).astype(np.int32), np.array([length - 1]), np.zeros(1), np.zeros(1)))
     rows += rows[:10]
-    parts = list(Packer(rows, share_prompts=False).micro_batches([[index] for index in range(50)], 100))
+    parts = list(Packer(rows, packed=False).micro_batches([[index] for index in range(50)], 100))
     assert sorted(itertools.chain(*parts)) == list(range(50))
     for part in parts:
-        assert len({rows[i].sequence_key for i in part}) * max(rows[i].input_length for i in part) <= 100
+        assert len({rows[i].key for i in part}) * max(rows[i].input_length for i in part) <= 100
 
 
 def test_the_learning_rate_over_a_run():

@@ -17,6 +17,7 @@ from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.server import EpisodeEndpoint
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.wire.http_format import COMPACT
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.functions import as_function
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
@@ -310,6 +311,28 @@ async def test_what_cannot_be_trained_fails_its_episode_with_the_reason(
     else:
         body = written(FIRST, {**head, "choices": [{**choice, "delta": {"content": "abc"}}]})
     episode, transient = await attempted(body, kind)
+    assert (episode.outcome, episode.reason, transient) == ("failed", "capture_error", False)
+    assert says in str(episode.error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"token_ids": "AAA="}, "returned token_ids as a JSON str; expected a list"),
+        ({"prompt_token_ids": 7}, "returned prompt_token_ids as a JSON int; expected a list"),
+        ({"logprobs": {"token_logprobs": "AAA="}}, "returned logprobs as a JSON str; expected a list"),
+        ({"logprobs": {"token_logprobs": {"a": -1.0}}}, "returned logprobs as a JSON dict"),
+        ({"logprobs": {"token_logprobs": [-1.0, -1.0]}}, "returned 2 for 3 token ids"),
+        ({"logprobs": {"token_logprobs": [-1.0, None, -1.0]}}, "returned the logprob None; allowed: finite, at most 0"),
+        ({"logprobs": {}}, "training needs the logprobs of every model call"),
+    ],
+)
+async def test_broken_lists_of_the_compact_form_are_named(wrong: dict[str, Any], says: str) -> None:
+    choice = {**CHOICE, "logprobs": {"token_logprobs": [-1.0] * 3}}
+    whole = json.dumps({"prompt_token_ids": [1], "choices": [choice]}).encode()
+    assert (await attempted(whole, COMPACT))[0].outcome == "ok"
+    body = json.dumps({"prompt_token_ids": [1], **wrong, "choices": [{**choice, **wrong}]}).encode()
+    episode, transient = await attempted(body, COMPACT)
     assert (episode.outcome, episode.reason, transient) == ("failed", "capture_error", False)
     assert says in str(episode.error)
 

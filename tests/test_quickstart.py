@@ -75,10 +75,21 @@ def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
     code = """if True:
         import dataclasses, sys
         sys.path.insert(0, "benchmarks")
-        import gpu
-        gpu.SMALL = dataclasses.replace(gpu.SMALL, tokens=40, requests=8)
-        print(gpu.report())"""
+        import gpu, learner
+        gpu.TRL = False
+        scale = dataclasses.replace(gpu.SCALES[1], tokens=40, requests=8)
+        shapes = {name: learner.Shape(32, 4, 8) for name in gpu.SHAPES}
+        print(gpu.report([scale], shapes, groups=1, rounds=1))"""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([forked_python(), "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "| one GRPO step of 64 episodes of 40 tokens |" in done.stdout
+    rows = {cells[0].strip("| "): cells[1:] for line in done.stdout.splitlines() if (cells := line.split(" | "))[1:]}
+    assert {"one GRPO step of 64 episodes of 40 tokens, LoRA", "ratio", "peak memory in it"} <= rows.keys()
+    for shape in ("mixed lengths", "shared prompts"):
+        seconds, rate, peak, trl = rows[shape][:4]
+        assert seconds.endswith(" s")
+        assert float(rate) > 0
+        assert peak.endswith(" GB")
+        assert trl == "TRL is not installed"
+    (found,) = rows["norm of the difference, packed from padded: logprobs and gradients"]
+    assert all(float(difference) < 1e-4 for difference in found.strip(" |").split(" and "))

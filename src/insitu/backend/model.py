@@ -194,12 +194,8 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
     if Path(folder).is_dir():
         check_weights(Path(folder))
     transformers_logging.disable_progress_bar()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of the tensors would hide the messages below
-    try:
+    with quiet_transformers():  # its report of the tensors would hide the messages below
         module, loading = model_class.from_pretrained(folder, **options)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     if missing := sorted(loading["missing_keys"]):
         others = f" and {len(missing) - 1} other tensors are" if len(missing) > 1 else " is"
         raise BackendError(f"the weights of {folder} are incomplete: {missing[0]}{others} missing")
@@ -224,6 +220,17 @@ def has_sliding_window(config: PreTrainedConfig) -> bool:
     kinds = getattr(config, "layer_types", None)
     in_use = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
     return bool(in_use and getattr(config, "sliding_window", None))
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Logs errors only."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -168,6 +169,8 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
         try:
             async with _stop_event(options.parent_pid) as stopped:
                 async with listening(backend.app, listener, grace=GRACE_SECONDS) as address:
+                    gc.collect()
+                    gc.freeze()  # the model and all modules are not searched for garbage again and again
                     try:
                         on_ready(http_url(*address))
                     except OSError as error:

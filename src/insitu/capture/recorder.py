@@ -1,7 +1,7 @@
 """The recorder: turns requests to a model and their responses into ModelCalls in the ledger of the current episode.
 
     exchange = recorder.begin(method, path, body)     # None: not recorded, send the request unchanged
-    ... send exchange.content ...                     # on an error: exchange.fail(reason)
+    ... send exchange.content with exchange.headers   # on an error: exchange.fail(reason)
     body = exchange.complete(status, headers, body)   # for a stream: exchange.feed(chunk) ..., exchange.end(headers)
     ... return `body` to the client ...
 
@@ -9,6 +9,8 @@ It does not depend on an HTTP library: `transport` hooks it into this process's 
 
 POST /chat/completions  messages    choice.message, choice.logprobs.content, prompt_token_ids of the response
 POST /completions       prompt      choice.text, choice.logprobs.token_logprobs, prompt_token_ids of each choice
+
+It asks for the compact form (`wire.http_format.COMPACT`) of logprobs that the agent does not get, and reads both forms.
 """
 
 import logging
@@ -27,7 +29,7 @@ from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.connection import choice_tokens, parse_lenient_json
-from insitu.wire.http_format import MALFORMED, error_message, error_param, parse_count
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +178,9 @@ class Exchange:
         self._strips_token_ids = not body.get("return_token_ids")
         # text completions may request `logprobs: 0`: those of the sampled tokens only
         self._strips_logprobs = not logprobs and (request.route == CHAT or logprobs is None or logprobs is False)
+        is_compact = self._is_trained and self._strips_logprobs and not self.streamed
+        self.headers = {"Accept": f"{COMPACT}, {JSON}"} if is_compact else {}
+        """Headers of the request instead of the agent's."""
         self._num_choices = len(request.prompts) * request.n
         self._call = ledger.begin_call(request.prompt_key, self._num_choices, recorder.server, recorder.llm)
         if "max_tokens" in recorder.forced_params:
@@ -331,7 +336,11 @@ class Exchange:
         return calls
 
     def _check(self, call: ModelCall) -> None:
-        logprobs = call.logprobs
+        logprobs: Any = call.logprobs
+        for name in ("prompt_token_ids", "token_ids", "logprobs"):
+            if not isinstance(values := getattr(call, name), list | None):
+                problem = f"returned {name} as a JSON {type(values).__name__}; expected a list"
+                raise self._capture_error(f"{self._source} {problem}")
         if logprobs is None:
             raise self._missing_error("logprobs", "did not return them")
         if call.token_ids is None or call.prompt_token_ids is None:

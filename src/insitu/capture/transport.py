@@ -20,7 +20,7 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.wire.http_format import error_body
+from insitu.wire.http_format import COMPACT, JSON, error_body
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
@@ -61,7 +61,7 @@ class _RecordingTransport:
         async with AsyncExitStack() as cleanup:
             try:
                 session = self._session_of_this_loop(cleanup)
-                answer = await session.request(**_arguments(request, content if exchange is None else exchange.content))
+                answer = await session.request(**_arguments(request, content, exchange))
                 streams = exchange is None or (exchange.streamed and answer.status < 400)
                 received = b"" if streams else await answer.read()
             except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
@@ -84,6 +84,8 @@ class _RecordingTransport:
         if exchange is None:
             return self._sync_transport.handle_request(request)
         headers = [pair for pair in request.headers.raw if pair[0].lower() not in (*_REWRITTEN, b"accept-encoding")]
+        if accept := exchange.headers.get("Accept"):
+            headers = [*(pair for pair in headers if pair[0].lower() != b"accept"), (b"Accept", accept.encode())]
         request = self.http.Request(
             request.method, request.url, headers=headers, content=exchange.content, extensions=request.extensions
         )
@@ -115,7 +117,10 @@ class _RecordingTransport:
         if exchange.parse_error is not None:
             problem = f"the response of {self._recorder.server} is not a completion: {exchange.parse_error}"
             status, body = 502, orjson.dumps(error_body(problem, 502))
-            headers = [(b"Content-Type", b"application/json")]
+            headers = [(b"Content-Type", JSON.encode())]
+        elif exchange.headers:
+            compact = COMPACT.encode()
+            headers = [(name, JSON.encode() if value.lower().startswith(compact) else value) for name, value in headers]
         return self.http.Response(status, headers=headers, content=body, extensions=extensions)
 
     def _fail(self, exchange: Exchange | None, request: Any, error: BaseException) -> NoReturn:
@@ -234,13 +239,16 @@ def new_session(*, through_proxies: bool) -> aiohttp.ClientSession:
     )
 
 
-def _arguments(request: Any, content: bytes) -> dict[str, Any]:
+def _arguments(request: Any, content: bytes, exchange: Exchange | None) -> dict[str, Any]:
     """A request of the client's library for aiohttp."""
     raw = request.headers.raw
     headers: CIMultiDict[str] = CIMultiDict(
         [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw if name.lower() not in _REWRITTEN]
     )
     headers["Accept-Encoding"] = "gzip, deflate"  # what aiohttp can always decompress
+    if exchange is not None:
+        content = exchange.content
+        headers.update(exchange.headers)
     limits = request.extensions.get("timeout") or {}
     return {
         "method": request.method,

@@ -31,7 +31,7 @@ from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.wire.http_format import MALFORMED, authorized, http_url
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, authorized, http_url
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -249,7 +249,7 @@ class Gateway:
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
         base_url, credentials = authorized(str(llm.client.base_url), llm.client.api_key)
         url = f"{base_url}/{translation.route}"
-        headers: Any = {"Content-Type": "application/json", "Authorization": credentials}
+        headers: Any = {"Content-Type": JSON, "Authorization": credentials, **exchange.headers}
         timeout = client_timeout(_CONNECT_TIMEOUT, llm.config.timeout or _READ_TIMEOUT)
         content = proxy.payload(exchange.content)
         try:
@@ -269,7 +269,8 @@ class Gateway:
         headers = proxy.response_headers(answer)
         if not translation.verbatim:
             received = proxy.translate_response(translation, answer.status, received)
-            headers["Content-Type"] = "application/json"
+        if not translation.verbatim or answer.content_type == COMPACT:
+            headers["Content-Type"] = JSON
         return web.Response(body=received, status=answer.status, headers=headers)
 
     async def _forward(

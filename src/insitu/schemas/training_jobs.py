@@ -221,6 +221,8 @@ class LossSettings(BaseModel):
     `constant`: sum / (episodes x loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Divisor for `loss_agg_mode: constant`, in tokens."""
+    kl_rows: int | None = Field(default=None, ge=0)
+    """Rows on which the metric `kl` is measured if there is no KL penalty; none: 128, or fewer with 512 tokens."""
 
     @model_validator(mode="after")
     def _check_combination(self) -> "LossSettings":
@@ -313,10 +315,12 @@ class TrainingOptions(LossSettings):
     num_iterations: int = Field(default=1, ge=1)
     """Passes over the job's rows, each shuffled by the seed."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Padded tokens per forward pass; affects memory and speed, not the result."""
+    """Tokens computed per forward pass, padding included; affects memory and speed, not the result."""
+    attention: Literal["auto", "packed", "padded"] = "auto"
+    """`packed`: computes what rows begin with alike once, where the model can. `auto`: on a CPU, if it saves enough."""
     gradient_checkpointing: bool = False
     """Keeps the inputs of each layer only and recomputes its activations in the backward pass: needs less memory and
-    about a third more time, with the same result. Prompts that several rows share are then computed for each row."""
+    about a third more time, with the same result."""
     lora: LoRASettings | None = None
     """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
 
@@ -392,9 +396,4 @@ class JobState(BaseModel):
     checkpoint: str | None = None
     """Folder of the weights the job produced, which are `policy_version`, once completed."""
     metrics: dict[str, Any] = Field(default_factory=dict)
-    """The metrics of every method: loss, entropy, grad_norm, learning_rate, steps, tokens, rows, episodes, seconds.
-
-    grpo: kl, clip_fraction, logprob_gap, ratio_mean. Without a KL penalty, kl is measured after the last step on at
-    most 128 rows. dpo: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen,
-    logps/rejected (TRL's names), sft_loss, pairs. kto: kl, and of the desirable (chosen) and undesirable (rejected)
-    episodes rewards and logps as for dpo, and rewards/margins."""
+    """By name, as `docs/reference/losses.md` lists them for each method."""

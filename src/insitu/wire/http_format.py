@@ -2,6 +2,7 @@
 
 {"error": {"message": "...", "type": "not_found_error", "param": null, "code": null}}        an error body
 {"token": "token_id:7", "logprob": -0.1}                                                     a token id in logprobs
+{"token_ids": [7, 2], "logprobs": {"token_logprobs": [-0.1, -0.7]}}                          a compact choice
 """
 
 import base64
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 DONE = b"[DONE]"
 """Data of the last event of a streamed completion."""
+JSON = "application/json"
+COMPACT = "application/vnd.insitu.completion+json"
+"""Content type of completions whose logprobs are one list of numbers for each choice; `Accept` asks for it."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 BODY_DIFFERS = "Body-Differs"
 """Header of a response about the job of an idempotency key, if another body was sent with the key at first."""
@@ -76,6 +80,10 @@ def metrics_text(samples: Iterable[Sample]) -> str:
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 """What a label's value has in that format."""
+
+
+def accepts_compact(headers: Mapping[str, str]) -> bool:
+    return COMPACT in (part.partition(";")[0].strip().lower() for part in headers.get("Accept", "").split(","))
 
 
 def format_event(data: bytes, event: str | None = None) -> bytes:

@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
 from insitu.schemas.parts import key_of
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, error_body, gc_paused, metrics_text
+from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, gc_paused, metrics_text
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -355,8 +355,10 @@ def error_response(
     return json_response(body, status, {**(headers or {}), **_HEADERS.get(status, {})})
 
 
-def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type="application/json")
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None, content_type: str = JSON
+) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type=content_type)
 
 
 def metrics_response(samples: Iterable[Sample]) -> web.Response:

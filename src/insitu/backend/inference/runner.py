@@ -37,10 +37,8 @@ def next_span(prompt_length: int, done: int) -> Span:
 
 def width_for(length: int) -> int:
     """Positions attended to for a longest row of `length`; rounded so that few different shapes occur."""
-    width = MIN_WIDTH
-    while width < length:
-        width *= 2
-    return width if width <= 256 else -(-length // 256) * 256
+    step = 32 if length <= 256 else 256
+    return max(MIN_WIDTH, -(-length // step) * step)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -117,7 +115,8 @@ class SlotCache(Cache):
         """Makes room for at least `slots` sequences of `length` positions."""
         if slots <= self.slots and length <= self.length:
             return
-        self.slots, self.length = max(self.slots, slots), max(self.length, length)
+        room = 1 << (length - 1).bit_length() if length <= 256 else length  # growing copies everything, so seldom
+        self.slots, self.length = max(self.slots, slots), max(self.length, room)
         for layer in self.slot_layers:
             if layer.is_initialized:
                 layer.resize()

@@ -6,7 +6,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -93,12 +93,41 @@ class SampledToken:
 
 
 @dataclass(slots=True)
+class SampledTokens(Sequence[SampledToken]):
+    """Sampled tokens as columns: lists of numbers are read and written at once, an object for each token is not."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]] | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[SampledToken]:
+        return map(SampledToken, self.ids, self.logprobs, self.tops)
+
+    def __getitem__(self, at: Any) -> Any:
+        kind: Any = SampledTokens if isinstance(at, slice) else SampledToken
+        return kind(self.ids[at], self.logprobs[at], self.tops[at])
+
+    def extend(self, more: "SampledTokens") -> None:
+        self.ids += more.ids
+        self.logprobs += more.logprobs
+        self.tops += more.tops
+
+    def append(self, token: SampledToken) -> None:
+        self.ids.append(token.id)
+        self.logprobs.append(token.logprob)
+        self.tops.append(token.top)
+
+
+@dataclass(slots=True)
 class OutputDelta:
     """New text and tokens of a completion, or all of them without streaming; the last delta has a finish reason."""
 
     version: int
     text: str
-    tokens: list[SampledToken]
+    tokens: SampledTokens
     finish_reason: str | None = None
 
 
@@ -111,7 +140,7 @@ class Completion:
 
     prompt: list[int]
     params: SamplingParams
-    tokens: list[SampledToken] = field(default_factory=list, kw_only=True)
+    tokens: SampledTokens = field(default_factory=SampledTokens, kw_only=True)
     text: CompletionText | None = field(default=None, kw_only=True)
 
     def detokenize(self, tokenizer: ChatTokenizer) -> None:
@@ -131,6 +160,24 @@ class Completion:
         if len(self.tokens) >= self.params.max_tokens or len(self.prompt) + len(self.tokens) >= max_length:
             return text + self._flush(), "length"
         return text, None
+
+    def extend(self, tokens: SampledTokens, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
+        """Adds tokens up to the end of the completion, as `append` does one by one."""
+        if self.text is None:  # then only the last one matters
+            room = min(self.params.max_tokens, max_length - len(self.prompt)) - len(self.tokens)
+            ends = frozenset[int]() if self.params.ignore_eos else tokenizer.eos_token_ids
+            last = min(len(tokens), room) - 1
+            if not ends.isdisjoint(tokens.ids):
+                last = min(last, next(at for at, token_id in enumerate(tokens.ids) if token_id in ends))
+            self.tokens.extend(tokens[:last])
+            tokens = tokens[last : last + 1]
+        text, finish_reason = "", None
+        for token in tokens:
+            new, finish_reason = self.append(token, tokenizer, max_length)
+            text += new
+            if finish_reason is not None:
+                break
+        return text, finish_reason
 
     def _flush(self) -> str:
         return self.text.flush() if self.text is not None else ""
@@ -214,7 +261,7 @@ class Sampler(ABC):
         for index, (_, params) in enumerate(requests):
             if not params.stop:  # its text was not needed while it was sampled
                 output = outputs[index]
-                ids = [token.id for token in output.tokens]
+                ids = output.tokens.ids
                 # The token that ended the turn is not part of the text, whether it is a special token or not.
                 output.text = self.tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
         self.num_completed += len(outputs)

@@ -250,8 +250,10 @@ class Scheduler:
 
     def _banned(self, slot_B: np.ndarray) -> tuple[list[int], list[int]]:
         """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
-        tokens = list(self._tokenizer.eos_token_ids)
         short = np.flatnonzero(slot_B["index"] < slot_B["min_tokens"])
+        if not len(short):
+            return [], []
+        tokens = list(self._tokenizer.eos_token_ids)
         return np.repeat(short, len(tokens)).tolist(), tokens * len(short)
 
     def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
@@ -281,9 +283,10 @@ def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput
 
     Raises BackendError if logits are not finite.
     """
-    temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
     logits_BV = logits_BV.float()
-    logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
+    if (metadata.temperature_B != 1).any():
+        temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
+        logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     if metadata.banned[0]:
         logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))

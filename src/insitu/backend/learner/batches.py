@@ -1,16 +1,18 @@
 """Splits rows into optimizer steps and micro-batches, deals these to ranks, and collates them into tensors.
 
-Rows with the same tokens and trained positions (common for short completions of the same prompt) are computed once. So
-are prompts that several rows share, where the method allows it.
+What rows begin with alike is computed once: the prompt of a group, the earlier turns of a conversation, equal rows.
 
 Processes that train one policy together are its ranks: all have the rows of a job, and each computes some
 micro-batches. The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all
 rows of the step. So gradients and sums are added over the ranks, never averaged, however unequal their tokens are.
 
-Shapes: B rows, S distinct sequences, T input tokens of the longest sequence (without a shared prompt), K maximum
-trained tokens per sequence, N trained tokens of all distinct sequences, G distinct prompts, P tokens of the longest.
+Shapes: B rows, S sequences and T input tokens of the longest, or 1 and the tokens of a tree of prefixes, K maximum
+trained tokens per row, N distinct trained tokens.
 """
 
+import bisect
+import functools
+import itertools
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from insitu.backend.attention import Nodes
+from insitu.backend.learner.prefix_tree import MIN_SHARED, build_tree
 from insitu.disk.model_files import JobRecord
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -54,53 +58,39 @@ class Row:
         return int(self.positions[-1])
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens before the one that predicts the first trained token; rows may share their computation."""
-        return int(self.positions[0]) - 1
-
-    @property
-    def sequence_key(self) -> bytes:
-        """Deduplication key: rows with equal keys have the same log-probabilities at their trained tokens."""
-        temperature = b"" if self.temperature == 1 else np.float64(self.temperature).tobytes()
-        return self.token_ids[: self.input_length + 1].tobytes() + self.positions.tobytes() + temperature
-
-    @property
-    def prompt_key(self) -> bytes:
-        return self.token_ids[: self.prompt_length].tobytes()
+    def key(self) -> bytes:
+        """The model's input, as bytes that sort as the tokens do."""
+        return self.token_ids[: self.input_length].astype(">u4").tobytes()
 
 
-class SharedPrompts(NamedTuple):
-    """The prompts of a micro-batch whose sequences go on from them.
-
-    `attention_mask_SL` covers the P tokens of the prompt and the T tokens after it.
-    """
-
-    input_ids_GP: Tensor
-    prompt_index_S: Tensor
-    attention_mask_SL: Tensor
-    position_ids_ST: Tensor
+def common_prefix(first: bytes, second: bytes) -> int:
+    """The number of tokens that two inputs begin with alike, by their keys."""
+    length = min(len(first), len(second)) // 4
+    differ = np.frombuffer(first, "u4", length) != np.frombuffer(second, "u4", length)
+    place = int(differ.argmax()) if length else 0
+    return place if length and differ[place] else length
 
 
 class MicroBatch(NamedTuple):
-    """One forward pass, with `prompts` two.
+    """One forward pass, over padded sequences, or with `tree` over the T tokens of a tree in one line.
 
     `logit_positions_N` are the positions in the flattened `input_ids_ST` whose logits predict `targets_N`;
-    `target_mask_SK` marks each sequence's targets, in the order of N. `temperature_N` is None if all are 1.
+    `token_index_BK` has the trained tokens of each row among the N. `temperature_N` is None if all are 1.
     """
 
     input_ids_ST: Tensor
     logit_positions_N: Tensor
     targets_N: Tensor
-    target_mask_SK: Tensor
-    sequence_index_B: Tensor
+    token_index_BK: Tensor
     mask_BK: Tensor
-    prompts: SharedPrompts | None
+    position_ids_ST: Tensor | None
+    tree: Nodes | None
     temperature_N: Tensor | None
 
     def to_rows(self, values_N: Tensor) -> Tensor:
         """Expands values per distinct token (N) to rows (B, K), zero-padded."""
-        values_SK = values_N.new_zeros(self.target_mask_SK.shape).masked_scatter(self.target_mask_SK, values_N)
-        return values_SK.index_select(0, self.sequence_index_B)
+        values_BK = values_N.index_select(0, self.token_index_BK.flatten()).view(self.mask_BK.shape)
+        return torch.where(self.mask_BK, values_BK, 0.0)
 
 
 def group_rows(rows: Sequence[Row], indices: Iterable[int]) -> list[list[int]]:
@@ -134,140 +124,176 @@ def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     return steps
 
 
-class _Piece(NamedTuple):
-    """A row in the order of micro-batches: rows of similar length, and those with the same tokens, are neighbors."""
-
-    prompt_length: int
-    prompt_key: bytes
-    length: int
-    key: bytes
-    row: int
-
-
 class _Size:
-    """Counts the distinct tokens of the rows that are added, and those of a micro-batch of them, padding included."""
+    """Counts the tokens that a micro-batch of the rows that are added computes."""
 
-    def __init__(self) -> None:
-        self._prompts: set[bytes] = set()
-        self._sequences: set[bytes] = set()
-        self._longest_prompt = self._longest = 0
-        self.distinct_tokens = 0
+    def __init__(self, packed: bool) -> None:
+        self._packed = packed
+        self._keys: list[bytes] = []
+        self.tokens = 0
 
-    def add(self, unit: Iterable[_Piece]) -> bool:
+    def add(self, keys: Iterable[bytes]) -> bool:
         """Returns whether there were new tokens among them."""
-        before = self.distinct_tokens
-        for piece in unit:
-            if piece.prompt_key not in self._prompts:
-                self._prompts.add(piece.prompt_key)
-                self.distinct_tokens += piece.prompt_length
-            if piece.key not in self._sequences:
-                self._sequences.add(piece.key)
-                self.distinct_tokens += piece.length
-            self._longest_prompt = max(self._longest_prompt, piece.prompt_length)
-            self._longest = max(self._longest, piece.length)
-        return self.distinct_tokens > before
-
-    @property
-    def padded_tokens(self) -> int:
-        return len(self._prompts) * self._longest_prompt + len(self._sequences) * self._longest
+        before = self.tokens
+        for key in keys:
+            place = bisect.bisect_left(self._keys, key)
+            neighbors = self._keys[max(place - 1, 0) : place + 1]
+            if key in neighbors:
+                continue
+            self._keys.insert(place, key)
+            shared = max((common_prefix(key, neighbor) for neighbor in neighbors), default=0)
+            self.tokens += len(key) // 4 - (shared if shared >= MIN_SHARED else 0)
+        if not self._packed:
+            self.tokens = len(self._keys) * max(map(len, self._keys), default=0) // 4
+        return self.tokens > before
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs rows into micro-batches; with `share_prompts`, rows with the same prompt share its computation."""
+    """Packs rows into micro-batches: `packed` as trees, otherwise padded."""
 
     rows: Sequence[Row]
-    share_prompts: bool = field(kw_only=True)
+    packed: bool = field(kw_only=True)
+
+    @functools.cached_property
+    def _keys(self) -> list[bytes]:
+        return [row.key for row in self.rows]
+
+    @property
+    def tree_share(self) -> float:
+        """The tokens of a tree of all rows, as a share of those of the distinct rows."""
+        size = _Size(packed=True)
+        size.add(self._keys)
+        return size.tokens * 4 / sum(map(len, {*self._keys}))
 
     def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
-        """Splits the rows, shortest first, into micro-batches of at most `max_tokens` padded tokens.
+        """Splits the rows into micro-batches of at most `max_tokens`, padding included.
 
-        A unit of rows stays together if it fits into a micro-batch; a longer sequence gets its own.
+        Units of rows that begin alike, or are of similar length, are neighbors. A unit stays together if it fits, and
+        then a tree of units; a longer sequence gets a micro-batch of its own.
         """
         micro_batch: list[int] = []
-        size = _Size()
-        for unit in sorted(self._split(units, max_tokens), key=lambda pieces: pieces[-1]):
-            if size.add(unit) and micro_batch and size.padded_tokens > max_tokens:
-                yield micro_batch
-                micro_batch, size = [], _Size()
-                size.add(unit)
-            micro_batch += [piece.row for piece in unit]
+        size = _Size(self.packed)
+        for tree in self._trees(units, max_tokens):
+            whole_tree = list(itertools.chain(*tree))
+            for part in [whole_tree] if self._size(whole_tree) <= max_tokens else tree:
+                if size.add(map(self._keys.__getitem__, part)) and micro_batch and size.tokens > max_tokens:
+                    yield micro_batch
+                    micro_batch, size = [], _Size(self.packed)
+                    size.add(map(self._keys.__getitem__, part))
+                micro_batch += part
         if micro_batch:
             yield micro_batch
 
     def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int) -> int:
-        """The padded tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
-        size = _Size()
-        longest = 0
-        for unit in self._split(units, max_tokens):
-            own = _Size()
-            own.add(unit)
-            longest = max(longest, own.padded_tokens)
-            size.add(unit)
-        rounds = -(-size.distinct_tokens // (max_tokens * count))
-        return min(-(-size.distinct_tokens // max(rounds * count, 1)) + longest, max_tokens)
+        """The tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
+        sizes = [self._size(unit) for tree in self._trees(units, max_tokens) for unit in tree]
+        total = self._size(itertools.chain(*units)) if self.packed else sum(sizes)
+        rounds = -(-total // (max_tokens * count))
+        return min(-(-total // max(rounds * count, 1)) + max(sizes, default=0), max_tokens)
 
     def collate(self, indices: Sequence[int], device: torch.device) -> MicroBatch:
-        return collate([self.rows[index] for index in indices], device, share_prompts=self.share_prompts)
+        return collate([self.rows[index] for index in indices], device, packed=self.packed)
 
-    def _split(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[_Piece]]:
-        """The units, and the rows of those that do not fit into a micro-batch."""
-        for unit in units:
-            pieces = sorted(map(self._piece, unit))
-            size = _Size()
-            size.add(pieces)
-            if len(pieces) > 1 and size.padded_tokens > max_tokens:
-                yield from ([piece] for piece in pieces)
-            else:
-                yield pieces
+    def computed_tokens(self, indices: Sequence[int]) -> tuple[int, int]:
+        """The tokens that a micro-batch of these rows computes, and how many of them are padding."""
+        keys = {self._keys[index] for index in indices}
+        computed = self._size(indices)
+        return computed, 0 if self.packed else computed - sum(map(len, keys)) // 4
 
-    def _piece(self, index: int) -> _Piece:
-        row = self.rows[index]
-        length, key = (row.prompt_length, row.prompt_key) if self.share_prompts else (0, b"")
-        return _Piece(length, key, row.input_length - length, row.sequence_key, index)
+    def _size(self, indices: Iterable[int]) -> int:
+        size = _Size(self.packed)
+        size.add(map(self._keys.__getitem__, indices))
+        return size.tokens
+
+    def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
+        """Lists of units that begin alike; padded, each unit alone. A unit that does not fit is split into its rows."""
+
+        def order(index: int) -> tuple[int, bytes, int]:
+            return 0 if self.packed else len(self._keys[index]), self._keys[index], index
+
+        fitting = [[unit] if self._size(unit) <= max_tokens else [[index] for index in unit] for unit in units]
+        parts = sorted((sorted(part, key=order) for part in itertools.chain(*fitting)), key=lambda part: order(part[0]))
+        tree: list[list[int]] = []
+        for part in parts:
+            if tree and not (self.packed and self._shared(tree[-1][0], part[0]) >= MIN_SHARED):
+                yield tree
+                tree = []
+            tree.append(part)
+        if tree:
+            yield tree
+
+    def _shared(self, first: int, second: int) -> int:
+        return common_prefix(self._keys[first], self._keys[second])
 
 
-def collate(rows: Sequence[Row], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
-    """Collates rows into a right-padded micro-batch; with `share_prompts`, prompts of several sequences are separate.
+@dataclass
+class Sizes:
+    """Input tokens of the rows of all optimizer steps: of each row, and those computed, of which some are padding.
 
-    Without prompts no attention mask is needed: with causal attention no token attends to the padding.
+    And the rows that got no backward pass, because their advantages are 0.
     """
-    sequence_indices: dict[bytes, int] = {}
-    sequence_index_B = np.array([sequence_indices.setdefault(row.sequence_key, len(sequence_indices)) for row in rows])
-    distinct = [rows[index] for index in np.unique(sequence_index_B, return_index=True)[1]]
-    shares = share_prompts and len({row.prompt_key for row in distinct}) < len(distinct)
-    starts = [row.prompt_length if shares else 0 for row in distinct]
-    input_ids = _padded([row.token_ids[start : row.input_length] for row, start in zip(distinct, starts, strict=True)])
-    counts = np.array([len(row.positions) for row in distinct])
-    offsets = np.arange(len(distinct)) * input_ids.shape[1] - np.array(starts)
-    target_mask = np.arange(counts.max()) < counts[:, None]
+
+    rows: int = 0
+    computed: int = 0
+    padding: int = 0
+    without_gradient: int = 0
+
+    def add(self, packer: Packer, micro_batches: Iterable[Sequence[int]]) -> None:
+        for indices in micro_batches:
+            computed, padding = packer.computed_tokens(indices)
+            self.rows += sum(packer.rows[index].input_length for index in indices)
+            self.computed += computed
+            self.padding += padding
+
+    def metrics(self) -> dict[str, int]:
+        sizes = {"row_tokens": self.rows, "computed_tokens": self.computed, "padding_tokens": self.padding}
+        return sizes | {"rows_without_gradient": self.without_gradient}
+
+
+def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:
+    """Collates rows into one micro-batch: `packed` as a tree, otherwise padded on the right.
+
+    Padded sequences need no attention mask: with causal attention no token attends to the padding.
+    """
+    distinct = sorted({row.key for row in rows})
+    tree = None
+    if packed:
+        tree = build_tree(distinct, [0, *itertools.starmap(common_prefix, itertools.pairwise(distinct))])
+    if tree is None:
+        input_ids = _padded([np.frombuffer(key, ">u4") for key in distinct])
+        paths = list(np.arange(input_ids.size).reshape(input_ids.shape))
+    else:
+        input_ids, paths = tree.token_ids_T[None], tree.paths
+    path_of = dict(zip(distinct, paths, strict=True))
+    # A token is computed once for all rows that predict it from the same place at the same temperature.
+    trained = [
+        (
+            path_of[row.key][row.positions - 1],
+            row.token_ids[row.positions],
+            np.full(len(row.positions), row.temperature),
+        )
+        for row in rows
+    ]
+    places, targets, temperatures = map(np.concatenate, zip(*trained, strict=True))
+    triples = np.stack([places, targets, temperatures.view(np.int64)], axis=1)
+    distinct_N3, index = np.unique(triples, axis=0, return_inverse=True)
+    counts = np.cumsum([len(row.positions) for row in rows])
     arrays = {
         "input_ids_ST": input_ids,
-        "logit_positions_N": np.concatenate([row.positions for row in distinct]) - 1 + np.repeat(offsets, counts),
-        "targets_N": np.concatenate([row.token_ids[row.positions] for row in distinct]).astype(np.int64),
-        "target_mask_SK": target_mask,
-        "sequence_index_B": sequence_index_B,
-        "mask_BK": target_mask[sequence_index_B],
+        "logit_positions_N": distinct_N3[:, 0],
+        "targets_N": distinct_N3[:, 1],
+        "token_index_BK": _padded(np.split(index.ravel(), counts[:-1])),
+        "mask_BK": _padded([np.ones(len(row.positions), bool) for row in rows], np.bool_),
     }
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    prompts = _shared_prompts(distinct, input_ids.shape[1], device) if shares else None
-    temperature_N = np.repeat(np.array([row.temperature for row in distinct], np.float32), counts)
-    divides = None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device)
-    return MicroBatch(**tensors, prompts=prompts, temperature_N=divides)
-
-
-def _shared_prompts(distinct: Sequence[Row], width: int, device: torch.device) -> SharedPrompts:
-    prompt_indices: dict[bytes, int] = {}
-    index_S = np.array([prompt_indices.setdefault(row.prompt_key, len(prompt_indices)) for row in distinct])
-    firsts = [distinct[index] for index in np.unique(index_S, return_index=True)[1]]
-    input_ids = _padded([row.token_ids[: row.prompt_length] for row in firsts])
-    lengths_S1 = np.array([[row.prompt_length] for row in distinct])
-    inputs_S1 = np.array([[row.input_length] for row in distinct])
-    is_prompt = np.arange(input_ids.shape[1]) < lengths_S1
-    # Positions of padding repeat the last one: there may be no embedding for more.
-    positions = np.minimum(lengths_S1 + np.arange(width), inputs_S1 - 1)
-    arrays = (input_ids, index_S, np.hstack([is_prompt, np.ones((len(distinct), width), dtype=bool)]), positions)
-    return SharedPrompts(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays))
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    temperature_N = distinct_N3[:, 2].copy().view(np.float64).astype(np.float32)
+    return MicroBatch(
+        **tensors,
+        position_ids_ST=None if tree is None else torch.from_numpy(tree.positions_T)[None].to(device),
+        tree=None if tree is None else tree.nodes,
+        temperature_N=None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device),
+    )
 
 
 def _padded(sequences: Sequence[np.ndarray], dtype: type[np.generic] = np.int64) -> np.ndarray:

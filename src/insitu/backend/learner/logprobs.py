@@ -1,7 +1,6 @@
 """Log-probabilities and entropies of trained tokens, under the weights being trained or a reference.
 
-Shapes: S distinct sequences, T input tokens of the longest, N trained tokens of all sequences, D hidden size, V
-vocab_size.
+Shapes: S sequences, T input tokens of the longest, N distinct trained tokens, D hidden size, V vocab_size.
 """
 
 import functools
@@ -14,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from insitu.backend.learner.batches import MicroBatch, Row, collate
-from insitu.backend.model import LoadedModel, has_sliding_window
+from insitu.backend.attention import attend_as_before, attend_to_trees
+from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
+from insitu.backend.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = 1 << 26
 """Maximum logits (N x V) computed together where only trained positions are projected; more are computed in chunks and
 recomputed in the backward pass."""
+LEAST_LOGPROB = -1e4
+"""Below it, tokens do not count in an entropy: their probability is 0."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length of the input, which a shared prompt changes."""
+"""Rotary embeddings whose frequencies depend on the longest position of the input."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -47,12 +50,14 @@ class LogprobComputer:
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> TokenLogprobs:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            inputs = {"input_ids": batch.input_ids_ST, **_context(module, batch)}
+            inputs = _inputs(batch)
+            body, head = _parts(module)
+            if batch.tree is not None:
+                attend_to_trees(body)
             if not self.can_project_selected:
                 logits_STV = module(**inputs).logits
                 logits_NV = logits_STV.flatten(0, 1)[batch.logit_positions_N]
                 return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
-            body, head = _parts(module)
             assert head is not None  # the test forward pass used it
             hidden_STD = body(**inputs).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
@@ -68,32 +73,33 @@ class LogprobComputer:
         return logprobs
 
     @functools.cached_property
-    def can_share_prompts(self) -> bool:
-        """Whether sequences can go on from a common prompt: a test forward pass gives the same log-probabilities.
-
-        Not with a sliding window, which would count the padding after a prompt.
-        """
-        config: Any = self._module.config
-        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-        if has_sliding_window(config) or any(kind in rope for kind in LENGTH_DEPENDENT_ROPE):
+    def can_pack(self) -> bool:
+        """Whether a tree of prefixes can be computed: a test forward pass gives the same log-probabilities."""
+        if _depends_on_lengths(self._module) or _mixes_tokens_otherwise(self._module):
             return False
-        tokens = (np.arange(16, dtype=np.int32) * 7 + 3) % self._vocab_size
-        rows = [
-            Row(np.concatenate([tokens[:length], tokens[start:]]), np.arange(length, length + 3))
-            for length, start in ((8, 8), (8, 10), (3, 9), (3, 11))
-        ]
-        try:
-            shared, plain = (self._probe_logprobs(rows, share_prompts) for share_prompts in (True, False))
-        except Exception as error:  # models without a key-value cache fail in their own ways; they share nothing
-            logger.info("prompts are not shared: %s: %s", type(error).__name__, error)
-            return False
-        tolerance = 1e-3 if self._dtype == torch.float32 else 0.1
-        return torch.allclose(shared, plain, rtol=0, atol=tolerance)
+        tokens = (np.arange(60, dtype=np.int32) * 7 + 3) % self._vocab_size
+        ends = (tokens[:3], tokens[:20], np.concatenate([tokens[:20], tokens[:9]]), tokens[5:30])
+        rows = [Row(np.concatenate([tokens[:30], end]), np.arange(28, 30 + len(end))) for end in ends]
+        return self.packs_alike([*rows, Row(tokens[9:], np.arange(1, 9))])
 
     @torch.no_grad()
-    def _probe_logprobs(self, rows: list[Row], share_prompts: bool) -> Tensor:
-        batch = collate(rows, self._device, share_prompts=share_prompts)
-        return batch.to_rows(self(self._module, batch).logprobs_N)
+    def packs_alike(self, rows: list[Row]) -> bool:
+        """Whether packed rows have the log-probabilities that padded ones had, and padded ones still do."""
+
+        def logprobs(packed: bool) -> Tensor:
+            batch = collate(rows, self._device, packed=packed)
+            return batch.to_rows(self(self._module, batch).logprobs_N)
+
+        expected = logprobs(False)
+        tolerance = 2e-4 if self._dtype == torch.float32 else 0.1
+        try:
+            alike = all(torch.allclose(logprobs(packed), expected, rtol=0, atol=tolerance) for packed in (True, False))
+        except Exception as error:  # models that call attention functions otherwise fail in their own ways
+            logger.info("rows are padded: %s: %s", type(error).__name__, error)
+            alike = False
+        if not alike:
+            attend_as_before(_parts(self._module)[0])
+        return alike
 
     @torch.no_grad()
     def _probe_projection(self, module: nn.Module) -> bool:
@@ -103,6 +109,26 @@ class LogprobComputer:
         if hidden is None or head is None:  # another architecture
             return False
         return torch.equal(head(hidden), module(input_ids=input_ids_ST, use_cache=False).logits)
+
+
+class FixedLogprobs:
+    """Log-probabilities of rows under weights that do not change during a job, each computed once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+
+    def get(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
+        """(B, K); None unless those of all rows are known."""
+        known = [self._rows[index] for index in indices if index in self._rows]
+        return pad(known).to(device) if len(known) == len(indices) else None
+
+    def keep(self, indices: Sequence[int], logprobs_BK: Tensor, mask_BK: Tensor) -> None:
+        counts = mask_BK.sum(1).tolist()
+        for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
+            self._rows[index] = logprobs[:count]
+
+    def merge(self, ranks: Ranks) -> None:
+        self._rows = ranks.merge(self._rows)
 
 
 class PolicyForward(nn.Module):
@@ -118,27 +144,33 @@ class PolicyForward(nn.Module):
         return TokenLogprobs(logprobs_N.clone(), entropy_N)  # FSDP's hooks get lost on a view
 
 
-def _context(module: nn.Module, batch: MicroBatch) -> dict[str, Any]:
-    """What the sequences go on from: the keys and values of their prompts, through which gradients flow."""
-    if batch.prompts is None:
-        return {"use_cache": False}
-    prompts = batch.prompts
-    body, _ = _parts(module)
-    cache = body(input_ids=prompts.input_ids_GP, use_cache=True).past_key_values
-    cache.reorder_cache(prompts.prompt_index_S)
-    return {
-        "past_key_values": cache,
-        "attention_mask": prompts.attention_mask_SL,
-        "position_ids": prompts.position_ids_ST,
-        "use_cache": True,
-    }
+def _depends_on_lengths(module: nn.Module) -> bool:
+    """Whether a token's place in the input, or the input's length, counts beside its position."""
+    config: Any = module.config
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    return any(kind in rope for kind in LENGTH_DEPENDENT_ROPE) or bool(getattr(config, "attention_chunk_size", None))
 
 
-def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+def _mixes_tokens_otherwise(module: nn.Module) -> bool:
+    """Whether tokens see others but by attention: recurrent layers do, with convolutions or a kind of their own."""
+    kinds = {*(getattr(module.config, "layer_types", None) or ())}
+    return not kinds <= ATTENTION_LAYERS or any(isinstance(each, nn.Conv1d) for each in module.modules())
+
+
+def _inputs(batch: MicroBatch) -> dict[str, Any]:
+    inputs = {"input_ids": batch.input_ids_ST, "use_cache": False}
+    if batch.tree is None:
+        return inputs
+    # transformers would make a mask of T x T; one of four dimensions it passes on as it is, and the tree needs none.
+    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids_ST.device)
+    return inputs | {"position_ids": batch.position_ids_ST, "attention_mask": no_mask, "tree": batch.tree}
+
+
+def _parts(module: nn.Module) -> tuple[Any, nn.Module | None]:
     """The transformer body, which returns hidden states, and the LM head."""
     if hasattr(module, "get_base_model"):  # PEFT: LoRA adapters live inside the base model's layers
         module = module.get_base_model()  # type: ignore[operator]
-    return module.base_model, module.get_output_embeddings()  # type: ignore[return-value, operator]
+    return module.base_model, module.get_output_embeddings()  # type: ignore[operator]
 
 
 def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
@@ -162,7 +194,24 @@ def _token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor 
     logits_NV = logits_NV.float()
     if temperature_N is not None:
         logits_NV = logits_NV / temperature_N[:, None]
-    logprobs_NV = logits_NV.log_softmax(-1)
-    with torch.no_grad():
-        entropy_N = torch.special.entr(logprobs_NV.exp()).sum(-1)
-    return TokenLogprobs(logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N)
+    return TokenLogprobs(*_LogprobsAndEntropy.apply(logits_NV, targets_N))  # type: ignore[no-untyped-call]
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """Keeps one N x V tensor, of probabilities, for both."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+        probs_NV = logprobs_NV.exp()
+        entropy_N = -logprobs_NV.clamp_(min=LEAST_LOGPROB).mul_(probs_NV).sum(-1)
+        ctx.save_for_backward(probs_NV, targets_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        probs_NV, targets_N = ctx.saved_tensors
+        gradient_NV = probs_NV * -gradient_N[:, None]
+        return gradient_NV.scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None

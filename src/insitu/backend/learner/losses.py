@@ -5,6 +5,7 @@ be anything. The log-probability of a completion (the side of a pair, or an epis
 with `average_logprobs`, their mean.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -216,3 +217,16 @@ def kto_loss(ratio_E: Tensor, desirable_E: Tensor, kl: Tensor, settings: KTOSett
     gain_E = torch.where(desirable_E, ratio_E - kl, kl - ratio_E)
     loss_E = 1 - torch.sigmoid(settings.beta * gain_E)
     return torch.where(desirable_E, settings.desirable_weight * loss_E, settings.undesirable_weight * loss_E)
+
+
+def mean_of_clusters(clusters: Sequence[tuple[float, int]]) -> tuple[float, float | None]:
+    """The mean of values, given the sum and count of each cluster of them, and its standard error.
+
+    By linearization of the ratio: clusters are independent, the values of one are not. None for a single cluster.
+    """
+    count = sum(each for _, each in clusters)
+    mean = math.fsum(total for total, _ in clusters) / count
+    if len(clusters) < 2:
+        return mean, None
+    squares = math.fsum((total - mean * each) ** 2 for total, each in clusters)
+    return mean, math.sqrt(squares * len(clusters) / (len(clusters) - 1)) / count

@@ -88,7 +88,6 @@ class Objective(ABC):
     code: CodeFolder = NO_CODE
     sums: Sequence[str] = field(init=False)
     uses_start: bool = field(init=False, default=False)
-    shares_prompts: ClassVar[bool] = True
     measures_kl: ClassVar[bool] = False
 
     def __post_init__(self) -> None:  # noqa: B027
@@ -101,6 +100,10 @@ class Objective(ABC):
     def baseline_rows(self, step: int) -> Sequence[int]:
         """Rows without a gradient whose sums the loss of this step depends on."""
         return ()
+
+    def has_gradient(self, index: int) -> bool:
+        """Whether the loss of a row may depend on the weights; metrics are measured on all."""
+        return True
 
     @abstractmethod
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
@@ -117,7 +120,6 @@ class Objective(ABC):
 class PolicyGradient(Objective):
     """GRPO and its relatives: `losses.policy_loss`."""
 
-    shares_prompts = False
     measures_kl = True
 
     def __post_init__(self) -> None:
@@ -125,6 +127,10 @@ class PolicyGradient(Objective):
         self._objective = self.code.function("objective", self.settings.objective)
         self._names = probe(self._objective, self.settings)
         self.sums = ("loss", "kl", "gap", "sampled_ratio", *self._names)
+        self._weighs_advantages = self.settings.objective in ("clip", "cispo") and self.settings.kl.beta == 0
+
+    def has_gradient(self, index: int) -> bool:
+        return not self._weighs_advantages or bool(self.rows[index].advantages.any())
 
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
         indices = self.plan[step]

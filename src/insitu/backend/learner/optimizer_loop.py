@@ -17,14 +17,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.learner.batches import ALONE, MicroBatch, Packer, Ranks, Row, optimizer_steps, pad, whole
+from insitu.backend.learner.batches import (
+    ALONE,
+    MicroBatch,
+    Packer,
+    Ranks,
+    Row,
+    Sizes,
+    group_rows,
+    optimizer_steps,
+    whole,
+)
 from insitu.backend.learner.code import NO_CODE, CodeFolder
-from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
-from insitu.backend.learner.losses import kl_estimate
+from insitu.backend.learner.logprobs import FixedLogprobs, LogprobComputer, TokenLogprobs
+from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
 from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.model import LoadedModel
@@ -41,8 +50,12 @@ CPU_MICRO_BATCH = 2048
 """Maximum padded tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
 SMALL_MODEL = 5_000_000
 """Parameters below which operations are too short to be split over threads."""
-KL_ROWS = 128
-"""Rows on which the KL metric is measured after the last step if there is no KL penalty."""
+SMALL_WORTH = 0.75
+"""The share of the rows' tokens that a tree may have for a small model, for which calls cost more than tokens."""
+CHECKED_ROWS = 16
+"""Of a job, to compare packed rows with padded ones on a GPU."""
+KL_ROWS, KL_TOKENS = 128, 512
+"""The KL metric is measured on so many rows of the last step at most, and on no more than reach so many tokens."""
 
 
 class Progress(NamedTuple):
@@ -83,8 +96,8 @@ class Workers:
 
     def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
         cores = max(1, (os.cpu_count() or 1) // ranks.count)
-        small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
-        self.count = cores if small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
+        self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
+        self.count = cores if self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
         self._threads = cores // self.count if loaded.device.type == "cpu" else None
         self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
 
@@ -137,26 +150,6 @@ class TrainState:
         return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
 
 
-class FixedLogprobs:
-    """Log-probabilities of rows under weights that do not change during a job, each computed once."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, np.ndarray] = {}
-
-    def get(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
-        """(B, K); None unless those of all rows are known."""
-        known = [self._rows[index] for index in indices if index in self._rows]
-        return pad(known).to(device) if len(known) == len(indices) else None
-
-    def keep(self, indices: Sequence[int], logprobs_BK: Tensor, mask_BK: Tensor) -> None:
-        counts = mask_BK.sum(1).tolist()
-        for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
-            self._rows[index] = logprobs[:count]
-
-    def merge(self, ranks: Ranks) -> None:
-        self._rows = ranks.merge(self._rows)
-
-
 def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
     """The model that the loss compares with; None for the weights at the start of the job, or if it compares with none.
 
@@ -186,12 +179,11 @@ class OptimizerLoop:
         self._compares_with_start = settings.reference is not None and self._reference is None
         self._uses_start = self._objective.uses_start or self._compares_with_start
         self._rows = self._objective.rows
-        # A shared prompt is a forward pass more, and sharded ranks must run equally many; recomputing a layer would add
-        # to the keys and values of the prompt again.
-        share_prompts = self._objective.shares_prompts and not settings.gradient_checkpointing
-        share_prompts = share_prompts and not state.ranks.shards_weights and state.compute_logprobs.can_share_prompts
-        self._packer = Packer(self._rows, share_prompts=share_prompts)
         self._device = state.policy.loaded.device
+        self._packer = Packer(self._rows, packed=False)
+        if self._saves_by_trees() and self._can_pack():
+            self._packer = Packer(self._rows, packed=True)
+        self._sizes = Sizes()
         self._at_start = FixedLogprobs()
         self._at_reference = FixedLogprobs()
         largest = CPU_MICRO_BATCH if self._device.type == "cpu" else settings.micro_batch_tokens
@@ -214,10 +206,25 @@ class OptimizerLoop:
             sums = yield from self._compute(number)
             steps.append(self._optimizer_step(sums, self._objective.count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
-        metrics = self._metrics(steps)
-        if self._objective.measures_kl and self._settings.reference is None:
-            metrics["kl"] = self._measure_kl(self._plan[-1][:KL_ROWS])
+        metrics = self._metrics(steps) | self._sizes.metrics()
+        if self._objective.measures_kl and self._settings.reference is None and self._settings.kl_rows != 0:
+            metrics |= self._measure_kl(self._kl_rows(self._plan[-1]))
         return metrics
+
+    def _saves_by_trees(self) -> bool:
+        if self._settings.attention != "auto":
+            return self._settings.attention == "packed"
+        if self._device.type != "cpu":
+            return False
+        return not self._state.workers.is_small or self._packer.tree_share <= SMALL_WORTH
+
+    def _can_pack(self) -> bool:
+        alike = self._state.compute_logprobs.can_pack
+        if alike and self._device.type != "cpu":  # kernels are chosen by sizes
+            alike = self._state.compute_logprobs.packs_alike([self._rows[i] for i in self._plan[0][:CHECKED_ROWS]])
+        if not alike and self._settings.attention == "packed":
+            logger.warning("attention: packed is not possible with this model, whose rows are padded")
+        return alike
 
     def _map(self, fn: Callable[[list[int]], R], batches: Sequence[list[int]]) -> list[tuple[list[int], R]]:
         """Calls `fn` for this rank's micro-batches of a round; returns them with the results."""
@@ -252,16 +259,18 @@ class OptimizerLoop:
 
     def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
         """Computes the gradients of an optimizer step; returns the sums by name."""
-        rounds = list(self._rounds(self._objective.units(step)))
-        known = yield from self._compute_known(step, rounds)
+        rounds, constant_rounds = map(list, map(self._rounds, self._by_gradient(self._objective.units(step))))
+        known = yield from self._compute_known(step, rounds + constant_rounds)
         loss_of = self._objective.step_loss(step, known)
         names = (*self._objective.sums, "entropy")
         totals = torch.zeros(len(names), device=self._device, dtype=torch.float64)
         done = 0
         self._state.optimizer.zero_grad()
-        for batches in rounds:
+        for number, batches in enumerate([*rounds, *constant_rounds]):
+            self._sizes.add(self._packer, batches)
             counts = bool(self._ranks.deal(batches))
-            backward = functools.partial(self._backward, loss_of=loss_of, counts=counts)
+            has_gradient = number < len(rounds)
+            backward = functools.partial(self._backward, loss_of=loss_of, counts=counts, has_gradient=has_gradient)
             # In this order, for reproducible sums.
             for _, (sums, gradients) in self._map(backward, batches):
                 totals += sums
@@ -276,6 +285,15 @@ class OptimizerLoop:
         if self._uses_start and self._settings.num_iterations > 1:
             self._at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
         return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
+
+    def _by_gradient(self, units: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        """Those of a step with a gradient, and those without; if none has one, all get a backward pass."""
+        with_one = [unit for unit in units if any(map(self._objective.has_gradient, unit))]
+        if not with_one:
+            return units, []
+        without = [unit for unit in units if not any(map(self._objective.has_gradient, unit))]
+        self._sizes.without_gradient += sum(map(len, without))
+        return with_one, without
 
     def _compute_known(
         self, step: int, rounds: Sequence[tuple[list[int], ...]]
@@ -300,17 +318,20 @@ class OptimizerLoop:
         return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
 
     def _backward(
-        self, micro_batch: list[int], loss_of: LossOfRows, counts: bool
+        self, micro_batch: list[int], loss_of: LossOfRows, counts: bool, has_gradient: bool
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Returns the sums, and with several workers the gradients, which workers must not accumulate concurrently.
 
         Gradients are 0 if the micro-batch does not count.
         """
         batch = self._packer.collate(micro_batch, self._device)
-        new_N, entropy_N = self._state.forward(batch)
-        loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
+        with torch.set_grad_enabled(has_gradient):
+            new_N, entropy_N = self._state.forward(batch)
+            loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
         entropy = batch.to_rows(entropy_N).double().sum()
         totals = torch.stack([*(value.double() for value in sums), entropy])
+        if not has_gradient:
+            return totals, ()
         if self._state.workers.count > 1:
             return totals, torch.autograd.grad(loss, self._parameters, allow_unused=True)
         (loss if counts else 0.0 * loss).backward()
@@ -337,30 +358,43 @@ class OptimizerLoop:
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
         norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)).item()
         if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
-            raise JobFailed(
-                f"the loss is {sums['loss']} and the norm of its gradient {norm}; the weights from before the job were "
-                "restored"
-            )
+            problem = f"the loss is {sums['loss']} and the norm of its gradient {norm}"
+            raise JobFailed(f"{problem}; the weights from before the job were restored")
         self._state.optimizer.step()
         return StepResult(tokens, sums, norm, self._state.optimizer.param_groups[0]["lr"])
 
+    def _kl_rows(self, indices: list[int]) -> list[int]:
+        """The rows of a step that the KL metric is measured on: a row of each episode, then others."""
+        groups = group_rows(self._rows, indices)
+        in_turn = [row for rows in itertools.zip_longest(*groups) for row in rows if row is not None]
+        if self._settings.kl_rows is not None:
+            return in_turn[: self._settings.kl_rows]
+        tokens = itertools.accumulate(self._objective.count_tokens([index]) for index in in_turn)
+        return in_turn[: 1 + sum(before < KL_TOKENS for before in itertools.islice(tokens, len(in_turn) - 1))][:KL_ROWS]
+
     @torch.no_grad()
-    def _measure_kl(self, indices: list[int]) -> float | None:
-        total = 0.0
+    def _measure_kl(self, indices: list[int]) -> dict[str, float | None]:
+        """The mean KL divergence per token from the starting weights, and its standard error over episodes."""
         try:
             initial = self._state.reference().initial()
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
-            return None
+            return {"kl": None, "kl_stderr": None}
 
-        def kl_of(micro_batch: list[int]) -> float:
+        def kl_of(micro_batch: list[int]) -> dict[int, float]:
             batch = self._packer.collate(micro_batch, self._device)
             new_N, _ = self._state.forward(batch)
             ref_N, _ = self._state.compute_logprobs(initial, batch)
-            return batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).sum().item()
+            kl_B = batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).double().sum(1)
+            return dict(zip(micro_batch, kl_B.tolist(), strict=True))
 
+        sums: dict[int, float] = {}
         pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
         while batches := tuple(itertools.islice(pending, self._ranks.count)):
-            total += sum(kl for _, kl in self._map(kl_of, batches))
-        summed = self._ranks.sum(torch.tensor(total, device=self._device, dtype=torch.float64))
-        return summed.item() / self._objective.count_tokens(indices)
+            for _, of_rows in self._map(kl_of, batches):
+                sums |= of_rows
+        sums = self._ranks.merge(sums)
+        groups = group_rows(self._rows, indices)
+        of_groups = [(math.fsum(sums[index] for index in rows), self._objective.count_tokens(rows)) for rows in groups]
+        kl, stderr = mean_of_clusters(of_groups)
+        return {"kl": kl, "kl_stderr": stderr}

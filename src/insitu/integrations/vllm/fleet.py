@@ -218,8 +218,8 @@ class Fleet:
     def _place(self, weights: WeightVersion) -> Place:
         folder = self.folder_of(weights)
         if (folder / "adapter_config.json").is_file():
-            return Place(None, folder.resolve(), True)
-        return Place(weights if weights.version else None, folder.resolve() if folder.exists() else folder, False)
+            return Place(None, folder, True)
+        return Place(weights if weights.version else None, folder, False)
 
     async def _raise_if_refused(self, weights: WeightVersion, errors: Sequence[InsituError | None]) -> None:
         """Raises BackendError if none of the servers took a version, although one responds."""
@@ -251,7 +251,7 @@ class Fleet:
 
     async def _load_adapter(self, replica: Replica, weights: WeightVersion) -> None:
         if weights not in replica.adapters:
-            await replica.load_adapter(weights, self._place(weights).folder, self._new_name(weights))
+            await replica.load_adapter(weights, self._place(weights).folder.resolve(), self._new_name(weights))
 
     async def _unload_adapters(self, replica: Replica) -> None:
         """Unloads those that nobody asks for."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from insitu.backend import SAMPLER_KEY_VARIABLE
 from insitu.backend.inference.sampler import (
     LOGITS_NOT_FINITE,
     Completion,
-    SampledToken,
+    SampledTokens,
     WeightVersion,
 )
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
 from insitu.integrations.vllm.servers import StartedServer
 from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.connection import Connection, event_data, is_transient, retry_after
-from insitu.wire.http_format import MALFORMED
+from insitu.wire.http_format import MALFORMED, gc_paused
 from insitu.wire.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,8 @@ class Replica:
         return self._connection.open(method, self._url + path, data, headers, silence)
 
     def _parsed(self, path: str, data: bytes) -> dict[str, Any]:
-        return self._connection.parsed(path, data, lambda data: {**orjson.loads(data)})
+        with gc_paused():  # two objects a token
+            return self._connection.parsed(path, data, lambda data: {**orjson.loads(data)})
 
     def _error(self, path: str, response: aiohttp.ClientResponse, data: bytes) -> BackendError:
         try:
@@ -313,32 +314,34 @@ def request_body(model: str, completion: Completion, eos_token_ids: Iterable[int
     }
 
 
-def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> list[SampledToken]:
+def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> SampledTokens:
     """The tokens of a choice, or of its part in an event, with their log-probabilities after temperature."""
     content = (choice.get("logprobs") or {}).get("content") or []
     ids = choice.get("token_ids") or []
     if len(content) != len(ids):
         raise BackendUnavailable(f"vLLM returned {len(ids)} tokens with {len(content)} log-probabilities")
-    tokens = []
-    for token_id, entry in zip(ids, content, strict=True):
-        check_token(token_id, entry["logprob"])
-        top = None
-        if num_top_logprobs:
-            ranked = sorted((each for each in entry["top_logprobs"] if each["rank"]), key=lambda each: each["rank"])
-            top = [(each["token_id"], each["logprob"]) for each in ranked if each["rank"] <= num_top_logprobs]
-            for alternative in top:
-                check_token(*alternative)
-        tokens.append(SampledToken(token_id, entry["logprob"], top))
-    return tokens
+    logprobs = [entry["logprob"] for entry in content]
+    _check_tokens(ids, logprobs)
+    if not num_top_logprobs:
+        return SampledTokens(ids, logprobs, [None] * len(ids))
+    tops: list[list[tuple[int, float]] | None] = []
+    for entry in content:
+        ranked = sorted((each for each in entry["top_logprobs"] if each["rank"]), key=lambda each: each["rank"])
+        top = [(each["token_id"], each["logprob"]) for each in ranked if each["rank"] <= num_top_logprobs]
+        _check_tokens([each for each, _ in top], [logprob for _, logprob in top])
+        tops.append(top)
+    return SampledTokens(ids, logprobs, tops)
 
 
-def check_token(token_id: Any, logprob: Any) -> None:
+def _check_tokens(ids: Sequence[Any], logprobs: Sequence[Any]) -> None:
     """Raises BackendError for what no model samples: it would be trained."""
-    if type(token_id) is not int or not 0 <= token_id < 2**31:
-        raise BackendUnavailable(f"vLLM returned the token {token_id!r:.80}; expected a number of the vocabulary")
-    if type(logprob) not in (int, float) or not logprob <= _LARGEST_LOGPROB:
-        raise BackendUnavailable(f"vLLM returned the log-probability {logprob!r:.80}; expected one of at most 0")
-    if logprob <= _NOT_FINITE:
+    if not {int}.issuperset(map(type, ids)) or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
+        bad = next(each for each in ids if type(each) is not int or not 0 <= each < 2**31)
+        raise BackendUnavailable(f"vLLM returned the token {bad!r:.80}; expected a number of the vocabulary")
+    if not {int, float}.issuperset(map(type, logprobs)) or not all(each <= _LARGEST_LOGPROB for each in logprobs):
+        bad = next(each for each in logprobs if type(each) not in (int, float) or not each <= _LARGEST_LOGPROB)
+        raise BackendUnavailable(f"vLLM returned the log-probability {bad!r:.80}; expected one of at most 0")
+    if min(logprobs, default=0) <= _NOT_FINITE:
         raise BackendError(LOGITS_NOT_FINITE)
 
 

@@ -22,7 +22,6 @@ from insitu.backend.inference.sampler import (
     Deliver,
     GenerationRequest,
     OutputDelta,
-    SampledToken,
     Sampler,
     WeightVersion,
     check_in_flight,
@@ -225,18 +224,10 @@ class VllmSampler(Sampler):
 
     def _append(self, completion: Completion, choice: dict[str, Any]) -> tuple[str, str | None]:
         """Adds the tokens of a choice up to the end of the completion; returns their text and the finish reason."""
-        text = ""
-        token: SampledToken
-        for token in sampled_tokens(choice, completion.params.top_logprobs):
-            if token.id >= self.vocab_size:
-                raise BackendUnavailable(
-                    f"vLLM returned the token {token.id}; the vocabulary ends at {self.vocab_size - 1}"
-                )
-            new, finish_reason = completion.append(token, self.tokenizer, self.max_length)
-            text += new
-            if finish_reason is not None:
-                return text, finish_reason
-        return text, None
+        tokens = sampled_tokens(choice, completion.params.top_logprobs)
+        if (largest := max(tokens.ids, default=0)) >= self.vocab_size:
+            raise BackendUnavailable(f"vLLM returned the token {largest}; the vocabulary ends at {self.vocab_size - 1}")
+        return completion.extend(tokens, self.tokenizer, self.max_length)
 
     async def _check_tag(self, replica: Replica, tag: str | None, choice: dict[str, Any]) -> None:
         """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""

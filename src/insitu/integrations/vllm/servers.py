@@ -68,7 +68,7 @@ def model_files(folder: Path, links: Path) -> Iterator[str]:
     For a checkpoint, `links` gets links to its other files; it is deleted afterwards.
     """
     if not (folder / OPTIMIZER_FILE).is_file():
-        yield str(folder)
+        yield str(folder.resolve() if folder.exists() else folder)
         return
     link_model(folder, links)
     try:

@@ -17,7 +17,7 @@ from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.protocols.openai.text import ResponseFormatter, SamplingRequest, TextRequest
 from insitu.errors import RequestRefused
-from insitu.wire.http_format import DONE, error_body, format_event
+from insitu.wire.http_format import COMPACT, DONE, JSON, accepts_compact, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
 
 MAX_BODY = 16 * 2**20
@@ -36,6 +36,7 @@ class CompletionEndpoint:
         # a chat template is a program of the model's author, which may loop
         job = await parse_body(self._parse, body, may_loop=self.kind is ChatRequest)
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
+        formatter.compact = job[0].may_be_compact and accepts_compact(request.headers)
         formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
 
@@ -68,7 +69,8 @@ class CompletionEndpoint:
             scores = await self._prompt_logprobs(prompts, weights._replace(version=version))
             for choice, logprobs in zip(response["choices"], scores, strict=True):
                 choice["prompt_logprobs"] = logprobs
-        return json_response(response, headers={"X-Policy-Version": str(version)})
+        kind = COMPACT if formatter.compact else JSON
+        return json_response(response, headers={"X-Policy-Version": str(version)}, content_type=kind)
 
     async def _prompt_logprobs(
         self, prompts: Sequence[list[int]], weights: WeightVersion

@@ -141,9 +141,13 @@ class ChatFormatter(ResponseFormatter):
         return None
 
     def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
-        content = [self._token_logprob(token) for token in output.tokens] if self._request.logprobs else None
-        logprobs = None if content is None else {"content": content, "refusal": None}
-        return {"logprobs": logprobs, **self._token_ids(output), **({} if logprobs is None else self._temperature)}
+        if not self._request.logprobs:
+            return {"logprobs": None, **self._token_ids(output)}
+        logprobs = self._compact_logprobs(output) if self.compact else self._logprobs(output)
+        return {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
+
+    def _logprobs(self, output: OutputDelta) -> dict[str, Any]:
+        return {"content": [self._token_logprob(token) for token in output.tokens], "refusal": None}
 
     def _token_logprob(self, token: SampledToken) -> dict[str, Any]:
         top = [self._logprob(*alternative) for alternative in token.top or []]

@@ -136,6 +136,11 @@ class SamplingRequest(RequestModel):
     def num_top_logprobs(self) -> int:
         raise NotImplementedError
 
+    @property
+    def may_be_compact(self) -> bool:
+        """Whether the compact form has all that is requested."""
+        return bool(self.return_token_ids) and not (self.stream or self.num_top_logprobs)
+
     def generation_requests(self, prompts: Sequence[list[int]], max_length: int) -> list[GenerationRequest]:
         """One request per choice; `max_length` bounds prompt and completion together."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -180,6 +185,8 @@ class ResponseFormatter:
             "created": int(time.time()),
             "model": request.model,
         }
+        self.compact = False
+        """Whether the logprobs of a choice are one list, beside the list of its token ids."""
         self.weights_of: Callable[[int], str | None] = lambda version: None
         """The digest of the weights of a version."""
         self._started: set[int] = set()
@@ -231,7 +238,11 @@ class ResponseFormatter:
         return {**self._base, "object": self.chunk_object, "policy_version": version, "choices": [], "usage": usage}
 
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
-        return {"token_ids": [token.id for token in output.tokens]} if self._request.return_token_ids else {}
+        return {"token_ids": output.tokens.ids} if self._request.return_token_ids else {}
+
+    @staticmethod
+    def _compact_logprobs(output: OutputDelta) -> dict[str, Any]:
+        return {"token_logprobs": output.tokens.logprobs}
 
     @property
     def _temperature(self) -> dict[str, float]:
@@ -278,6 +289,8 @@ class TextFormatter(ResponseFormatter):
         choice["prompt_token_ids"] = self._prompts[choice["index"]]
 
     def _logprobs(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        if self.compact:
+            return self._compact_logprobs(output)
         texts = [self._token_text(token.id) for token in output.tokens]
         offsets = []
         for token in output.tokens:
@@ -289,7 +302,7 @@ class TextFormatter(ResponseFormatter):
         ]
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in output.tokens],
+            "token_logprobs": output.tokens.logprobs,
             "top_logprobs": top if self._request.num_top_logprobs else None,
             "text_offset": offsets,
         }

@@ -1,0 +1,214 @@
+"""Attention in a tree of prefixes, as an attention function of transformers.
+
+Nodes attend to themselves in calls of several with the causal kernel; all that continue one attend to it in a further
+call. The results of the calls of a token are merged by the logarithms of their normalizers, as in FlashAttention (Dao
+et al. 2022, arXiv:2205.14135), whose backward pass takes the merged result and normalizer for each call. So neither a
+mask nor a matrix of scores is made. This is the path of a CPU; a GPU has flex attention with a mask by blocks.
+
+Shapes: H heads, T tokens of all nodes, D head size.
+"""
+
+import bisect
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from insitu.backend.model import quiet_transformers
+
+ATTENTION = "insitu"
+"""Of this function in transformers; without a tree it is `sdpa`."""
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+PADDING = 1.25
+"""The length of the longest node of a call, as a multiple of the shortest one's."""
+_one_thread = threading.Lock()
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
+
+
+class Node(NamedTuple):
+    """The tokens `start` to `stop`; those that continue them follow, up to `end`."""
+
+    start: int
+    stop: int
+    end: int
+
+
+class Batch(NamedTuple):
+    """Nodes of similar length for one call: the places of their tokens (S, L), and which of these are no padding."""
+
+    places_SL: Tensor
+    valid_SL: Tensor
+    is_full: bool
+
+
+class Nodes:
+    """The nodes of a tree, whose tokens attend to those before them in their node and in the nodes that they continue.
+
+    A token attends to itself and to the tokens before it whose node has not ended: `(key <= query) & (query < end)`.
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes = sorted(nodes)
+        self.continued = [node for node in self.nodes if node.stop < node.end]
+        self.batches = list(self._batches())
+        self._block_masks: dict[torch.device, Any] = {}
+
+    @functools.cached_property
+    def length(self) -> int:
+        return max(node.end for node in self.nodes)
+
+    def mask(self, device: torch.device) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
+        """The mask function of flex attention: whether a query, by its place, attends to a key."""
+        ends = torch.cat([torch.full((node.stop - node.start,), node.end) for node in self.nodes]).to(device)
+
+        def attends(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < ends[key])
+
+        return attends
+
+    def block_mask(self, device: torch.device) -> Any:
+        """The blocks of the mask with a visible key, for flex attention; made once for all layers."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if device not in self._block_masks:
+            mask = create_block_mask(self.mask(device), None, None, self.length, self.length, device=device)
+            self._block_masks[device] = mask
+        return self._block_masks[device]
+
+    def _batches(self) -> Iterator[Batch]:
+        by_length = sorted(self.nodes, key=lambda node: node.stop - node.start)
+        while by_length:
+            shortest = by_length[0].stop - by_length[0].start
+            count = bisect.bisect_right(by_length, shortest * PADDING, key=lambda node: node.stop - node.start)
+            spans = torch.tensor(by_length[:count])
+            steps = torch.arange(int((spans[:, 1] - spans[:, 0]).max()))
+            places_SL = spans[:, :1] + steps
+            valid_SL = places_SL < spans[:, 1:2]
+            yield Batch(places_SL.minimum(spans[:, 1:2] - 1), valid_SL, bool(valid_SL.all()))
+            by_length = by_length[count:]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    tree: Nodes | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention in a `tree`, for which the mask has one element. Raises ValueError for others that change scores."""
+    if tree is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if unknown := [name for name in _CHANGES_SCORES if options.get(name) is not None]:
+        raise ValueError(f"{unknown[0]} is not supported")
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise ValueError("the model makes a mask of its own")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
+    if query.device.type != "cpu":
+        return by_blocks(query, key, value, tree, scaling).transpose(1, 2), None
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (each.transpose(1, 2).repeat_interleave(repeats, 2).transpose(1, 2) for each in (key, value))
+    result: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]
+    return result.transpose(1, 2), None
+
+
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: float | None) -> Tensor:
+    """Flex attention (arXiv:2412.05496), which skips blocks without a visible key; compiled, but on a CPU, which has no
+    backward pass of it."""
+    mask = tree.block_mask(query.device)
+    result: Tensor = _flex(query.device.type != "cpu")(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return result
+
+
+@functools.cache
+def _flex(is_compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attention: Any = flex_attention
+    return torch.compile(attention, dynamic=True) if is_compiled else attention
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: float | None) -> Tensor:
+        merged = torch.empty_like(query.transpose(1, 2), dtype=torch.float32).transpose(1, 2)
+        normalizers = torch.empty(1, query.shape[2], query.shape[1]).transpose(1, 2)
+        for batch in tree.batches:
+            result, normalizer = _forward(*_gather(batch, query, key, value), 0.0, True, scale=scale)
+            _scatter(batch, merged, result)
+            _scatter(batch, normalizers, normalizer)
+        for start, stop, end in tree.continued:
+            parts = (query[:, :, stop:end], key[:, :, start:stop], value[:, :, start:stop])
+            result, normalizer = _forward(*parts, 0.0, False, scale=scale)
+            before = normalizers[:, :, stop:end]
+            after = torch.logaddexp(before, normalizer)
+            merged[:, :, stop:end] *= (before - after).exp()[..., None]
+            merged[:, :, stop:end] += result * (normalizer - after).exp()[..., None]
+            normalizers[:, :, stop:end] = after
+        merged = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, merged, normalizers)
+        ctx.tree, ctx.scale = tree, scale
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, merged, normalizers = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
+        for batch in ctx.tree.batches:
+            batched = _gather(batch, gradient, query, key, value, merged, normalizers)
+            if not batch.is_full:  # padding repeats a token
+                batched[0].mul_(batch.valid_SL[:, None, :, None])
+            for total, part in zip(gradients, _backward(*batched, 0.0, True, scale=ctx.scale), strict=True):
+                _scatter(batch, total, part)
+        for start, stop, end in ctx.tree.continued:
+            queries, keys = (slice(None), slice(None), slice(stop, end)), (slice(None), slice(None), slice(start, stop))
+            parts = (gradient[queries], query[queries], key[keys], value[keys], merged[queries], normalizers[queries])
+            added = _backward(*parts, 0.0, False, scale=ctx.scale)
+            for total, part, where in zip(gradients, added, (queries, keys, keys), strict=True):
+                total[where] += part
+        return gradients[0], gradients[1], gradients[2], None, None
+
+
+def _gather(batch: Batch, *tensors: Tensor) -> list[Tensor]:
+    """From (1, H, T, ...) to (S, H, L, ...), by whole tokens, which is how the model has them in memory."""
+    places, shape = batch.places_SL.flatten(), batch.places_SL.shape
+    return [tensor[0].transpose(0, 1).index_select(0, places).unflatten(0, shape).transpose(1, 2) for tensor in tensors]
+
+
+def _scatter(batch: Batch, tensor: Tensor, values: Tensor) -> None:
+    tokens = values.transpose(1, 2).flatten(0, 1)
+    places, valid = batch.places_SL.flatten(), batch.valid_SL.flatten()
+    if not batch.is_full:
+        places, tokens = places[valid], tokens[valid]
+    tensor[0].transpose(0, 1).index_copy_(0, places, tokens.to(tensor.dtype))
+
+
+def attend_to_trees(module: PreTrainedModel) -> None:
+    """Replaces sdpa in the layers of a model; without a tree nothing changes."""
+    with _one_thread:
+        if module.config._attn_implementation == "sdpa":  # others compute attention in their own way
+            with quiet_transformers():
+                module.set_attn_implementation(ATTENTION)
+
+
+def attend_as_before(module: PreTrainedModel) -> None:
+    """Takes back `attend_to_trees`."""
+    if module.config._attn_implementation == ATTENTION:
+        module.set_attn_implementation("sdpa")
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

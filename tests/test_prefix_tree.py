@@ -1,0 +1,334 @@
+"""Rows computed as a tree of prefixes beside the same rows computed one by one."""
+
+import copy
+import itertools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_learner import train
+from tiny_models import byte_tokenizer, save_tiny_model
+
+from insitu.backend.attention import attend, by_blocks
+from insitu.backend.learner.batches import Packer, Row, collate, common_prefix, group_rows
+from insitu.backend.learner.code import CodeFolder
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.logprobs import LogprobComputer
+from insitu.backend.learner.losses import mean_of_clusters
+from insitu.backend.learner.prefix_tree import MIN_SHARED, PrefixTree, build_tree
+from insitu.backend.model import LoadedModel, load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: load_model(str(save_tiny_model(folder / kind, kind)), "cpu") for kind in ("llama", "gpt2", "qwen2")}
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[np.ndarray]:
+    """Of few different tokens, which go on from a part of one another, or are equal, or one of another's prefixes."""
+    drawn = [np.array([0, 1], np.int32)]
+    for _ in range(draw(st.integers(0, 7))):
+        start = draw(st.sampled_from(drawn))
+        kept = start[: draw(st.integers(0, len(start)))]
+        length = draw(st.integers(0 if len(kept) > 1 else 2, 50))
+        seed = draw(st.integers(0, 3))
+        drawn.append(np.concatenate([kept, np.random.default_rng(seed).integers(0, 4, length)]).astype(np.int32))
+    return drawn
+
+
+@st.composite
+def rows_of(draw: st.DrawFn) -> list[Row]:
+    """Of such sequences, trained anywhere after their first token, with advantages and temperatures of their own."""
+    rows = []
+    for number, tokens in enumerate(draw(sequences())):
+        rng = np.random.default_rng(draw(st.integers(0, 9)))
+        count = draw(st.integers(1, len(tokens) - 1))
+        positions = np.sort(rng.choice(np.arange(1, len(tokens)), count, replace=False))
+        values = rng.normal(size=(2, count)).astype(np.float32)
+        temperature = draw(st.sampled_from([1.0, 0.5]))
+        rows.append(Row(tokens, positions, values[0] - 3, values[1], episode=str(number // 2), temperature=temperature))
+    return rows
+
+
+def tree_of(sequences: list[np.ndarray]) -> tuple[list[bytes], PrefixTree]:
+    """The keys of distinct sequences, in order, and their tree."""
+    keys = sorted({Row(tokens, np.array([len(tokens)])).key for tokens in sequences})
+    return keys, build_tree(keys, [0, *itertools.starmap(common_prefix, itertools.pairwise(keys))])
+
+
+@given(sequences())
+def test_a_token_of_a_tree_sees_its_own_sequence_up_to_itself(drawn: list[np.ndarray]) -> None:
+    keys, tree = tree_of(drawn)
+    places = torch.arange(len(tree.token_ids_T))
+    visible = tree.nodes.mask(CPU)(None, None, places[:, None], places)
+    for key, path in zip(keys, tree.paths, strict=True):
+        tokens = np.frombuffer(key, ">u4")
+        assert tree.token_ids_T[path].tolist() == tokens.tolist()
+        assert tree.positions_T[path].tolist() == list(range(len(tokens)))
+        for depth, place in enumerate(path):
+            assert visible[place].nonzero().ravel().tolist() == path[: depth + 1].tolist()
+    assert sorted({*itertools.chain(*(path.tolist() for path in tree.paths))}) == places.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@given(sequences(), st.sampled_from([1, 2, 6]))
+def test_flex_attention_has_the_same_mask(drawn: list[np.ndarray], heads: int) -> None:
+    nodes = tree_of(drawn)[1].nodes
+    query, key, value = (torch.randn(1, count, nodes.length, 8) for count in (6, heads, heads))
+    result, _ = attend(torch.nn.Identity(), query, key, value, None, tree=nodes)
+    assert torch.allclose(by_blocks(query, key, value, nodes, None), result.transpose(1, 2), atol=1e-5)
+
+
+@given(sequences())
+def test_what_is_worth_sharing_is_shared(drawn: list[np.ndarray]) -> None:
+    """Neighbors in the order of tokens have no beginning in common that is computed twice, but a short one."""
+    keys, tree = tree_of(drawn)
+    for (first, second), (path, other) in zip(itertools.pairwise(keys), itertools.pairwise(tree.paths), strict=True):
+        shared = int((path[: len(other)] == other[: len(path)]).sum())
+        assert 0 <= common_prefix(first, second) - shared < MIN_SHARED
+
+
+@given(st.data())
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_tree_changes_neither_values_nor_gradients(models: dict[str, LoadedModel], kind: str, data: Any) -> None:
+    rows, loaded = data.draw(rows_of()), models[kind]
+    compute_logprobs = LogprobComputer(loaded)
+    assert compute_logprobs.can_pack
+    values, entropy, gradients = results(loaded, compute_logprobs, collate(rows, CPU, packed=True))
+    single = [results(loaded, compute_logprobs, collate([row], CPU)) for row in rows]
+    for number, (row, (value, alone, _)) in enumerate(zip(rows, single, strict=True)):
+        count = len(row.positions)
+        assert torch.allclose(values[number, :count], value[0], atol=2e-5)
+        assert torch.allclose(entropy[number, :count], alone[0], atol=2e-5)
+    summed = [sum(each) for each in zip(*(gradients for _, _, gradients in single), strict=True)]
+    assert norm([one - two for one, two in zip(gradients, summed, strict=True)]) <= 1e-5 * norm(summed)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_tree_in_bfloat16_is_as_close_to_float32_as_padded_rows(tmp_path: Path, kind: str) -> None:
+    folder = str(save_tiny_model(tmp_path, kind))
+    rng = np.random.default_rng(0)
+    prompt, ends = rng.integers(0, 256, 40), rng.integers(0, 256, (6, 20))
+    rows = [Row(np.concatenate([prompt, end]).astype(np.int32), np.arange(40, 60)) for end in ends]
+    found = {}
+    for dtype, packed in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+        loaded = load_model(folder, "cpu", dtype)
+        compute_logprobs = LogprobComputer(loaded)
+        assert compute_logprobs.can_pack
+        module = copy.deepcopy(loaded.module).float().requires_grad_(True)
+        batch = collate(rows, CPU, packed=packed)
+        values = batch.to_rows(compute_logprobs(module, batch).logprobs_N)
+        gradients = torch.autograd.grad(values.square().sum(), [*module.parameters()])
+        found[dtype, packed] = (values.detach(), torch.cat([gradient.flatten() for gradient in gradients]))
+    for exact, padded, tree in zip(*found.values(), strict=True):
+        assert (tree - exact).norm() < max(1.5 * (padded - exact).norm(), 1e-3 * exact.norm())
+        assert (tree - exact).norm() < 0.03 * exact.norm()
+
+
+def norm(tensors: list[Any]) -> float:
+    return float(sum(tensor.square().sum() for tensor in tensors) ** 0.5)
+
+
+def results(loaded: LoadedModel, compute_logprobs: LogprobComputer, batch: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    module = copy.deepcopy(loaded.module).requires_grad_(True)
+    logprobs, entropy = compute_logprobs(module, batch)
+    values = batch.to_rows(logprobs)
+    return (
+        values.detach(),
+        batch.to_rows(entropy),
+        list(torch.autograd.grad(values.square().sum(), [*module.parameters()])),
+    )
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"objective": kind, "loss_agg_mode": mode, "loss_scale_factor": 9.0 if mode == "constant" else None}
+      for kind in ("clip", "cispo") for mode in ("token", "sequence", "constant")),
+    {"importance_sampling_level": "sequence", "old_logprobs": "rollout", "kl": {"beta": 0.1}},
+    {"truncated_importance": 2.0, "num_iterations": 2},
+    {"gradient_checkpointing": True},
+    {"lora": {"rank": 2, "alpha": 4}},
+    {"method": "sft"},
+    {"method": "kto"},
+    {"method": "dpo"},
+]  # fmt: skip
+
+
+SGD = """import torch
+
+
+def make(parameters, settings):
+    return torch.optim.SGD(list(parameters.values()), lr=settings.learning_rate)
+"""
+
+
+@settings(max_examples=5)
+@given(rows_of())
+@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: "-".join(map(str, changes.values())))
+def test_three_steps_of_a_method_are_those_of_padded_rows(
+    models: dict[str, LoadedModel], folder: Path, changes: dict[str, Any], rows: list[Row]
+) -> None:
+    """With plain SGD: AdamW turns the sign of gradients near zero into steps."""
+    rows = [replace(row, preferred=number % 2 == 0) for number, row in enumerate(rows)]
+    if changes.get("method") == "dpo":
+        rows = [
+            replace(row, pair=str(number), preferred=side) for number, row in enumerate(rows) for side in (True, False)
+        ]
+        rows = [replace(row, episode="", token_ids=row.token_ids[::-1]) if row.preferred else row for row in rows]
+    given = {"optimizer": {"_type": "python", "function": "sgd:make"}, "learning_rate": 0.05, "num_iterations": 3}
+    results = {}
+    for attention in ("packed", "padded"):
+        with tempfile.TemporaryDirectory() as output:
+            learner = Learner(models["llama"], Path(output), code=CodeFolder(folder))
+            result, _ = train(learner, rows, **given | changes, attention=attention)
+            results[attention] = (result.metrics, dict(result.module.named_parameters()))
+    (packed, weights), (padded, expected) = results["packed"], results["padded"]
+    assert packed["loss"] == pytest.approx(padded["loss"], abs=1e-5)
+    assert sum((weights[name] - expected[name]).square().sum() for name in expected) ** 0.5 < 1e-5
+    assert packed["row_tokens"] == padded["row_tokens"] >= packed["computed_tokens"]
+    assert packed["padding_tokens"] == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of code that jobs may choose."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "sgd.py").write_text(SGD)
+    return folder
+
+
+@given(st.lists(st.lists(st.floats(0, 9), min_size=1, max_size=4), min_size=2, max_size=9))
+def test_the_error_of_a_mean_of_clusters(clusters: list[list[float]]) -> None:
+    """Of single values it is the usual one; a cluster given twice as one is no more certain."""
+    mean, error = mean_of_clusters([(values[0], 1) for values in clusters])
+    values = np.array([values[0] for values in clusters])
+    assert (mean, error) == pytest.approx((values.mean(), values.std(ddof=1) / len(values) ** 0.5))
+    sums = [(sum(values), len(values)) for values in clusters]
+    assert mean_of_clusters([(2 * total, 2 * count) for total, count in sums]) == pytest.approx(mean_of_clusters(sums))
+    assert mean_of_clusters(sums[:1]) == (pytest.approx(np.mean(clusters[0])), None)
+
+
+def test_rows_without_advantages_get_no_backward_pass(models: dict[str, LoadedModel], tmp_path: Path) -> None:
+    """Weights and metrics are those of a job whose (tiny) penalty gives every row a gradient."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(12):
+        tokens = rng.integers(0, 256, 30).astype(np.int32)
+        advantages = np.full(10, number % 3, np.float32)
+        rows.append(Row(tokens, np.arange(20, 30), np.full(10, -5, np.float32), advantages, episode=str(number)))
+    results = [
+        train(Learner(models["llama"], tmp_path / str(beta)), rows, kl={"beta": beta}, num_iterations=2)[0]
+        for beta in (0.0, 1e-9)
+    ]
+    skipped, computed = (result.metrics for result in results)
+    assert (skipped["rows_without_gradient"], computed["rows_without_gradient"]) == (8, 0)
+    for name in ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap", "ratio_mean", "tokens"):
+        assert skipped[name] == pytest.approx(computed[name], rel=1e-5, abs=1e-7), name
+    weights = [dict(result.module.named_parameters()) for result in results]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo"])
+def test_a_step_without_any_advantage_is_taken(models: dict[str, LoadedModel], tmp_path: Path, objective: str) -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    row = Row(tokens, np.array([5, 9]), np.zeros(2, np.float32), np.zeros(2, np.float32))
+    result, _ = train(Learner(models["llama"], tmp_path), [row], objective=objective)
+    assert (result.metrics["grad_norm"], result.metrics["rows_without_gradient"]) == (0.0, 0)
+
+
+def test_long_prompts_stay_within_the_embedded_positions(models: dict[str, LoadedModel]) -> None:
+    """Packed tokens are more than GPT-2's 256 positions."""
+    rng = np.random.default_rng(0)
+    prompt, ends = rng.integers(0, 256, 200), rng.integers(0, 256, (3, 50))
+    rows = [Row(np.concatenate([prompt, end]).astype(np.int32), np.arange(200, 250)) for end in ends]
+    loaded = models["gpt2"]
+    batches = [collate(rows, CPU, packed=is_packed) for is_packed in (True, False)]
+    packed, padded = (batch.to_rows(LogprobComputer(loaded)(loaded.module, batch).logprobs_N) for batch in batches)
+    assert batches[0].input_ids_ST.shape == (1, 200 + 3 * 49)
+    assert torch.allclose(packed, padded, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["soft-capped scores", "no attention", "frequencies by length", "chunks", "its mask"])
+def test_other_models_compute_rows_one_by_one(tmp_path: Path, kind: str) -> None:
+    from transformers import (
+        DogeConfig,
+        DogeForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+    )
+
+    sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    module = {
+        "soft-capped scores": lambda: Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, head_dim=8)),
+        "chunks": lambda: Llama4ForCausalLM(
+            Llama4TextConfig(**sizes, **heads, head_dim=8, attention_chunk_size=64, intermediate_size_mlp=32)
+        ),
+        "its mask": lambda: DogeForCausalLM(DogeConfig(**sizes, **heads)),
+        "no attention": lambda: MambaForCausalLM(MambaConfig(**sizes, state_size=4, use_mambapy=False)),
+        "frequencies by length": lambda: LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=scaled)),
+    }[kind]()
+    module.eval().requires_grad_(False)
+    loaded = LoadedModel(module, byte_tokenizer(), CPU, torch.float32, 64, "none")
+    before = module.config._attn_implementation
+    assert not LogprobComputer(loaded).can_pack
+    assert module.config._attn_implementation == before
+    rows = [Row(np.arange(9, dtype=np.int32) + n, np.array([4, 8]), np.zeros(2), np.ones(2)) for n in (0, 0, 1)]
+    result, _ = train(Learner(loaded, tmp_path), rows)
+    assert (result.metrics["row_tokens"], result.metrics["computed_tokens"]) == (24, 16)
+
+
+def test_the_window_of_a_model_is_no_shorter_than_its_rows(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=64)
+    module = MistralForCausalLM(config)
+    byte_tokenizer().save_pretrained(tmp_path)
+    module.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), "cpu")
+    assert (loaded.max_length, LogprobComputer(loaded).can_pack) == (64, True)
+
+
+def test_units_stay_together_if_they_fit() -> None:
+    """And micro-batches stay within their budget, which counts what rows share once."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for pair in range(40):
+        prompt = rng.integers(0, 256, rng.integers(2, 60))
+        for _ in range(2 + pair % 3):
+            tokens = np.concatenate([prompt, rng.integers(0, 256, rng.integers(2, 20))]).astype(np.int32)
+            rows.append(Row(tokens, np.arange(len(prompt), len(tokens)), pair=str(pair)))
+    units = group_rows(rows, range(len(rows)))
+    for packs, budget in itertools.product((True, False), (100, 200, 1000)):
+        packer = Packer(rows, packed=packs)
+
+        def tokens(indices: list[int], packer: Packer = packer) -> int:
+            return packer.collate(indices, CPU).input_ids_ST.numel()
+
+        parts = list(packer.micro_batches(units, budget))
+        assert sorted(itertools.chain(*parts)) == list(range(len(rows)))
+        holds = [any(set(unit) <= set(part) for part in parts) for unit in units]
+        assert holds == [tokens(unit) <= budget for unit in units]
+        assert sum(holds) > 0
+        for part in parts:
+            computed, padding = packer.computed_tokens(part)
+            assert tokens(part) == computed
+            assert padding == (0 if packs else computed - sum(len(key) // 4 for key in {rows[i].key for i in part}))
+            assert computed <= budget or len({rows[index].key for index in part}) == 1
