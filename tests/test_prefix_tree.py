@@ -98,6 +98,7 @@ def test_what_is_worth_sharing_is_shared(drawn: list[np.ndarray]) -> None:
         assert 0 <= common_prefix(first, second) - shared < MIN_SHARED
 
 
+@settings(max_examples=25)
 @given(st.data())
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
 def test_a_tree_changes_neither_values_nor_gradients(models: dict[str, LoadedModel], kind: str, data: Any) -> None:
