@@ -98,7 +98,7 @@ def test_what_is_worth_sharing_is_shared(drawn: list[np.ndarray]) -> None:
         assert 0 <= common_prefix(first, second) - shared < MIN_SHARED
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
 def test_a_tree_changes_neither_values_nor_gradients(models: dict[str, LoadedModel], kind: str, data: Any) -> None:
@@ -172,7 +172,7 @@ def make(parameters, settings):
 """
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(rows_of())
 @pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: "-".join(map(str, changes.values())))
 def test_three_steps_of_a_method_are_those_of_padded_rows(
