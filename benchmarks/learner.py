@@ -119,7 +119,8 @@ def insitu_step(case: Case, rows: list[Sample], folder: Path) -> Callable[[], di
     from insitu.schemas.training_jobs import TrainingSettings
 
     adapters = {"rank": LORA_RANK, "alpha": 2 * LORA_RANK} if case.lora else None
-    options = {"lora": adapters, "gradient_checkpointing": case.checkpointing}
+    # `auto` would pad on a GPU.
+    options = {"lora": adapters, "gradient_checkpointing": case.checkpointing, "attention": "packed"}
     settings = TrainingSettings(learning_rate=LEARNING_RATE, **options)
     learner = Learner(load_model(case.model, dtype=case.dtype), folder)
     converted = training_rows(rows)

@@ -17,7 +17,7 @@ from factories import connected, model_client
 from fake_vllm import FakeVllm
 from processes import HANGS, serving
 from test_gateway import gateway_to, plain
-from test_odd_servers import server_of
+from test_odd_servers import CHOICE, server_of
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.backend.inference.sampler import Completion, SampledTokens, SamplingParams
@@ -162,6 +162,20 @@ async def test_the_compact_form_is_asked_for_what_the_agent_does_not_get() -> No
 
         assert await ask() == f"{COMPACT}, {JSON}"
         assert await ask(logprobs=True) == await ask(stream=True) == await ask(training=False) == JSON
+
+
+@pytest.mark.parametrize("kind", [f"{COMPACT}; charset=utf-8", COMPACT.upper()])
+async def test_a_proxy_may_write_the_content_type_otherwise(kind: str) -> None:
+    choice = {**CHOICE, "logprobs": {"token_logprobs": [-1.0] * 3}}
+    body = json.dumps({"prompt_token_ids": [1], "choices": [choice]}).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, headers={"Content-Type": kind})
+
+    async with server_of(answer) as address, connected(f"{address}/v1") as llm:
+        with EpisodeScope(training=True) as scope:
+            response = await llm.client.chat.completions.with_raw_response.create(model="m", messages=HELLO)
+    assert (response.headers["Content-Type"], scope.calls[0].logprobs) == (JSON, [-1.0] * 3)
 
 
 @pytest.mark.parametrize(

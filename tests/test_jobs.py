@@ -175,7 +175,10 @@ async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
         lines(mine),
         gzip.compress(lines(mine), mtime=7),
         lines(mine, keep={"last": 9}),
-        lines(mine, SETTINGS | {"schedule_range": [0.25, 0.5], "micro_batch_tokens": 7, "loss_agg_mode": "token"}),
+        lines(
+            mine,
+            SETTINGS | {"schedule_range": [0.25, 0.5], "micro_batch_tokens": 7, "attention": "padded", "kl_rows": 3},
+        ),
     ]
     other = [
         lines([row(), row(episode="c")]),

@@ -240,10 +240,28 @@ def test_rows_without_advantages_get_no_backward_pass(models: dict[str, LoadedMo
 
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
 def test_a_step_without_any_advantage_is_taken(models: dict[str, LoadedModel], tmp_path: Path, objective: str) -> None:
-    tokens = np.arange(12, dtype=np.int32)
-    row = Row(tokens, np.array([5, 9]), np.zeros(2, np.float32), np.zeros(2, np.float32))
-    result, _ = train(Learner(models["llama"], tmp_path), [row], objective=objective)
+    """Adam's moments of the job before go on moving the weights."""
+    learner, weights = Learner(models["llama"], tmp_path), []
+    for advantage in (1, 0):
+        advantages = np.full(2, advantage, np.float32)
+        row = Row(np.arange(12, dtype=np.int32), np.array([5, 9]), np.full(2, -5, np.float32), advantages)
+        result, _ = train(learner, [row], objective=objective)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in result.module.parameters()]).clone())
     assert (result.metrics["grad_norm"], result.metrics["rows_without_gradient"]) == (0.0, 0)
+    assert not torch.equal(*weights)
+
+
+def test_kl_is_measured_on_many_episodes(models: dict[str, LoadedModel], tmp_path: Path) -> None:
+    """Although a single one has more tokens than the sample."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(400):
+        tokens, advantages = rng.integers(0, 256, 12).astype(np.int32), np.ones(10, np.float32)
+        rows.append(Row(tokens, np.arange(2, 12), np.full(10, -5, np.float32), advantages, episode=str(number // 100)))
+    result, _ = train(Learner(models["llama"], tmp_path), rows)
+    assert result.metrics["kl"] > result.metrics["kl_stderr"] > 0
+    assert train(Learner(models["llama"], tmp_path / "one"), rows, kl_rows=1)[0].metrics["kl_stderr"] is None
+    assert train(Learner(models["llama"], tmp_path / "none"), rows, kl_rows=0)[0].metrics["kl"] is None
 
 
 def test_long_prompts_stay_within_the_embedded_positions(models: dict[str, LoadedModel]) -> None:
@@ -258,9 +276,27 @@ def test_long_prompts_stay_within_the_embedded_positions(models: dict[str, Loade
     assert torch.allclose(packed, padded, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["soft-capped scores", "no attention", "frequencies by length", "chunks", "its mask"])
+ONES = "n_group", "topk_group", "first_k_dense_replace"
+EIGHTS = "q_lora_rank", "kv_lora_rank", "index_topk", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+SPARSE = {
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 2,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "index_head_dim": 16,
+    **dict.fromkeys(ONES, 1),
+    **dict.fromkeys(EIGHTS, 8),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["soft-capped scores", "no attention", "frequencies by length", "chunks", "its mask", "attention by name"]
+)
 def test_other_models_compute_rows_one_by_one(tmp_path: Path, kind: str) -> None:
     from transformers import (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
         DogeConfig,
         DogeForCausalLM,
         Gemma2Config,
@@ -281,15 +317,18 @@ def test_other_models_compute_rows_one_by_one(tmp_path: Path, kind: str) -> None
         "chunks": lambda: Llama4ForCausalLM(
             Llama4TextConfig(**sizes, **heads, head_dim=8, attention_chunk_size=64, intermediate_size_mlp=32)
         ),
+        "attention by name": lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **heads | SPARSE)),
         "its mask": lambda: DogeForCausalLM(DogeConfig(**sizes, **heads)),
         "no attention": lambda: MambaForCausalLM(MambaConfig(**sizes, state_size=4, use_mambapy=False)),
         "frequencies by length": lambda: LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=scaled)),
     }[kind]()
     module.eval().requires_grad_(False)
     loaded = LoadedModel(module, byte_tokenizer(), CPU, torch.float32, 64, "none")
-    before = module.config._attn_implementation
+    tokens, before = torch.arange(60)[None], module.config._attn_implementation
+    logits = module(tokens).logits
     assert not LogprobComputer(loaded).can_pack
     assert module.config._attn_implementation == before
+    assert torch.equal(module(tokens).logits, logits)
     rows = [Row(np.arange(9, dtype=np.int32) + n, np.array([4, 8]), np.zeros(2), np.ones(2)) for n in (0, 0, 1)]
     result, _ = train(Learner(loaded, tmp_path), rows)
     assert (result.metrics["row_tokens"], result.metrics["computed_tokens"]) == (24, 16)

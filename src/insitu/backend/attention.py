@@ -1,9 +1,10 @@
 """Attention in a tree of prefixes, as an attention function of transformers.
 
-Nodes attend to themselves in calls of several with the causal kernel; all that continue one attend to it in a further
-call. The results of the calls of a token are merged by the logarithms of their normalizers, as in FlashAttention (Dao
-et al. 2022, arXiv:2205.14135), whose backward pass takes the merged result and normalizer for each call. So neither a
-mask nor a matrix of scores is made. This is the path of a CPU; a GPU has flex attention with a mask by blocks.
+On a CPU, the causal flash kernel computes each node's attention to itself, several nodes of similar length per call.
+One more call per node computes the attention of everything that continues it. The partial results of a token are merged
+by the logarithms of their softmax normalizers, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135); the backward
+kernel takes the merged result and normalizer. So neither a mask nor a matrix of scores is built. On a GPU, flex
+attention with a block mask does the same.
 
 Shapes: H heads, T tokens of all nodes, D head size.
 """
@@ -23,17 +24,17 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from insitu.backend.model import quiet_transformers
 
 ATTENTION = "insitu"
-"""Of this function in transformers; without a tree it is `sdpa`."""
+"""The name of `attend` among the attention functions of transformers."""
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 PADDING = 1.25
-"""The length of the longest node of a call, as a multiple of the shortest one's."""
+"""Maximum length of a node in a call of the causal kernel, as a multiple of the shortest one's."""
 _one_thread = threading.Lock()
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
 
 class Node(NamedTuple):
-    """The tokens `start` to `stop`; those that continue them follow, up to `end`."""
+    """The tokens from `start` to `stop`; the tokens of its descendants follow, up to `end`."""
 
     start: int
     stop: int
@@ -41,7 +42,7 @@ class Node(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Nodes of similar length for one call: the places of their tokens (S, L), and which of these are no padding."""
+    """S nodes of similar length for one call: the places of their L tokens, and which of these are not padding."""
 
     places_SL: Tensor
     valid_SL: Tensor
@@ -49,9 +50,9 @@ class Batch(NamedTuple):
 
 
 class Nodes:
-    """The nodes of a tree, whose tokens attend to those before them in their node and in the nodes that they continue.
+    """The nodes of a tree. A token attends to itself and to the tokens before it in its node and that node's ancestors.
 
-    A token attends to itself and to the tokens before it whose node has not ended: `(key <= query) & (query < end)`.
+    In depth-first order that is `(key <= query) & (query < end)`, with the `end` of the key's node.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -106,13 +107,16 @@ def attend(
     tree: Nodes | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in a `tree`, for which the mask has one element. Raises ValueError for others that change scores."""
+    """Attention in a `tree`; without one, that of `sdpa`.
+
+    Raises ValueError for a model with its own attention mask, or with an option that changes scores.
+    """
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if unknown := [name for name in _CHANGES_SCORES if options.get(name) is not None]:
         raise ValueError(f"{unknown[0]} is not supported")
     if attention_mask is not None and attention_mask.numel() > 1:
-        raise ValueError("the model makes a mask of its own")
+        raise ValueError("the model builds its own attention mask")
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
     if query.device.type != "cpu":
         return by_blocks(query, key, value, tree, scaling).transpose(1, 2), None
@@ -124,8 +128,10 @@ def attend(
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: float | None) -> Tensor:
-    """Flex attention (arXiv:2412.05496), which skips blocks without a visible key; compiled, but on a CPU, which has no
-    backward pass of it."""
+    """Flex attention (arXiv:2412.05496), which skips blocks of the mask without a visible key.
+
+    It is compiled except on a CPU, where only the forward pass exists.
+    """
     mask = tree.block_mask(query.device)
     result: Tensor = _flex(query.device.type != "cpu")(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -183,7 +189,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _gather(batch: Batch, *tensors: Tensor) -> list[Tensor]:
-    """From (1, H, T, ...) to (S, H, L, ...), by whole tokens, which is how the model has them in memory."""
+    """From (1, H, T, ...) to (S, H, L, ...). Copies whole tokens, whose heads are contiguous in memory."""
     places, shape = batch.places_SL.flatten(), batch.places_SL.shape
     return [tensor[0].transpose(0, 1).index_select(0, places).unflatten(0, shape).transpose(1, 2) for tensor in tensors]
 
@@ -197,7 +203,7 @@ def _scatter(batch: Batch, tensor: Tensor, values: Tensor) -> None:
 
 
 def attend_to_trees(module: PreTrainedModel) -> None:
-    """Replaces sdpa in the layers of a model; without a tree nothing changes."""
+    """Makes the layers of a model that uses `sdpa` call `attend`, which changes nothing without a tree."""
     with _one_thread:
         if module.config._attn_implementation == "sdpa":  # others compute attention in their own way
             with quiet_transformers():
@@ -205,7 +211,7 @@ def attend_to_trees(module: PreTrainedModel) -> None:
 
 
 def attend_as_before(module: PreTrainedModel) -> None:
-    """Takes back `attend_to_trees`."""
+    """Undoes `attend_to_trees`."""
     if module.config._attn_implementation == ATTENTION:
         module.set_attn_implementation("sdpa")
 

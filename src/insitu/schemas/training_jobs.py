@@ -222,7 +222,7 @@ class LossSettings(BaseModel):
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Divisor for `loss_agg_mode: constant`, in tokens."""
     kl_rows: int | None = Field(default=None, ge=0)
-    """Rows on which the metric `kl` is measured if there is no KL penalty; none: 128, or fewer with 512 tokens."""
+    """Rows on which the metric `kl` is measured if there is no KL penalty; none: up to 128, or 512 trained tokens."""
 
     @model_validator(mode="after")
     def _check_combination(self) -> "LossSettings":
@@ -317,7 +317,7 @@ class TrainingOptions(LossSettings):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens computed per forward pass, padding included; affects memory and speed, not the result."""
     attention: Literal["auto", "packed", "padded"] = "auto"
-    """`packed`: computes what rows begin with alike once, where the model can. `auto`: on a CPU, if it saves enough."""
+    """`packed`: computes shared prefixes once, if the model allows it. `auto`: on a CPU, if that saves enough."""
     gradient_checkpointing: bool = False
     """Keeps the inputs of each layer only and recomputes its activations in the backward pass: needs less memory and
     about a third more time, with the same result."""

@@ -1,13 +1,13 @@
 """Splits rows into optimizer steps and micro-batches, deals these to ranks, and collates them into tensors.
 
-What rows begin with alike is computed once: the prompt of a group, the earlier turns of a conversation, equal rows.
+Shared prefixes are computed once: the prompt of a group, the earlier turns of a conversation, equal rows.
 
 Processes that train one policy together are its ranks: all have the rows of a job, and each computes some
 micro-batches. The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all
 rows of the step. So gradients and sums are added over the ranks, never averaged, however unequal their tokens are.
 
-Shapes: B rows, S sequences and T input tokens of the longest, or 1 and the tokens of a tree of prefixes, K maximum
-trained tokens per row, N distinct trained tokens.
+Shapes: B rows, S padded sequences of T input tokens (packed: S = 1 and T tokens of a prefix tree), K maximum trained
+tokens per row, N distinct trained tokens.
 """
 
 import bisect
@@ -64,7 +64,7 @@ class Row:
 
 
 def common_prefix(first: bytes, second: bytes) -> int:
-    """The number of tokens that two inputs begin with alike, by their keys."""
+    """Length in tokens of the longest common prefix of two inputs, given by their keys."""
     length = min(len(first), len(second)) // 4
     differ = np.frombuffer(first, "u4", length) != np.frombuffer(second, "u4", length)
     place = int(differ.argmax()) if length else 0
@@ -72,7 +72,7 @@ def common_prefix(first: bytes, second: bytes) -> int:
 
 
 class MicroBatch(NamedTuple):
-    """One forward pass, over padded sequences, or with `tree` over the T tokens of a tree in one line.
+    """One forward pass over padded sequences, or if there is a `tree`, over its T tokens as one packed sequence.
 
     `logit_positions_N` are the positions in the flattened `input_ids_ST` whose logits predict `targets_N`;
     `token_index_BK` has the trained tokens of each row among the N. `temperature_N` is None if all are 1.
@@ -125,15 +125,16 @@ def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
 
 
 class _Size:
-    """Counts the tokens that a micro-batch of the rows that are added computes."""
+    """The number of tokens that a micro-batch of the rows added so far computes."""
 
     def __init__(self, packed: bool) -> None:
         self._packed = packed
         self._keys: list[bytes] = []
+        self._longest = 0
         self.tokens = 0
 
     def add(self, keys: Iterable[bytes]) -> bool:
-        """Returns whether there were new tokens among them."""
+        """Returns whether the number has grown."""
         before = self.tokens
         for key in keys:
             place = bisect.bisect_left(self._keys, key)
@@ -141,10 +142,12 @@ class _Size:
             if key in neighbors:
                 continue
             self._keys.insert(place, key)
-            shared = max((common_prefix(key, neighbor) for neighbor in neighbors), default=0)
-            self.tokens += len(key) // 4 - (shared if shared >= MIN_SHARED else 0)
-        if not self._packed:
-            self.tokens = len(self._keys) * max(map(len, self._keys), default=0) // 4
+            if self._packed:
+                shared = max((common_prefix(key, neighbor) for neighbor in neighbors), default=0)
+                self.tokens += len(key) // 4 - (shared if shared >= MIN_SHARED else 0)
+            else:
+                self._longest = max(self._longest, len(key) // 4)
+                self.tokens = len(self._keys) * self._longest
         return self.tokens > before
 
 
@@ -161,7 +164,7 @@ class Packer:
 
     @property
     def tree_share(self) -> float:
-        """The tokens of a tree of all rows, as a share of those of the distinct rows."""
+        """Tokens of a prefix tree of all rows, as a share of the tokens of the distinct rows."""
         size = _Size(packed=True)
         size.add(self._keys)
         return size.tokens * 4 / sum(map(len, {*self._keys}))
@@ -169,8 +172,8 @@ class Packer:
     def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
         """Splits the rows into micro-batches of at most `max_tokens`, padding included.
 
-        Units of rows that begin alike, or are of similar length, are neighbors. A unit stays together if it fits, and
-        then a tree of units; a longer sequence gets a micro-batch of its own.
+        Units with a shared prefix (padded: of similar length) are placed next to each other. A unit is kept in one
+        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is a micro-batch alone.
         """
         micro_batch: list[int] = []
         size = _Size(self.packed)
@@ -207,7 +210,7 @@ class Packer:
         return size.tokens
 
     def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-        """Lists of units that begin alike; padded, each unit alone. A unit that does not fit is split into its rows."""
+        """Lists of units with a shared prefix; padded, each alone. A unit that does not fit is split into its rows."""
 
         def order(index: int) -> tuple[int, bytes, int]:
             return 0 if self.packed else len(self._keys[index]), self._keys[index], index
@@ -229,26 +232,22 @@ class Packer:
 
 @dataclass
 class Sizes:
-    """Input tokens of the rows of all optimizer steps: of each row, and those computed, of which some are padding.
+    """Metrics of a job: input tokens of its rows, tokens computed and how many of these were padding, over all steps.
 
-    And the rows that got no backward pass, because their advantages are 0.
+    `rows_without_gradient` got no backward pass, because their advantages are 0.
     """
 
-    rows: int = 0
-    computed: int = 0
-    padding: int = 0
-    without_gradient: int = 0
+    row_tokens: int = 0
+    computed_tokens: int = 0
+    padding_tokens: int = 0
+    rows_without_gradient: int = 0
 
     def add(self, packer: Packer, micro_batches: Iterable[Sequence[int]]) -> None:
         for indices in micro_batches:
             computed, padding = packer.computed_tokens(indices)
-            self.rows += sum(packer.rows[index].input_length for index in indices)
-            self.computed += computed
-            self.padding += padding
-
-    def metrics(self) -> dict[str, int]:
-        sizes = {"row_tokens": self.rows, "computed_tokens": self.computed, "padding_tokens": self.padding}
-        return sizes | {"rows_without_gradient": self.without_gradient}
+            self.row_tokens += sum(packer.rows[index].input_length for index in indices)
+            self.computed_tokens += computed
+            self.padding_tokens += padding
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:

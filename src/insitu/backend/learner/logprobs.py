@@ -25,6 +25,7 @@ recomputed in the backward pass."""
 LEAST_LOGPROB = -1e4
 """Below it, tokens do not count in an entropy: their probability is 0."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types that mix tokens by attention alone."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position of the input."""
 
@@ -74,7 +75,7 @@ class LogprobComputer:
 
     @functools.cached_property
     def can_pack(self) -> bool:
-        """Whether a tree of prefixes can be computed: a test forward pass gives the same log-probabilities."""
+        """Whether rows can be packed into a prefix tree: a test forward pass gives the same log-probabilities."""
         if _depends_on_lengths(self._module) or _mixes_tokens_otherwise(self._module):
             return False
         tokens = (np.arange(60, dtype=np.int32) * 7 + 3) % self._vocab_size
@@ -84,7 +85,7 @@ class LogprobComputer:
 
     @torch.no_grad()
     def packs_alike(self, rows: list[Row]) -> bool:
-        """Whether packed rows have the log-probabilities that padded ones had, and padded ones still do."""
+        """Whether packed rows have the log-probabilities of padded ones, and `attend` those of `sdpa`."""
 
         def logprobs(packed: bool) -> Tensor:
             batch = collate(rows, self._device, packed=packed)
@@ -145,14 +146,14 @@ class PolicyForward(nn.Module):
 
 
 def _depends_on_lengths(module: nn.Module) -> bool:
-    """Whether a token's place in the input, or the input's length, counts beside its position."""
+    """Whether results depend on the length of the input or a token's place in it, not only on position ids."""
     config: Any = module.config
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return any(kind in rope for kind in LENGTH_DEPENDENT_ROPE) or bool(getattr(config, "attention_chunk_size", None))
 
 
 def _mixes_tokens_otherwise(module: nn.Module) -> bool:
-    """Whether tokens see others but by attention: recurrent layers do, with convolutions or a kind of their own."""
+    """Whether there are layers other than attention that mix tokens: all have a convolution or their own layer type."""
     kinds = {*(getattr(module.config, "layer_types", None) or ())}
     return not kinds <= ATTENTION_LAYERS or any(isinstance(each, nn.Conv1d) for each in module.modules())
 
@@ -161,7 +162,7 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
     inputs = {"input_ids": batch.input_ids_ST, "use_cache": False}
     if batch.tree is None:
         return inputs
-    # transformers would make a mask of T x T; one of four dimensions it passes on as it is, and the tree needs none.
+    # Without a mask, transformers builds one of T x T; a 4-D mask it passes on unchanged, and a tree needs none.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids_ST.device)
     return inputs | {"position_ids": batch.position_ids_ST, "attention_mask": no_mask, "tree": batch.tree}
 
@@ -198,7 +199,7 @@ def _token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor 
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Keeps one N x V tensor, of probabilities, for both."""
+    """Saves one N x V tensor for the backward pass, the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -220,9 +220,10 @@ def kto_loss(ratio_E: Tensor, desirable_E: Tensor, kl: Tensor, settings: KTOSett
 
 
 def mean_of_clusters(clusters: Sequence[tuple[float, int]]) -> tuple[float, float | None]:
-    """The mean of values, given the sum and count of each cluster of them, and its standard error.
+    """The mean of values in clusters, given the sum and count of each cluster, and its cluster-robust standard error.
 
-    By linearization of the ratio: clusters are independent, the values of one are not. None for a single cluster.
+    The error is that of a ratio estimator, by linearization: clusters are independent, values within one need not be.
+    None for a single cluster.
     """
     count = sum(each for _, each in clusters)
     mean = math.fsum(total for total, _ in clusters) / count

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -47,15 +47,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CPU_MICRO_BATCH = 2048
-"""Maximum padded tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
+"""Maximum tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
 SMALL_MODEL = 5_000_000
 """Parameters below which operations are too short to be split over threads."""
 SMALL_WORTH = 0.75
-"""The share of the rows' tokens that a tree may have for a small model, for which calls cost more than tokens."""
+"""Maximum `tree_share` at which rows of a small model are packed: its cost is in the number of calls, not tokens."""
 CHECKED_ROWS = 16
-"""Of a job, to compare packed rows with padded ones on a GPU."""
+"""Rows of a job that are computed both packed and padded on a GPU, to compare the two."""
 KL_ROWS, KL_TOKENS = 128, 512
-"""The KL metric is measured on so many rows of the last step at most, and on no more than reach so many tokens."""
+"""Maximum rows of the last step on which the KL metric is measured; fewer once they have so many tokens."""
 
 
 class Progress(NamedTuple):
@@ -206,7 +206,7 @@ class OptimizerLoop:
             sums = yield from self._compute(number)
             steps.append(self._optimizer_step(sums, self._objective.count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
-        metrics = self._metrics(steps) | self._sizes.metrics()
+        metrics = self._metrics(steps) | asdict(self._sizes)
         if self._objective.measures_kl and self._settings.reference is None and self._settings.kl_rows != 0:
             metrics |= self._measure_kl(self._kl_rows(self._plan[-1]))
         return metrics
@@ -287,13 +287,12 @@ class OptimizerLoop:
         return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
 
     def _by_gradient(self, units: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Those of a step with a gradient, and those without; if none has one, all get a backward pass."""
-        with_one = [unit for unit in units if any(map(self._objective.has_gradient, unit))]
-        if not with_one:
-            return units, []
-        without = [unit for unit in units if not any(map(self._objective.has_gradient, unit))]
-        self._sizes.without_gradient += sum(map(len, without))
-        return with_one, without
+        """Units that need a backward pass, and the others. If none does, all get one: the optimizer needs gradients."""
+        split: dict[bool, list[list[int]]] = {True: [], False: []}
+        for unit in units:
+            split[any(map(self._objective.has_gradient, unit))].append(unit)
+        self._sizes.rows_without_gradient += sum(map(len, split[False])) if split[True] else 0
+        return (split[True], split[False]) if split[True] else (units, [])
 
     def _compute_known(
         self, step: int, rounds: Sequence[tuple[list[int], ...]]
@@ -364,7 +363,7 @@ class OptimizerLoop:
         return StepResult(tokens, sums, norm, self._state.optimizer.param_groups[0]["lr"])
 
     def _kl_rows(self, indices: list[int]) -> list[int]:
-        """The rows of a step that the KL metric is measured on: a row of each episode, then others."""
+        """The rows of a step on which the KL metric is measured: one of each episode, then a second, and so on."""
         groups = group_rows(self._rows, indices)
         in_turn = [row for rows in itertools.zip_longest(*groups) for row in rows if row is not None]
         if self._settings.kl_rows is not None:

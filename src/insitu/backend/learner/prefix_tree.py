@@ -11,11 +11,11 @@ import numpy as np
 from insitu.backend.attention import Node, Nodes
 
 MIN_SHARED = 16
-"""Tokens that a node must save: each costs two calls of the attention kernel more in every layer."""
+"""Minimum tokens that two sequences share in a node: each node costs two more attention calls in every layer."""
 
 
 class PrefixTree(NamedTuple):
-    """`paths` has the place of each token of each sequence among the T tokens."""
+    """T distinct tokens with their positions; `paths` maps the tokens of each sequence to their places among the T."""
 
     token_ids_T: np.ndarray
     positions_T: np.ndarray
@@ -26,7 +26,7 @@ class PrefixTree(NamedTuple):
 def build_tree(keys: Sequence[bytes], shared_with_last: Sequence[int]) -> PrefixTree:
     """The tree of distinct sequences by their sort keys (big-endian uint32), in ascending order.
 
-    `shared_with_last` counts the tokens that each begins with like the sequence before it.
+    `shared_with_last` is the length of the prefix that each shares with the sequence before it.
     """
     branch: list[tuple[int, int, int]] = []  # start, stop and depth of the nodes of the latest sequence
     nodes: list[Node] = []
