@@ -532,7 +532,7 @@ def test_a_run_that_is_ended_before_its_first_epoch_was_interrupted(project: Pat
 def test_a_run_whose_terminal_is_closed_ends_unless_it_is_under_nohup(project: Path, nohup: bool) -> None:
     write_rows(project, [{"say": "a", "mark": "asked"}] * 2)
     nothing = [os.open(os.devnull, os.O_RDWR)]
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " * nohup
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'}); "
     code += "import sys; sys.argv = ['insitu', *sys.argv[1:]]; "
     code += f"sys.executable = {forked_python()!r}; from insitu.cli import main; main()"
     epochs = ("-o", "finetuning.num_epochs", "2" if nohup else "500")

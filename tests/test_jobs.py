@@ -177,7 +177,9 @@ async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
         lines(mine, keep={"last": 9}),
         lines(
             mine,
-            SETTINGS | {"schedule_range": [0.25, 0.5], "micro_batch_tokens": 7, "attention": "padded", "kl_rows": 3},
+            SETTINGS
+            | {"schedule_range": [0.25, 0.5], "loss_agg_mode": "token"}
+            | {"micro_batch_tokens": 7, "attention": "padded", "kl_rows": 3},
         ),
     ]
     other = [

@@ -222,7 +222,7 @@ class LossSettings(BaseModel):
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Divisor for `loss_agg_mode: constant`, in tokens."""
     kl_rows: int | None = Field(default=None, ge=0)
-    """Rows on which the metric `kl` is measured if there is no KL penalty; none: up to 128, or 512 trained tokens."""
+    """Rows on which the metric `kl` is measured if there is no KL penalty; none: 128, fewer with 512 trained tokens."""
 
     @model_validator(mode="after")
     def _check_combination(self) -> "LossSettings":

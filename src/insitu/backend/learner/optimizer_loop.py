@@ -288,11 +288,11 @@ class OptimizerLoop:
 
     def _by_gradient(self, units: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
         """Units that need a backward pass, and the others. If none does, all get one: the optimizer needs gradients."""
-        split: dict[bool, list[list[int]]] = {True: [], False: []}
-        for unit in units:
-            split[any(map(self._objective.has_gradient, unit))].append(unit)
-        self._sizes.rows_without_gradient += sum(map(len, split[False])) if split[True] else 0
-        return (split[True], split[False]) if split[True] else (units, [])
+        without = [unit for unit in units if not any(map(self._objective.has_gradient, unit))]
+        if len(without) == len(units):
+            return units, []
+        self._sizes.rows_without_gradient += sum(map(len, without))
+        return [unit for unit in units if any(map(self._objective.has_gradient, unit))], without
 
     def _compute_known(
         self, step: int, rounds: Sequence[tuple[list[int], ...]]
