@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-pairs check bench \
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-pairs check bench \
 	clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-browser  opens the pages of insitu view in Debian's Chromium and saves screenshots to build/screenshots"
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
+	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
@@ -177,6 +178,16 @@ test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
 		-e '.[tensorboard,wandb,mlflow,trackio]' pytest pytest-asyncio
 	@touch $@
+
+.venv-quantized/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv .venv-quantized
+	.venv-quantized/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-quantized/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[quantized]' pytest pytest-asyncio
+	@touch $@
+
+test-quantized: .venv-quantized/.installed
+	.venv-quantized/bin/python -m pytest tests/with_torchao --confcutdir=tests/with_torchao
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers --confcutdir=tests/with_trackers

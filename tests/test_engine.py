@@ -542,6 +542,10 @@ def test_sources_that_cannot_be_served_say_why(tmp_path, folders):
         load_model(str(plain))
     with pytest.raises(BackendError, match=r"dtype is 'int3'; allowed: auto, float32"):
         load_model(str(folders["llama"]), dtype="int3")
+    with pytest.raises(
+        BackendError, match=r"quantization is nf4, which needs torchao \(pip install -e '\.\[quantized\]'\)"
+    ):
+        load_model(str(folders["llama"]), quantization="nf4")
 
 
 def test_a_sliding_window_caps_the_length(tmp_path):

@@ -495,6 +495,16 @@ async def test_a_lost_job_is_submitted_again_but_not_forever(backend: Backend, w
         ({"url": "http://h", "device": "cpu", "dtype": "auto"}, "device, dtype: allowed with model only"),
         ({"url": "http://h", "startup_timeout": 5}, "startup_timeout: allowed with model only"),
         ({"model": "m", "api_key": "k"}, "api_key: allowed with url only"),
+        ({"model": "m", "quantization": "int4"}, r"quantization: .*'int8' or 'nf4' \(got 'int4'\)"),
+        (
+            {"model": "m", "quantization": "nf4"},
+            r"only adapters can be trained over quantized weights; set training\.lora",
+        ),
+        (
+            {"model": "m", "quantization": "nf4", "training": {"lora": {}}, "sampler": {"_type": "vllm"}},
+            "vLLM would sample from other weights than are trained; allowed: sampler embedded",
+        ),
+        ({"url": "http://h", "quantization": "nf4", "training": {"lora": {}}}, "quantization: allowed with model only"),
     ],
 )
 def test_settings_that_nobody_would_read_are_refused(write: Any, block: dict[str, Any], says: str) -> None:

@@ -75,6 +75,9 @@ class BackendOptions:
     port: int = _option(8700, "0 picks a free port.", type=click.IntRange(0, 65535))
     device: str = _option("auto", "cpu, cuda, cuda:1 ..., or auto.")
     dtype: str = _option("auto", "float32, bfloat16, float16, or auto.")
+    quantization: str | None = _option(
+        None, "Bits of the weights under LoRA adapters: 8 or 4.", type=click.Choice(["int8", "nf4"])
+    )
     output_dir: Path | None = _option(None, "Folder for checkpoints (default: temporary).", type=_PATH)  # noqa: RUF009
     token: str | None = field(default=None, repr=False)
     insecure_no_auth: bool = False

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from insitu.backend.quantization import quantizer
 from insitu.disk.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
@@ -44,6 +45,7 @@ class LoadedModel:
     dtype: torch.dtype
     max_length: int
     source: str
+    quantization: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -51,12 +53,13 @@ class LoadedModel:
         return int(self.module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
-def load_model(source: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load_model(source: str, device: str = "auto", dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
     """Loads a folder or hub name; a folder with a PEFT adapter is loaded on top of its base model.
 
-    `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere. Raises BackendError if the source is
-    missing or damaged, is not a decoder-only language model, or has no chat template.
+    `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere; for `quantization` see `quantizer`. Raises
+    BackendError if the source is missing or damaged, is not a decoder-only language model, or has no chat template.
     """
+    quantize = quantizer(quantization) if quantization is not None else None
     torch_device = _device(device)
     check_model(Path(source))
     base, adapter = base_and_adapter(source)
@@ -79,11 +82,16 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto") -> Loaded
         with wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
-    module.to(torch_device).eval().requires_grad_(False)
+    if quantize is None:
+        module.to(torch_device)
     for name, parameter in module.named_parameters():
         if not parameter.isfinite().all():
             raise BackendError(f"the weights of {source} cannot be used: {name} has NaN or infinite values")
-    return LoadedModel(module, tokenizer, torch_device, torch_dtype, _max_length(config, tokenizer), source)
+    if quantize is not None:
+        quantize(module, torch_device)
+    module.eval().requires_grad_(False)
+    max_length = _max_length(config, tokenizer)
+    return LoadedModel(module, tokenizer, torch_device, torch_dtype, max_length, source, quantization)
 
 
 def _device(name: str) -> torch.device:
@@ -235,10 +243,13 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Suppresses peft's warnings about GPT-2's transposed projections and a deprecated transformers attribute."""
+    """Suppresses peft's warnings about GPT-2's transposed projections, a deprecated transformers attribute, and merging
+    adapters into quantized weights, which is not done.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        warnings.filterwarnings("ignore", message=".* was instantiated without `get_apply_tensor_subclass`")
         yield
 
 

@@ -115,6 +115,10 @@ def _sampler(
     max_length = min(options.max_length or loaded.max_length, loaded.max_length)
     chosen = _chosen(SamplerOptions, "sampler", options, _type=options.sampler)
     if chosen.kind != "embedded":
+        if options.quantization is not None:
+            raise BackendError(
+                "quantization: vLLM would sample from other weights than are trained; allowed: sampler embedded"
+            )
         rank = learners.default.lora.rank if learners.default.lora is not None else None
         parts = chosen, loaded, compute, learners.folder, learners.load_version
         return _installed("sampler", chosen.kind)(*parts, max_length, rank, output_dir, threads=options.threads)
@@ -163,7 +167,7 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
-        loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype)
+        loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype, options.quantization)
         backend = create_backend(loaded, options, output_dir)
         await backend.start()
         try:

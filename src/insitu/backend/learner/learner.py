@@ -170,7 +170,8 @@ class Learner:
         self.check(settings)
         lora = self.adapters(settings)
         try:
-            if (lora is not None and not self._lora_fixed) or settings.gradient_checkpointing:
+            is_new = (lora is not None and not self._lora_fixed) or self.loaded.quantization is not None
+            if is_new or settings.gradient_checkpointing:
                 build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
             reference_module(self.code, settings, self._references)
             load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self.code)
@@ -341,7 +342,7 @@ class Learner:
         if self._origin.step == 0:
             return self.loaded.module
         dtype = str(self.loaded.dtype).removeprefix("torch.")
-        return load_model(self._origin.started_from, str(self.loaded.device), dtype).module
+        return load_model(self._origin.started_from, str(self.loaded.device), dtype, self.loaded.quantization).module
 
     def _save_checkpoint(self, state: TrainState, served: nn.Module | None, job: JobRecord) -> Path:
         version, lora = self.version + 1, state.policy.lora

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
@@ -108,7 +109,12 @@ class TrainablePolicy:
 
 
 def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
-    """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters."""
+    """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters.
+
+    Raises BackendError if the weights to train are quantized.
+    """
+    if lora is None and loaded.quantization is not None:
+        raise BackendError(f"the weights of {loaded.source} are quantized ({loaded.quantization}); train with lora")
     if lora is not None and loaded_adapter(loaded.module) is None:
         module = _with_adapters(loaded, lora, seed)
     else:
@@ -207,15 +213,25 @@ def fingerprint(module: nn.Module) -> str:
     """A digest of some elements of each parameter: hashing all takes seconds per GB."""
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        flat = parameter.detach().flatten()
-        chosen = flat[:: max(1, flat.numel() // _FINGERPRINTED)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode() + chosen.tobytes())
+        for part in plain_tensors(parameter.detach()):
+            flat = part.flatten()
+            chosen = flat[:: max(1, flat.numel() // _FINGERPRINTED)].float().cpu().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} ".encode() + chosen.tobytes())
     return digest.hexdigest()[:16]
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a quantized one consists of; any other is its own only part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_tensors(getattr(tensor, name))]
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the first tensor that has NaN or infinite values."""
-    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
+    parts = ((name, part) for name, tensor in tensors for part in plain_tensors(tensor))
+    return next((name for name, part in parts if not part.isfinite().all()), None)
 
 
 class ReferenceWeights(NamedTuple):

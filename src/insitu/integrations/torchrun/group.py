@@ -112,6 +112,7 @@ class RankGroup:
         order = {
             "model": str(source.resolve()) if (source := Path(self._loaded.source)).exists() else str(source),
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
+            "quantization": self._loaded.quantization,
             "strategy": self._strategy(lora),
             "allow_code": self._code,
             "gpus": self._gpus,

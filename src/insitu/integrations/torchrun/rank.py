@@ -153,7 +153,7 @@ def main(order_file: Path) -> None:
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     ranks = ProcessGroup(device, shards_weights=order["strategy"] == "fsdp")
     try:
-        loaded = load_model(order["model"], str(device), order["dtype"])
+        loaded = load_model(order["model"], str(device), order["dtype"], order["quantization"])
         server = _Server(ranks)
         code = CodeFolder(Path(order["allow_code"]) if order["allow_code"] else None)
         learners: dict[str, Learner] = {}

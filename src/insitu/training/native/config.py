@@ -28,6 +28,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
+    quantization: Literal["int8", "nf4"] | None = None
+    """Stores the linear layers of the model in 8 or 4 bits and trains LoRA adapters over them; needs the extra
+    `quantized`. int8 has one scale for each output, nf4 (4-bit NormalFloat) one for each 64 weights."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for the backend to load its model."""
     max_restarts: int = Field(default=3, ge=0)
@@ -64,7 +67,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
         A vLLM that the backend starts must be made for LoRA adapters.
         """
-        options = self.model_dump(include={"name", "device", "dtype"})
+        options = self.model_dump(include={"name", "device", "dtype", "quantization"})
         if self.learner.total > 1:
             options |= {f"learner_{key}": value for key, value in self.learner if value is not None}
         if self.sampler.kind == "vllm":
@@ -90,10 +93,17 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
             raise ValueError("url has a user or password and api_key is set; give the token in one of them")
-        of_process = ("device", "dtype", "startup_timeout", "max_restarts", "learner", "sampler")
+        of_process = ("device", "dtype", "quantization", "startup_timeout", "max_restarts", "learner", "sampler")
         ignored = ("api_key",) if self.url is None else of_process
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")
+        if self.quantization is not None:
+            if self.training.lora is None:
+                raise ValueError("quantization: only adapters can be trained over quantized weights; set training.lora")
+            if self.sampler.kind == "vllm":
+                raise ValueError(
+                    "quantization: vLLM would sample from other weights than are trained; allowed: sampler embedded"
+                )
         return self
 
 
