@@ -598,6 +598,19 @@ async def events(client: httpx.AsyncClient, *runs: str) -> AsyncIterator[dict[st
                 yield json.loads(line.removeprefix("data: "))
 
 
+async def test_a_change_right_after_the_stream_has_begun_is_reported(tmp_path: Path) -> None:
+    """The folder is so large that looking at it for the first time takes a while."""
+    for number in range(500):
+        (tmp_path / f"r{number}").mkdir()
+        (tmp_path / f"r{number}" / "run.json").write_text("{}")
+    async with shown(tmp_path) as page, asyncio.timeout(processes.HANGS):
+        one = events(page.client, "r7")
+        for changes, run in ((one, "r7"), (events(page.client), "r9")):  # the second while the first is watched already
+            await anext(changes)
+            (tmp_path / run / "run.json").write_text('{"run_id": "r"}')
+            assert await anext(changes) == {"run": run, "files": ["run.json"]}
+
+
 async def test_changes_are_reported(tmp_path: Path) -> None:
     made, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
     async with shown(tmp_path) as page, asyncio.timeout(60):

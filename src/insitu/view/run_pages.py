@@ -177,15 +177,20 @@ class Watcher:
         self._opened = opened
         self._clients: dict[asyncio.Queue[Change], frozenset[str]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._seen: dict[str, Signature] = {}
+        self._looking = asyncio.Lock()
 
     @asynccontextmanager
     async def watching(self, runs: Iterable[str]) -> AsyncIterator["asyncio.Queue[Change]"]:
-        """Yields a queue of the changes of these runs; of none: of all runs, and of the list of runs."""
+        """Yields a queue of the changes of these runs from now on; of none: of all runs, and of the list of runs."""
         queue: asyncio.Queue[Change] = asyncio.Queue()
         self._clients[queue] = frozenset(runs)
-        if self._task is None or self._task.done():  # done: it has failed
-            self._task = asyncio.create_task(self._watch(), name="watch runs")
         try:
+            async with self._looking:
+                if self._task is None or self._task.done():  # done: it has failed
+                    self._seen = {}
+                    self._task = asyncio.create_task(self._watch(), name="watch runs")
+                self._seen = await self._look() | self._seen
             yield queue
         finally:
             del self._clients[queue]
@@ -195,15 +200,18 @@ class Watcher:
 
     async def _watch(self) -> None:
         """Compares what the files are with what they were; runs until the last client leaves."""
-        before = await asyncio.to_thread(self._signatures, self._shown())
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            now = await asyncio.to_thread(self._signatures, self._shown())
-            for change in _changes(before, now):
-                for queue, runs in self._clients.items():
-                    if change.run in runs or not runs:
-                        queue.put_nowait(change)
-            before = now
+            async with self._looking:
+                now = await self._look()
+                for change in _changes(self._seen, now):
+                    for queue, runs in self._clients.items():
+                        if change.run in runs or not runs:
+                            queue.put_nowait(change)
+                self._seen = now
+
+    async def _look(self) -> dict[str, Signature]:
+        return await asyncio.to_thread(self._signatures, self._shown())
 
     def _shown(self) -> set[str] | None:
         """The runs that clients look at, None if one looks at all."""
