@@ -22,7 +22,8 @@ from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
-from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
+from insitu.schemas.losses import DPOSettings, KTOSettings, LossSettings
+from insitu.schemas.training_jobs import TrainingOptions
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
 OPTIONS: dict[str, Any] = {
@@ -35,6 +36,8 @@ OPTIONS: dict[str, Any] = {
     "cispo_floor": 0.5,
     "dual_clip": None,
     "truncated_importance": 2.5,
+    "token_mask": [0.5, 2.5],
+    "sequence_mask": [0.25, 1.5],
     "kl": {"beta": 0.013, "estimator": "k1", "in_reward": True},
     "loss_agg_mode": "constant",
     "loss_scale_factor": 17.0,
@@ -56,7 +59,8 @@ OPTIONS: dict[str, Any] = {
     "dpo": None,
     "kto": None,
 }
-OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", "truncated_importance": None}
+UNCORRECTED = dict.fromkeys(("truncated_importance", "token_mask", "sequence_mask"))
+OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", **UNCORRECTED}
 DPO: dict[str, Any] = {
     "method": "dpo",
     "dpo": {

@@ -173,12 +173,30 @@ def test_a_step_makes_good_rows_likelier(llama, tmp_path):
     assert not any(p.requires_grad for p in result.module.parameters())
 
 
+def test_a_sampler_of_other_weights_has_a_smaller_effective_sample_size(llama, tmp_path):
+    """Half of the tokens have twice the probability that they were sampled with, so that w is 1 or 2."""
+    rows = [replace(row, rollout_logprobs=row.rollout_logprobs.copy()) for row in make_rows(llama.module)]
+    tokens = sum(len(row.positions) for row in rows)
+    changed = 0
+    for row in rows:
+        count = min(len(row.positions), tokens // 2 - changed)
+        row.rollout_logprobs[:count] -= np.log(2)
+        changed += count
+    result, _ = train(Learner(llama, tmp_path), rows, token_mask=[0.5, 1.5], num_iterations=2)
+    share = changed / tokens
+    assert result.metrics["ratio_mean"] == pytest.approx(1 + share, abs=1e-4)
+    assert result.metrics["effective_sample_size"] == pytest.approx((1 + share) ** 2 / (1 + 3 * share), abs=1e-4)
+    assert result.metrics["masked_share"] == pytest.approx(share, abs=1e-9)
+
+
 def test_metrics_at_the_first_step_compare_learner_and_sampler(llama, tmp_path):
     rows = make_rows(llama.module)
     result, events = train(Learner(llama, tmp_path), rows, mini_batch_size=4, num_iterations=2)
     metrics = result.metrics
     assert metrics["logprob_gap"] < 1e-5
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["effective_sample_size"] == pytest.approx(1, abs=1e-5)
+    assert "masked_share" not in metrics
     assert metrics["steps"] == 6
     assert metrics["rows"] == 12
     assert metrics["episodes"] == 6

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import forked_python
+from pydantic import ValidationError
 
 from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, row_weights
-from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
+from insitu.schemas.losses import DPOSettings, KTOSettings, LossSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 VECTORS = ROOT / "tests/data/loss_vectors.json"
@@ -25,6 +27,8 @@ loss_settings = st.builds(
     clip_high=st.sampled_from([0.2, 0.28]),
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
     truncated_importance=st.sampled_from([None, 1.05, 2.0]),
+    token_mask=st.sampled_from([None, (0.9, 1.1)]),
+    sequence_mask=st.sampled_from([None, (0.97, 1.03)]),
     kl=st.fixed_dictionaries(
         {"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1_in_loss", "k2", "k3"])}
     ),
@@ -154,7 +158,11 @@ def test_a_micro_batch_split_changes_nothing(config, seed, order, cut):
 
 
 @settings(max_examples=60, deadline=None)
-@given(loss_settings.filter(lambda config: config.importance_sampling_level == "token"), seeds, st.integers(1, 4))
+@given(
+    loss_settings.filter(lambda c: c.importance_sampling_level == "token" and c.sequence_mask is None),
+    seeds,
+    st.integers(1, 4),
+)
 def test_an_episode_weighs_the_same_however_it_is_cut(config, seed, cut):
     """Row 0 becomes two rows that hold its first `cut` tokens and the rest; the others stay."""
     inputs = random_inputs(seed)
@@ -208,6 +216,53 @@ def test_the_ratio_of_a_sequence_is_its_rows_own():
     ratios = (inputs["new"] - inputs["old"]).mean(1).exp()
     expected = -(ratios[:, None] * inputs["advantage"]).sum() / 10
     assert loss_of(inputs, ["a", "a"], config).loss.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("corrections", "factors"),
+    [
+        ({"token_mask": [0.45, 2.2]}, [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]),
+        ({"token_mask": [0.45, 2.2], "truncated_importance": 1.5}, [[0.5, 1.5, 0.0], [1.0, 0.0, 0.0]]),
+        ({"token_mask": [0, 1]}, [[0.5, 0.0, 0.0], [1.0, 0.25, 0.0]]),
+        ({"sequence_mask": [0.6, 1.01]}, [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+        ({"sequence_mask": [0.4, 1]}, [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]),
+        ({"sequence_mask": [0.6, 1.01], "truncated_importance": 1.5}, [[0.5, 1.5, 0.0], [0.0, 0.0, 0.0]]),
+        ({"sequence_mask": [0.4, 1], "token_mask": [0.3, 3]}, [[0.5, 2.0, 0.0], [1.0, 0.0, 0.0]]),
+    ],
+)
+def test_corrections_weigh_and_leave_out_tokens(corrections, factors):
+    """Ratios to the sampler of 1/2 and 2 (geometric mean 1) in the first row, of 1 and 1/4 (1/2) in the second."""
+    if factors is None:
+        with pytest.raises(
+            ValidationError, match=r"sequence_mask\n  .* \[0\.5, 0\.9\] must be \[LOW, HIGH\] with 0 <= LOW"
+        ):
+            LossSettings(**corrections)
+        return
+    old = torch.full((2, 3), -2.0, dtype=torch.float64)
+    ratios = torch.tensor([[0.5, 2.0, math.nan], [1.0, 0.25, math.nan]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]] * 2)
+    inputs = {"new": old, "old": old, "rollout": old - ratios.log(), "ref": old, "advantage": old * 0 + 3, "mask": mask}
+    config = LossSettings(**corrections)
+    result = loss_of(inputs, own(2), config)
+    factors = torch.tensor(factors, dtype=torch.float64)
+    assert result.loss.item() == pytest.approx(-3 * factors.sum().item() / 4, abs=1e-12)
+    assert torch.allclose(gradient_of(inputs, own(2), config), -3 * factors / 4, atol=1e-12)
+    assert result.excluded.item() == 4 - (factors > 0).sum()
+    assert result.sampled_ratio_squares.item() == pytest.approx(1 / 4 + 4 + 1 + 1 / 16)
+
+
+def test_a_mask_is_a_range_around_1():
+    with pytest.raises(ValidationError, match=r"\[0\.5, 0\.9\] must be \[LOW, HIGH\] with 0 <= LOW <= 1 <= HIGH"):
+        LossSettings(sequence_mask=[0.5, 0.9])
+
+
+def test_corrections_need_recomputed_log_probabilities():
+    for corrections, named in (
+        ({"token_mask": [0.45, 2.2]}, "token_mask requires"),
+        ({"truncated_importance": 2, "sequence_mask": [0, 2]}, "truncated_importance and sequence_mask require"),
+    ):
+        with pytest.raises(ValidationError, match=f"{named} old_logprobs: recomputed; rollout needs no correction"):
+            LossSettings(old_logprobs="rollout", **corrections)
 
 
 def test_metrics_are_sums_over_trained_tokens():

@@ -102,8 +102,11 @@ def token_loss(new, old, rollout, ref, advantage: float, s: TrainingSettings):
         loss = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - s.clip_low, 1 + s.clip_high))
         if s.dual_clip and advantage < 0:
             loss = torch.min(loss, torch.tensor(-advantage * s.dual_clip))
-    if s.truncated_importance:
-        loss = loss * min(math.exp(old - rollout), s.truncated_importance)
+    x = math.exp(old - rollout)
+    if s.token_mask and not s.token_mask[0] <= x <= s.token_mask[1]:
+        loss = 0 * loss
+    elif s.truncated_importance or s.token_mask:
+        loss = loss * min(x, s.truncated_importance or math.inf)
     if s.kl.beta and not s.kl.in_reward:
         d = ref - new
         k = {"k1_in_loss": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1}[s.kl.estimator]
@@ -128,7 +131,11 @@ def policy_gradient(module, reference, rows: list[Row], s: TrainingSettings):
             new = token_logprobs(module, rows[index].token_ids, rows[index].positions, rows[index].temperature)
             for k in range(len(new)):
                 given = new[k], old[index][k], float(rows[index].rollout_logprobs[k]), ref[index][k]
-                loss = token_loss(*given, float(rows[index].advantages[k]), s)
+                advantage = float(rows[index].advantages[k])
+                if s.sequence_mask and s.kl.beta == 0:
+                    gap = np.subtract(old[index], rows[index].rollout_logprobs).mean()
+                    advantage *= s.sequence_mask[0] <= math.exp(gap) <= s.sequence_mask[1]
+                loss = token_loss(*given, advantage, s)
                 episodes.setdefault(rows[index].episode, []).append(loss)
         if s.loss_agg_mode == "token":
             every = [loss for losses in episodes.values() for loss in losses]
@@ -269,10 +276,23 @@ def agrees(got, wanted, since) -> bool:
             "old_logprobs": "rollout",
             "truncated_importance": None,
         },
+        {"token_mask": [0.85, 1.2]},
+        {"truncated_importance": None, "kl": {"beta": 0}, "sequence_mask": [0.95, 1.05], "token_mask": [0.8, 1.3]},
         {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
         {"old_logprobs": "rollout", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
     ],
-    ids=["token", "sequence", "constant-k1", "k2", "k1-in-reward", "k2-in-reward", "cispo", "sampled"],
+    ids=[
+        "token",
+        "sequence",
+        "constant-k1",
+        "k2",
+        "k1-in-reward",
+        "k2-in-reward",
+        "token-mask",
+        "sequence-mask",
+        "cispo",
+        "sampled",
+    ],
 )
 def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
     settings = TrainingSettings(**(EVERYTHING | changes), micro_batch_tokens=micro_batch_tokens)

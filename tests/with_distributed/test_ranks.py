@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     **LOSSES,
     "rollout": {"old_logprobs": "rollout", "clip_low": 0.1},
     "truncated": {"truncated_importance": 1.5, "dual_clip": 3.0},
+    "masked": {"token_mask": [0.99, 1.01], "sequence_mask": [0.999, 1.001]},
     "kl-k1": {"kl": {"beta": 0.1, "estimator": "k1", "in_reward": True}},
     "kl-k3": {"kl": {"beta": 0.1}},
     "kl-k2": {"kl": {"beta": 0.1, "estimator": "k2"}},

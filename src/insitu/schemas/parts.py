@@ -171,8 +171,8 @@ class TokenBatch(NamedTuple):
 class TokenLoss(NamedTuple):
     """The loss of each token (B, T), or a scalar: the share of these rows in the loss of the step.
 
-    The losses of tokens are multiplied by `truncated_importance`, get the KL penalty and are added up with `weight_B`;
-    a scalar gets the KL penalty only. `metrics` (each B, T) are averaged over the trained tokens of the job.
+    The losses of tokens are multiplied by the correction for the sampler, get the KL penalty and are added up with
+    `weight_B`; a scalar gets the KL penalty only. `metrics` (each B, T) are averaged over the job's trained tokens.
     """
 
     loss: "Tensor"

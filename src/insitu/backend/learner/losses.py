@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from insitu.errors import BackendError, InsituError, describe_error
+from insitu.schemas.losses import DPOSettings, KLSettings, KTOSettings, LossSettings
 from insitu.schemas.parts import TokenBatch, TokenLoss, load_named
-from insitu.schemas.training_jobs import DPOSettings, KLSettings, KTOSettings, LossSettings
 
 TokenObjective = Callable[[TokenBatch, LossSettings], Any]
 """The loss of each trained token of some rows: `clip`, `cispo`, or a function of the user. See `TokenLoss`."""
@@ -47,6 +47,9 @@ class PolicyLoss(NamedTuple):
     """Sum of |new - rollout|."""
     sampled_ratio: Tensor
     """Sum of exp(new - rollout)."""
+    sampled_ratio_squares: Tensor
+    excluded: Tensor
+    """Number of tokens that `token_mask` and `sequence_mask` exclude."""
     metrics: dict[str, Tensor]
     """Sums of the objective's own metrics, by name."""
 
@@ -114,9 +117,10 @@ def policy_loss(
     inputs = TokenBatch(new_BT, old_BT, rollout_BT, ref_BT, difference_BT.exp(), advantage_BT, mask_BT, batch.weight_B)
     objective = objective or load_named("objectives", str(settings.objective))
     token_loss, metrics = checked_loss(objective(inputs, settings), inputs, settings)
-    if settings.truncated_importance is not None:
-        correction_BT = (old_BT - rollout_BT).exp().clamp(max=settings.truncated_importance)
-        token_loss = token_loss * correction_BT.detach()
+    kept_BT = mask_BT
+    if settings.corrections:
+        correction_BT, kept_BT = _correction(old_BT - rollout_BT, mask_BT, settings)
+        token_loss = token_loss * correction_BT
     kl_BT = torch.zeros_like(new_BT)
     if ref_BT is not None:
         kl_BT = kl_estimate(new_BT, ref_BT, settings.kl)
@@ -132,13 +136,38 @@ def policy_loss(
         loss = total(token_loss if penalty_BT is None else token_loss + penalty_BT)
     with torch.no_grad():
         off_policy_BT = new_BT - rollout_BT
+        sampled_ratio_BT = _masked(off_policy_BT.double().exp(), mask_BT)
         return PolicyLoss(
             loss=loss,
             kl=_masked(kl_BT, mask_BT).double().sum(),
             gap=off_policy_BT.double().abs().sum(),
-            sampled_ratio=_masked(off_policy_BT.double().exp(), mask_BT).sum(),
+            sampled_ratio=sampled_ratio_BT.sum(),
+            sampled_ratio_squares=sampled_ratio_BT.square().sum(),
+            excluded=(mask_BT & ~kept_BT).double().sum(),
             metrics={name: _masked(values.double(), mask_BT).sum() for name, values in metrics.items()},
         )
+
+
+@torch.no_grad()
+def _correction(difference_BT: Tensor, mask_BT: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """The factor of each token's loss, from old - rollout; and which tokens the masks keep.
+
+    `token_mask` is that of IcePop (arXiv:2510.18855), `sequence_mask` is of the geometric mean over the row.
+    """
+    ratio_BT = difference_BT.exp()
+    factor_BT, kept_BT = torch.ones_like(ratio_BT), mask_BT
+    if settings.sequence_mask is not None:
+        mean_B1 = difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
+        kept_BT = kept_BT & _is_within(mean_B1.exp(), settings.sequence_mask)
+    if settings.token_mask is not None:
+        factor_BT, kept_BT = ratio_BT, kept_BT & _is_within(ratio_BT, settings.token_mask)
+    if settings.truncated_importance is not None:
+        factor_BT = ratio_BT.clamp(max=settings.truncated_importance)
+    return _masked(factor_BT, kept_BT), kept_BT
+
+
+def _is_within(ratio: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
 def checked_loss(result: Any, batch: TokenBatch, settings: LossSettings) -> TokenLoss:
@@ -148,8 +177,8 @@ def checked_loss(result: Any, batch: TokenBatch, settings: LossSettings) -> Toke
     if not isinstance(loss, Tensor) or tuple(loss.shape) not in ((), shape):
         returned = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise BackendError(f"objective: it returned {returned}; allowed: a tensor of shape {shape} or a scalar")
-    if loss.ndim == 0 and settings.truncated_importance is not None:
-        raise BackendError("objective: it returned a scalar, but truncated_importance needs a loss per token")
+    if loss.ndim == 0 and settings.corrections:
+        raise BackendError(f"objective: it returned a scalar, but {settings.corrections[0]} needs a loss per token")
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or tuple(values.shape) != shape:
             raise BackendError(f"objective: the metric {name!r} must be a tensor of shape {shape}")

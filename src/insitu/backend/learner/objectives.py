@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insitu.backend.learner.batches import Row, group_rows, pad
 from insitu.backend.learner.code import NO_CODE, CodeFolder
-from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, probe, row_weights
+from insitu.backend.learner.losses import PolicyBatch, PolicyLoss, dpo_loss, kto_loss, policy_loss, probe, row_weights
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -126,7 +126,7 @@ class PolicyGradient(Objective):
         self.uses_start = self.settings.old_logprobs == "recomputed"
         self._objective = self.code.function("objective", self.settings.objective)
         self._names = probe(self._objective, self.settings)
-        self.sums = ("loss", "kl", "gap", "sampled_ratio", *self._names)
+        self.sums = (*(name for name in PolicyLoss._fields if name != "metrics"), *self._names)
         self._weighs_advantages = self.settings.objective in ("clip", "cispo") and self.settings.kl.beta == 0
 
     def has_gradient(self, index: int) -> bool:
@@ -150,22 +150,28 @@ class PolicyGradient(Objective):
                 mask_BT=mask_BK,
                 weight_B=torch.tensor([row_weight[index] for index in indices], device=device),
             )
-            loss, kl, gap, sampled_ratio, metrics = policy_loss(new_BK, inputs, self.settings, self._objective)
+            loss, *sums, metrics = policy_loss(new_BK, inputs, self.settings, self._objective)
             if metrics.keys() != {*self._names}:
                 raise BackendError(f"objective: its metrics are {[*metrics]}, but were {[*self._names]} before")
-            return PartialLoss(loss, [loss.detach(), kl, gap, sampled_ratio, *(metrics[n] for n in self._names)])
+            return PartialLoss(loss, [loss.detach(), *sums, *(metrics[n] for n in self._names)])
 
         return loss_of
 
     def metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         """The gap to the sampler is that of the first step, before the weights changed."""
-        tokens = sum(step.tokens for step in steps)
-        return {
+        tokens, first = sum(step.tokens for step in steps), steps[0]
+        ratio_mean = first.sums["sampled_ratio"] / first.tokens
+        mean_square = first.sums["sampled_ratio_squares"] / first.tokens
+        metrics = {
             "kl": _total(steps, "kl") / tokens if self.settings.kl.beta > 0 else None,
             **{name: _total(steps, name) / tokens for name in self._names},
-            "logprob_gap": steps[0].sums["gap"] / steps[0].tokens,
-            "ratio_mean": steps[0].sums["sampled_ratio"] / steps[0].tokens,
+            "logprob_gap": first.sums["gap"] / first.tokens,
+            "ratio_mean": ratio_mean,
+            "effective_sample_size": ratio_mean**2 / mean_square if mean_square else None,
         }
+        if self.settings.token_mask is not None or self.settings.sequence_mask is not None:
+            metrics["masked_share"] = _total(steps, "excluded") / tokens
+        return metrics
 
 
 class SupervisedFinetuning(Objective):

@@ -30,6 +30,8 @@ const GROUPS = [
       ],
       ["learning_rate", "Learning rate", "of the last step", number, true],
       ["ratio_mean", "Mean ratio at the first step", "learner compared with sampler; should be 1"],
+      ["effective_sample_size", "Effective sample size", "of the first step, as a share of its tokens", percent, true],
+      ["masked_share", "Masked share", "trained tokens whose loss a mask made 0", percent, true],
       [
         "logprob_gap",
         "Log-probability gap",
