@@ -12,6 +12,9 @@ import yaml
 from factories import MODEL, ROOT, pip_install, read_lines
 from processes import run, serving
 
+from insitu.algorithms.reward_shapes import overlong
+from insitu.schemas.episodes import ModelCall
+
 PLUGIN = ROOT / "tests/support/seams_plugin"
 GUIDE = (ROOT / "docs/guides/extend.md").read_text()
 EXAMPLE = ROOT / "examples/tic_tac_toe"
@@ -124,6 +127,36 @@ def test_functions_of_an_installed_package(tmp_path: Path) -> None:
     ended = finetune(tmp_path, PYTHONPATH=str(site))
     assert ended.returncode == 0, ended.stderr
     check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reward"), [((), 2), ((50,), 2), ((384,), 2), ((448, 50), 1.75), ((50, 512), 1.5), ((600,), 1.5)]
+)
+def test_overlong_completions_lose_up_to_the_penalty(tokens: tuple[int, ...], reward: float) -> None:
+    calls = [ModelCall(index, "player", [], token_ids=[7] * count) for index, count in enumerate(tokens)]
+    calls.append(ModelCall(9, "judge", [], token_ids=None))
+    assert overlong(2.0, calls, max_tokens=512, buffer=128, penalty=0.5) == reward
+
+
+def test_a_run_with_overlong_completions(tmp_path: Path) -> None:
+    shape = "{_type: overlong, arguments: {max_tokens: 8, buffer: %s, penalty: 0.25}}"
+    change = "finetuning: {reward_function: {name: score, shape: %s}}"
+    write_project(tmp_path, change % (shape % 9))
+    ended = finetune(tmp_path)
+    assert ended.returncode == 1
+    assert "overlong: buffer is 9; allowed: from 1 to max_tokens (8)" in ended.stderr
+    shutil.rmtree(tmp_path / "run")
+    write_project(tmp_path, change % (shape % 4))
+    ended = finetune(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    episodes = read_lines(tmp_path / "run/episodes.jsonl.gz")[1:]
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
+    lost = {each["episode"]: round(each["scores"]["score"] - each["reward"], 9) for each in episodes}
+    longest = dict.fromkeys(lost, 0)
+    for call in calls:
+        longest[call["episode"]] = max(longest[call["episode"]], len(call["token_ids"]))
+    assert lost == {each: 0.25 * min(max(length - 4, 0), 4) / 4 for each, length in longest.items()}
+    assert len({*lost.values()}) > 1
 
 
 OBJECTIVE = 'trainer_adapters: {backend: {training: {objective: {_type: python, function: "mine_loss:loss"}}}}'
