@@ -486,7 +486,7 @@ OPTIONAL = {
     "groups.jsonl": {"paired"},
     "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
-    "training_metrics.jsonl": {"masked_share", "non_finite_metrics", "warnings"},
+    "training_metrics.jsonl": {"masked_share", "non_finite_metrics", "sampled_version", "warnings"},
 }
 
 

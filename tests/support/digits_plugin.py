@@ -2,8 +2,9 @@
 
 A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
 step reward; "sampling" are parameters of the agent's own request; "raise", "hang" and "block" fail each in its way;
-"mark" is a file that gets a character for each episode; "score" is what the evaluator gives, "nan" and "none" among it,
-or "hang"; "chdir" is the directory that the process changes to. What hangs ends once the file `released` is there.
+"pause" makes episodes slow; "mark" is a file that gets a character for each episode; "score" is what the evaluator
+gives, "nan" and "none" among it, or "hang"; "chdir" is the directory that the process changes to. What hangs ends once
+the file `released` is there.
 """
 
 import asyncio
@@ -36,6 +37,8 @@ async def ask(config: AskConfig, builder: Builder):
         messages = [{"role": "user", "content": question["say"]}]
         if "chdir" in question:
             os.chdir(question["chdir"])
+        if "pause" in question:  # as of a slow tool, of so many seconds on average
+            await asyncio.sleep(random.Random(Context.get().seed).expovariate(1 / question["pause"]))
         if question.get("stream"):
             chunks = await llm.client.chat.completions.create(
                 model=llm.model, messages=messages, stream=True, **llm.params

@@ -188,6 +188,8 @@ class Exchange:
         body.update(recorder.forced_params)
         if recorder.current_model is not None:
             body["model"] = recorder.current_model()
+        elif ledger.sampled_from is not None and body.get("model") == ledger.sampled_from.rpartition("@")[0]:
+            body["model"] = ledger.sampled_from
         if self._is_trained:
             if self._strips_logprobs:
                 body["logprobs"] = True if request.route == CHAT else 0

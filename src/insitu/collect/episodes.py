@@ -59,7 +59,8 @@ class EpisodeOptions:
 
     `seed` is the configured one. `training` names the llms (True: all) whose calls are trained, and must have
     what training `needs`. `target_functions` are those whose calls are trained. `result` is the JSONPath of
-    the output within the workflow's result; it must match exactly one value.
+    the output within the workflow's result; it must match exactly one value. `sampled_from`, such as `policy@3`, is the
+    version of the policy that gets the requests to `policy`; None: the newest one.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -71,6 +72,7 @@ class EpisodeOptions:
     result: str = "$"
     needs: Needs = Needs.TOKEN_IDS
     target_functions: tuple[str, ...] = (WORKFLOW,)
+    sampled_from: str | None = None
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> "EpisodeOptions":
@@ -219,6 +221,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         training=options.training,
         needs=options.needs,
         target_functions=options.target_functions,
+        sampled_from=options.sampled_from,
     )
     ledger = scope.ledger
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)

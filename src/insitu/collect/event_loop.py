@@ -266,7 +266,7 @@ class Watchdog:
         self._timeout = timeout
         self._waits: dict[_Wait, None] = {}
         """In the order of their start."""
-        self._is_monitored = False
+        self._watched = 0
         self._loop_ran_at = 0.0
         self._moved_at = self._reported_at = time.monotonic()
 
@@ -331,18 +331,20 @@ class Watchdog:
     @contextmanager
     def _monitored_loop(self) -> Iterator[None]:
         """Has a thread report a blocked event loop, since nothing in the loop can."""
-        if self._is_monitored or self.interval is None:
+        if self.interval is None:
             yield
             return
-        self._is_monitored, self._loop_ran_at = True, time.monotonic()
-        ended = threading.Event()
-        arguments = (ended, self.interval, threading.get_ident(), _giving_up.get())
-        threading.Thread(target=self._monitor, args=arguments, name="watchdog", daemon=True).start()
+        if not self._watched:
+            self._unwatched, self._loop_ran_at = threading.Event(), time.monotonic()
+            arguments = (self._unwatched, self.interval, threading.get_ident(), _giving_up.get())
+            threading.Thread(target=self._monitor, args=arguments, name="watchdog", daemon=True).start()
+        self._watched += 1
         try:
             yield
         finally:
-            ended.set()
-            self._is_monitored = False
+            self._watched -= 1
+            if not self._watched:
+                self._unwatched.set()
 
     def _monitor(
         self, ended: threading.Event, interval: float, thread: int, give_up: Callable[[str], object] | None

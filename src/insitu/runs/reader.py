@@ -150,9 +150,9 @@ class RunReader:
         return states | {progress.epoch: EpochState.of(progress)}
 
     def journal(self, epoch: int) -> list[Episode]:
-        """The finished episodes of an epoch whose groups may be incomplete."""
+        """The finished episodes of an epoch, and of later ones, whose groups may be incomplete."""
         records = self.records(files.JOURNAL)
-        return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch") == epoch]
+        return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch", 0) >= epoch]
 
     def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
         """The records of a file of lines, or only those with this text in one of their texts."""

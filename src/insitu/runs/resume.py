@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -101,6 +101,7 @@ class ResumableRun:
         self._forced = False
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
+        self._versions: dict[int, int | None] = {}
 
     @property
     def next_epoch(self) -> int:
@@ -138,8 +139,11 @@ class ResumableRun:
         self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
+        self._versions = {epoch: state.policy_version for epoch, state in files.history(progress).items()}
         self._finished = files.journal(self.next_epoch)
-        more = f" and {len(self._finished)} episodes of epoch {self.next_epoch}" if self._finished else ""
+        epochs_of = sorted({episode.key.epoch for episode in self._finished})
+        named = f"epoch {' and '.join(map(str, epochs_of))}"
+        more = f" and {len(self._finished)} episodes of {named}" if self._finished else ""
         notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
         return notes + [f"changed since the run was started: {change}" for change in changes]
 
@@ -161,7 +165,11 @@ class ResumableRun:
 
     def finished(self, epoch: int) -> list[Episode]:
         """The episodes of an epoch that need not be run again."""
-        return self._finished if epoch == self.next_epoch else []
+        return [episode for episode in self._finished if episode.key.epoch == epoch]
+
+    def version_after(self, epoch: int) -> int | None:
+        """The version that was served after a complete epoch; 0: before the first, after a warm-up."""
+        return self._versions[epoch]
 
     @property
     def _submitted(self) -> bool:
@@ -205,17 +213,20 @@ class ResumableRun:
     def _write_progress(self) -> None:
         self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
-    async def commit(self, **changes: Any) -> None:
-        """Makes this the point from which the run continues."""
+    async def commit(self, *, journal: Iterable[Mapping[str, Any]] = (), **changes: Any) -> None:
+        """Makes this the point from which the run continues; `journal` is that of later epochs."""
         store = self.store
         reached = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
         store.append(PROGRESS_HISTORY, [EpochState.of(reached).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
         await asyncio.to_thread(self._write_progress)
+        self._versions[reached.epoch] = reached.policy_version
         store.clear(JOURNAL)
+        if later := [*journal]:
+            store.append(JOURNAL, later)
         await asyncio.to_thread(store.update_index)
-        self._finished = []
+        self._finished = [episode for episode in self._finished if episode.key.epoch > reached.epoch]
 
     def enter(self, phase: Phase) -> None:
         """Records how far a run with a single job is. Waits for nothing: the job is not watched yet."""

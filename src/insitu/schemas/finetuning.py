@@ -238,7 +238,8 @@ class PolicyEndpoint:
     On servers where the name changes with every version, `current_model` returns the current name. `base_model` is the
     name of the model that training started from, `vocab_size` the number of its token ids, and `max_length` how many
     tokens a prompt and its completion may have together. `weights` is a digest of the newest weights; a `logprob_gap`
-    above `logprob_tolerance` is more than rounding.
+    above `logprob_tolerance` is more than rounding. `names_versions`: each version has its own name, as
+    `policy@3`, until its checkpoint is deleted.
     """
 
     base_url: str
@@ -251,6 +252,7 @@ class PolicyEndpoint:
     max_length: int | None = None
     weights: str | None = None
     logprob_tolerance: float | None = None
+    names_versions: bool = False
 
 
 class TrainingStatusEnum(StrEnum):

@@ -96,6 +96,28 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
         )
 
 
+async def check_staleness(trainer: Trainer, staleness: int) -> None:
+    """Raises ConfigError unless earlier weights are kept and served, and the loss takes them into account."""
+    key, adapter = f"staleness is {staleness}", trainer.trainer_adapter
+    builder = trainer.trajectory_builder
+    if not isinstance(builder, EpisodesBuilder) or builder.stored is not None or builder.episodes_per_epoch is None:
+        raise ConfigError(f"{key}, but {builder.trajectory_builder_config.type} does not plan its episodes; allowed: 0")
+    endpoint = await adapter.policy_endpoint()
+    if endpoint is None or not endpoint.names_versions:
+        raise ConfigError(f"{key}, but {adapter.adapter_config.type} serves the newest weights only; allowed: 0")
+    keep = getattr(adapter.adapter_config, "keep", None)
+    if keep is not None and keep.last < staleness + 2:
+        raise ConfigError(f"{key}, but trainer_adapters keep.last is {keep.last}; allowed: from {staleness + 2}")
+    settings = adapter.training_settings()
+    if settings.get("method", "grpo") == "grpo" and settings.get("old_logprobs", "recomputed") == "recomputed":
+        corrections = ("truncated_importance", "token_mask", "sequence_mask")
+        if all(settings.get(name) is None for name in corrections):
+            raise ConfigError(
+                f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout, or one of "
+                f"{', '.join(corrections)}"
+            )
+
+
 def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
     """Raises BackendError if a call to train on was not sampled from the served policy version, and its weights.
 

@@ -86,8 +86,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         self.config = trajectory_builder_config
         self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
-        self._started: dict[str, asyncio.Task[TrajectoryCollection]] = {}
-        """The collections that plugins' trainers have started, by run."""
+        self._started: dict[tuple[str, int], asyncio.Task[TrajectoryCollection]] = {}
+        """The collections that have been started, by run and epoch."""
         self._last_epoch = 0
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
@@ -116,7 +116,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
         """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
-        return {run_id: [task] for run_id, task in self._started.items()}
+        runs = {run_id for run_id, _ in self._started}
+        return {run_id: [task for (of, _), task in self._started.items() if of == run_id] for run_id in runs}
 
     @property
     def _evaluates(self) -> bool:
@@ -244,15 +245,15 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         return problem
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        if run_id in self._started:
-            raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         meta = meta or {}
-        self._last_epoch = meta.get("epoch", self._last_epoch + 1)
+        if "gather" not in meta and any(of == run_id for of, _ in self._started):
+            raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
+        self._last_epoch = epoch = meta.get("epoch", self._last_epoch + 1)
         if self._evaluates:
-            task = asyncio.create_task(self._evaluated(run_id, self._last_epoch), name=f"evaluate {run_id}")
-            self._started[run_id] = task
+            task = asyncio.create_task(self._evaluated(run_id, epoch), name=f"evaluate {run_id}")
+            self._started[run_id, epoch] = task
             return
-        plan, run = self.plan(run_id, self._last_epoch), run_of(self._builder)
+        plan, run = self.plan(run_id, epoch), run_of(self._builder)
 
         async def gather(plan: Plan) -> TrajectoryCollection:
             groups: list[GroupRecord] = []
@@ -270,7 +271,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             return collection
 
         collecting = partial(meta.get("gather", gather), plan)
-        self._started[run_id] = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
+        self._started[run_id, epoch] = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
 
     async def _evaluated(self, run_id: str, epoch: int) -> TrajectoryCollection:
         """The trajectories of `num_generations` calls of `run_eval`."""
@@ -300,21 +301,24 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        if run_id not in self._started:
+        started = [epoch for of, epoch in self._started if of == run_id]
+        if not started:
             raise TrajectoryError(f"run {run_id} has not been started")
+        epoch = (meta or {}).get("epoch")
+        key = run_id, epoch if epoch in started else started[0]
         try:
-            return await self._started[run_id]
+            return await self._started[key]
         finally:
-            await self._cancel(run_id)
+            await self._cancel(key)
 
-    async def _cancel(self, run_id: str) -> None:
-        task = self._started.pop(run_id)
+    async def _cancel(self, key: tuple[str, int]) -> None:
+        task = self._started.pop(key)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     async def __aexit__(self, *_: object) -> None:
-        for run_id in [*self._started]:
-            await self._cancel(run_id)
+        for key in [*self._started]:
+            await self._cancel(key)
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("run %s: collected %s", run_id, metrics)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -17,18 +16,14 @@ from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
-from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import collection_of
-from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import UsesBuilder, builder_of_run, run_of
+from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.code import LoadedPart, call_with
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
-from insitu.runs.records import journal_record, new_run_id, training_records
+from insitu.runs.records import new_run_id, training_records
 from insitu.runs.replay import provenance
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
-from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     PolicyEndpoint,
@@ -38,6 +33,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training import checks
+from insitu.training.batches import BatchCollector, Collected
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
@@ -81,6 +77,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self._durable = ResumableRun(self.run_id)
         self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self._warm_up: WarmUp | None = None
+        self._last_epoch: int | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
@@ -98,6 +95,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
+        if self._batches.staleness:
+            await checks.check_staleness(self, self._batches.staleness)
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(progress.curriculum or fresh)
@@ -129,6 +128,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         Raises if an epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained,
         or a validation failed.
         """
+        self._last_epoch = num_epochs
         with self._durable.recorded_end():
             if not self._durable.continues:
                 await self._start_new(num_epochs)
@@ -144,6 +144,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                     curriculum=CurriculumState(**self._curriculum_state),
                     rewards=[*self.reward_history],
                     jobs=[*statuses],
+                    journal=self._batches.journal(),
                 )
             await self._conclude(statuses)
         return statuses
@@ -201,11 +202,12 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
+        newest = endpoint.version if endpoint is not None else None
         if endpoint is not None and self._durable.finished(epoch):  # an earlier process may even have trained the epoch
-            version = self._durable.progress.policy_version
-            weights = endpoint.weights if version == endpoint.version else None
-            endpoint = replace(endpoint, version=version, weights=weights)
-        collected, leftovers = await self._collect(epoch, run_id, endpoint)
+            newest = self._durable.progress.policy_version
+            weights = endpoint.weights if newest == endpoint.version else None
+            endpoint = replace(endpoint, version=newest, weights=weights)
+        collected, leftovers, _, endpoint = await self._collect(epoch, run_id, endpoint)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
@@ -233,11 +235,13 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 "filtered_groups": len(collection.trajectories),
                 "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
                 "dropped": dict(sorted(collection.dropped.items())),
-                "policy_version": endpoint.version if endpoint is not None else None,
+                "policy_version": newest,
                 "job": None,
                 "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
             }
         )
+        if self._batches.staleness and endpoint is not None:
+            self.results[epoch].metrics["sampled_version"] = endpoint.version
         self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
             alike = without_variance(collected, collection.drop_reasons)
@@ -248,43 +252,16 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         resumed = await self._durable.record_submission(epoch)
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
 
-    async def _collect(
-        self, epoch: int, run_id: str, served: PolicyEndpoint | None
-    ) -> tuple[TrajectoryCollection, checks.Leftovers]:
-        """The groups of an epoch, each written to the run's files as it completes, and what their episodes left over.
+    async def _collect(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> Collected:
+        """The groups of an epoch. Raises InsituError if none of its episodes can be trained."""
+        collected = await self._batches.collect(epoch, run_id, served, self._last_epoch)
+        checks.check_collected(self, epoch, collected.collection, collected.errors, self.store.folder)
+        return collected
 
-        Finished episodes are journaled before their group is complete, so that a resumed run need not run them again.
-        """
-        builder, traffic = self.trajectory_builder, checks.PolicyTraffic(self._builder, served)
-        finished, errors = self._durable.finished(epoch), Counter[str]()
-        journaled = {episode.key for episode in finished}
-
-        def on_episode(episode: Episode) -> None:
-            self.report.advance()
-            traffic.add(episode)
-            if episode.key not in journaled and self.store.keeps_token_ids:
-                self.store.append(files.JOURNAL, [journal_record(episode)])
-
-        async def gather(plan: Plan) -> TrajectoryCollection:
-            plan = replace(plan, vocab_size=served.vocab_size if served is not None else None, finished=finished)
-            groups, rows = [], {str(row.id): row for row, _ in plan.members}
-            async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
-                async for group in completed:
-                    self.store.append_group(group, plan.epoch, rows.get(group.row_id))
-                    errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
-                    groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
-            return collection_of(groups, run_id, epoch)
-
-        with self.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
-            await traffic.start()
-            await builder.start_run(run_id, {"epoch": epoch, "gather": gather})
-            collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": epoch}), run_id, epoch)
-        leftovers, warning = await traffic.finish()
-        problems = [warning] if warning is not None else []
-        for problem in problems + [f"{count} x {error}" for error, count in errors.most_common(3)]:
-            self._warn(epoch, problem)
-        checks.check_collected(self, epoch, collection, errors, self.store.folder)
-        return collection, leftovers
+    @cached_property
+    def _batches(self) -> BatchCollector:
+        staleness = getattr(self.trainer_config, "staleness", 0)
+        return BatchCollector(self._builder, self.trajectory_builder, self._durable, self.report, self._warn, staleness)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -325,7 +302,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         before, endpoint = result.metrics["policy_version"], await self.trainer_adapter.policy_endpoint()
         result.metrics["policy_version"] = version = checks.new_version(epoch, before, endpoint)
-        for warning in checks.job_warnings(status, result.metrics.get("logprob_gap"), endpoint):
+        is_newest = result.metrics.get("sampled_version", before) == before  # else a gap is expected
+        gap = result.metrics.get("logprob_gap") if is_newest else None
+        for warning in checks.job_warnings(status, gap, endpoint):
             self._warn(epoch, warning)
         if self.validation is not None:
             self.validation.checkpoints[version] = (status.metadata or {}).get("checkpoint")
@@ -391,6 +370,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             "epochs": num_epochs,
             "seed": self._full_config.general.seed,
             **self._selection_settings(),
+            **({"staleness": self._batches.staleness} if self._batches.staleness else {}),
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if (shape := getattr(self.trajectory_builder, "shape", None)) is not None:

@@ -24,7 +24,15 @@ def _tag_of_advantages(value: Any) -> str:
     return "<group>" if kind in (None, "group_relative") else "<part>"
 
 
-class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
+class LoopTrainerConfig(TrainerConfig):
+    """What the trainers with a job for each epoch have in common."""
+
+    staleness: int = Field(default=0, ge=0)
+    """Epochs that are collected ahead, while earlier ones are collected and trained. Their episodes are sampled from
+    weights that are as many training jobs older; see [slow agents](../guides/slow-agents.md)."""
+
+
+class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
     """Collects, trains and validates, one epoch at a time."""
 
     advantages: Annotated[AdvantageConfig, Tag("<group>")] | Annotated[AdvantagesPart, Tag("<part>")] = Field(
@@ -52,7 +60,7 @@ class InsituTrainerConfig(TrainerConfig, name="insitu_trainer"):
         return self
 
 
-class DPOTrainerConfig(TrainerConfig, name="insitu_dpo_trainer"):
+class DPOTrainerConfig(LoopTrainerConfig, name="insitu_dpo_trainer"):
     """Collects preference pairs with the newest weights and trains on them, once per epoch (on-policy DPO)."""
 
     deduplicate_pairs: bool = True
@@ -61,7 +69,7 @@ class DPOTrainerConfig(TrainerConfig, name="insitu_dpo_trainer"):
     """Pairs per epoch to train, a seeded random sample; none: all."""
 
 
-class KTOTrainerConfig(TrainerConfig, name="insitu_kto_trainer"):
+class KTOTrainerConfig(LoopTrainerConfig, name="insitu_kto_trainer"):
     """Collects episodes and trains on which of them are desirable, without pairing them."""
 
     desirable_above: float | None = None
@@ -69,7 +77,7 @@ class KTOTrainerConfig(TrainerConfig, name="insitu_kto_trainer"):
     episodes."""
 
 
-class SFTTrainerConfig(TrainerConfig, name="insitu_sft_trainer"):
+class SFTTrainerConfig(LoopTrainerConfig, name="insitu_sft_trainer"):
     """Collects episodes and trains on the best of each row (rejection sampling)."""
 
     best_per_row: int = Field(default=1, ge=1)
@@ -118,7 +126,7 @@ class SelectingTrainer(LoopTrainer):
         await super().initialize(run_config)
 
     def _selection_settings(self) -> dict[str, Any]:
-        return self.trainer_config.model_dump(exclude={"type", "reward"})
+        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness"})
 
 
 @register_trainer(config_type=DPOTrainerConfig)

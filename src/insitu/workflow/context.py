@@ -218,6 +218,7 @@ class EpisodeScope:
     training: bool | Collection[str] = False
     needs: Needs = Needs.TOKEN_IDS
     target_functions: Collection[str] = (WORKFLOW,)
+    sampled_from: str | None = None
 
     def __post_init__(self) -> None:
         self.ledger = CallLedger(
@@ -226,6 +227,7 @@ class EpisodeScope:
             training=self.training,
             needs=self.needs,
             on_call=self._on_call,
+            sampled_from=self.sampled_from,
         )
         self.rewards = StepRewards()
         self.steps = StepLog()

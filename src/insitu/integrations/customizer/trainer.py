@@ -143,8 +143,8 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         for number in range(1, runs + 1):
             started = time.perf_counter()
             try:
-                collection, _ = await self._collect(number, run_id, await self.trainer_adapter.policy_endpoint())
-                collection = single_pairs(collection)
+                endpoint = await self.trainer_adapter.policy_endpoint()
+                collection = single_pairs((await self._collect(number, run_id, endpoint)).collection)
             except Exception as error:  # a plugin's builder or agent may raise anything
                 self.log_progress(number, {"error": describe_error(error), "seconds": time.perf_counter() - started})
                 if not self.trainer_config.continue_on_collection_error or isinstance(error, ConfigError | Stalled):

@@ -187,6 +187,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             self._token,
             version,
             base_model=self.config.model,
+            names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
+            and (self.config.sampler.kind == "embedded" or self.config.training.lora is not None),
             **self._health.model_dump(exclude={"policy_version"}),
         )
 

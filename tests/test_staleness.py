@@ -1,0 +1,116 @@
+"""Batches that are collected ahead of training: the same files and weights each time, however long episodes take."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from equal_runs import differences
+from factories import digits_project, read_lines, write_rows
+from processes import run_project, start_project, wait_until
+
+EPOCHS = 5
+ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
+
+
+def stale(staleness: int, *more: str, epochs: int = EPOCHS) -> tuple[str, ...]:
+    key = ("-o", "trainers.grpo.staleness", str(staleness), "-o", "trainer_adapters.backend.keep.last", "4")
+    return (*key, "-o", "finetuning.num_epochs", str(epochs), *ROLLOUT, *more)
+
+
+def project(folder: Path, pause: float = 0.05) -> Path:
+    """Six rows whose episodes take very different times."""
+    folder.mkdir()
+    digits_project(folder)
+    write_rows(folder, [{"say": f"Row {number}", "pause": pause} for number in range(6)])
+    return folder
+
+
+def whole_run(folder: Path, *options: str) -> Path:
+    code, _, err = run_project(folder, *options)
+    assert code == 0, err
+    return folder / "run"
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: int) -> None:
+    first = whole_run(project(tmp_path / "a"), *stale(staleness))
+    sampled = {
+        (call["episode"].split("/")[1], call["policy_version"]) for call in read_lines(first / "calls.jsonl.gz")[1:]
+    }
+    assert sampled == {(str(epoch), max(epoch - 1 - staleness, 0)) for epoch in range(1, EPOCHS + 1)}
+    metrics = read_lines(first / "training_metrics.jsonl")
+    assert [line["policy_version"] for line in metrics] == [*range(1, EPOCHS + 1)]
+    assert [line["sampled_version"] for line in metrics] == [max(epoch - staleness, 0) for epoch in range(EPOCHS)]
+    assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
+        epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
+    ]
+    slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
+    assert [line for line in differences(first, slow, {"digest"}) if "max_concurrency" not in line] == []
+
+
+def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    whole = whole_run(project(tmp_path / "whole"), *stale(1, epochs=8))
+    killed, rng, at = project(tmp_path / "killed"), random.Random(0), []
+    journal = killed / "run/journal.jsonl"
+    for number in range(7):
+        seen = journal.stat().st_mtime_ns if journal.exists() else 0
+        with start_project(killed, *stale(1, epochs=8), *(["--resume"] if number else [])) as process:
+            wait_until(lambda seen=seen: journal.exists() and journal.stat().st_mtime_ns > seen)
+            time.sleep(rng.uniform(0, 0.6))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        at.append(sorted({line["episode"]["epoch"] for line in whole_lines(journal) if "episode" in line}))
+    assert any(len(epochs) == 2 for epochs in at), "episodes of two batches were in the journal"
+    assert len({*map(str, at)}) > 2
+    whole_run(killed, *stale(1, epochs=8), "--resume")
+    told = ("events.jsonl: event resumed", "backend/jobs/")  # a job that was canceled has a record
+    resumed = [line for line in differences(whole, killed / "run", {"digest"}) if not line.startswith(told)]
+    assert resumed == []
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Without a last line that was cut."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (stale(1)[:-3], "staleness is 1, so episodes are of earlier weights: set training.old_logprobs to rollout"),
+        (stale(3), "staleness is 3, but trainer_adapters keep.last is 4; allowed: from 5"),
+        (stale(-1), "trainers.grpo.staleness"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], problem: str) -> None:
+    code, _, err = run_project(project(tmp_path / "project"), *options)
+    assert code == 2
+    assert problem in err
+
+
+def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
+    masks = ("-o", "trainer_adapters.backend.training.token_mask", "[0.5, 2]")
+    run = whole_run(project(tmp_path / "project"), *stale(2)[:-3], *masks)
+    metrics = read_lines(run / "training_metrics.jsonl")
+    assert [line["sampled_version"] for line in metrics] == [0, 0, 0, 1, 2]
+    assert all("masked_share" in line for line in metrics)
+    assert metrics[0]["effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    assert metrics[-1]["effective_sample_size"] < 1 - 1e-4
+
+
+@pytest.mark.parametrize("trainer", ["insitu_dpo_trainer", "insitu_kto_trainer", "insitu_sft_trainer"])
+def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
+    folder = project(tmp_path / "project")
+    method = trainer.split("_")[1]
+    config = yaml.safe_load((folder / "config.yml").read_text())
+    config["trainers"]["grpo"] = {"_type": trainer, "staleness": 1}
+    config["trainer_adapters"]["backend"]["training"] = {"method": method, "learning_rate": 1e-3}
+    if method == "dpo":
+        config["trajectory_builders"]["episodes"] = {"_type": "dpo_from_groups", "num_generations": 4}
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    run = whole_run(folder, "-o", "finetuning.num_epochs", "3")
+    assert [line["sampled_version"] for line in read_lines(run / "training_metrics.jsonl")] == [0, 0, 1]
