@@ -14,7 +14,7 @@ import torch
 
 from insitu.advantages.credit import AdvantageConfig, group_advantages
 from insitu.backend.learner.losses import PolicyBatch, dpo_loss, policy_loss, row_weights
-from insitu.schemas.losses import DPOSettings, LossSettings
+from insitu.schemas.training_jobs import DPOSettings, LossSettings
 
 TOLERANCE = 1e-6
 CONVENTIONS = {

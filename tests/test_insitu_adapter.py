@@ -22,8 +22,7 @@ from insitu.plugin_api import Builder
 from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
-from insitu.schemas.losses import DPOSettings, KTOSettings, LossSettings
-from insitu.schemas.training_jobs import TrainingOptions
+from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
 OPTIONS: dict[str, Any] = {

@@ -13,8 +13,7 @@ from processes import forked_python
 from pydantic import ValidationError
 
 from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, row_weights
-from insitu.schemas.losses import DPOSettings, KTOSettings, LossSettings
-from insitu.schemas.training_jobs import TrainingSettings
+from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 VECTORS = ROOT / "tests/data/loss_vectors.json"

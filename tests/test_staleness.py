@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
-from processes import run_project, start_project, wait_until
+from processes import Process, run_project, start_project, wait_until
 
 EPOCHS = 5
 ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
@@ -58,10 +57,14 @@ def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: 
     killed, rng, at = project(tmp_path / "killed"), random.Random(0), []
     journal = killed / "run/journal.jsonl"
     for number in range(7):
-        seen = journal.stat().st_mtime_ns if journal.exists() else 0
+        seen, many = {changed(journal)}, rng.randint(2, 12)
         with start_project(killed, *stale(1, epochs=8), *(["--resume"] if number else [])) as process:
-            wait_until(lambda seen=seen: journal.exists() and journal.stat().st_mtime_ns > seen)
-            time.sleep(rng.uniform(0, 0.6))
+
+            def has_changed_often(seen: set[int] = seen, many: int = many, process: Process = process) -> bool:
+                seen.add(changed(journal))
+                return len(seen) > many or process.poll() is not None
+
+            wait_until(has_changed_often)
             process.send_signal(signal.SIGKILL)
             process.wait()
         at.append(sorted({line["episode"]["epoch"] for line in whole_lines(journal) if "episode" in line}))
@@ -71,6 +74,10 @@ def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: 
     told = ("events.jsonl: event resumed", "backend/jobs/")  # a job that was canceled has a record
     resumed = [line for line in differences(whole, killed / "run", {"digest"}) if not line.startswith(told)]
     assert resumed == []
+
+
+def changed(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ the file `released` is there.
 """
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -20,8 +21,9 @@ from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo
 
 
-async def hang() -> None:
-    while not os.path.exists("released"):  # noqa: ASYNC110, ASYNC240 (another process makes it)
+async def hang(seconds: float = math.inf) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not os.path.exists("released"):  # noqa: ASYNC110, ASYNC240 (another process makes it)
         await asyncio.sleep(0.05)
 
 
@@ -38,7 +40,7 @@ async def ask(config: AskConfig, builder: Builder):
         if "chdir" in question:
             os.chdir(question["chdir"])
         if "pause" in question:  # as of a slow tool, of so many seconds on average
-            await asyncio.sleep(random.Random(Context.get().seed).expovariate(1 / question["pause"]))
+            await hang(random.Random(Context.get().seed).expovariate(1 / question["pause"]))
         if question.get("stream"):
             chunks = await llm.client.chat.completions.create(
                 model=llm.model, messages=messages, stream=True, **llm.params

@@ -22,7 +22,7 @@ from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.model import LoadedModel, load_model
 from insitu.integrations.vllm.fleet import Waits
 from insitu.integrations.vllm.sampler import VllmSampler
-from insitu.schemas.training_jobs import SamplerOptions
+from insitu.schemas.backend_processes import SamplerOptions
 
 
 @asynccontextmanager

@@ -21,8 +21,7 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.losses import dpo_loss, kto_loss
 from insitu.backend.model import LoadedModel, load_model
-from insitu.schemas.losses import DPOSettings, KTOSettings
-from insitu.schemas.training_jobs import TrainingSettings
+from insitu.schemas.training_jobs import DPOSettings, KTOSettings, TrainingSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the other libraries, on themselves
 TOLERANCE = 1e-5

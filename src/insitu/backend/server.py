@@ -33,8 +33,9 @@ from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, PluginError
+from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
-from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, SamplerOptions
+from insitu.schemas.training_jobs import LoRASettings
 from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening
 from insitu.wire.signals import stop_signals

@@ -1,4 +1,4 @@
-"""Settings and states of the backend's training jobs, and the processes that train and sample.
+"""Settings and states of the backend's training jobs.
 
 A job is uploaded as gzipped JSON lines, settings first, then one line per row:
 
@@ -16,18 +16,11 @@ The `Idempotency-Key` header identifies the job (run id and epoch): a key is tra
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from insitu.schemas.losses import SETTINGS, DPOSettings, KTOSettings, LossSettings
-from insitu.schemas.parts import PYTHON, Optimizer, Part, Schedule
+from insitu.schemas.parts import PYTHON, Objective, Optimizer, Part, Reference, Schedule
 
-SET_BY_BACKEND = frozenset(
-    {
-        *("model", "served-model-name", "host", "port", "uds", "api-key", "enable-scale-out", "logprobs-mode"),
-        *("tensor-parallel-size", "tokens-only", "api-server-count", "data-parallel-size", "headless"),
-    }
-)
-"""Arguments of vLLM that `args` cannot set."""
+_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -37,7 +30,7 @@ class Retention(BaseModel):
     The latest version and those that a running request samples from are always kept.
     """
 
-    model_config = SETTINGS
+    model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
     """Number of latest versions to keep."""
@@ -54,7 +47,7 @@ class Retention(BaseModel):
 class KeepConfig(BaseModel):
     """The checkpoints of a run to keep; the others are deleted after each training job."""
 
-    model_config = SETTINGS
+    model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
     """Number of latest versions to keep. The latest two are always kept."""
@@ -70,7 +63,7 @@ class KeepConfig(BaseModel):
 class LoRASettings(BaseModel):
     """Trains low-rank adapters instead of all weights (Hu et al., arXiv:2106.09685)."""
 
-    model_config = SETTINGS
+    model_config = _SETTINGS
 
     rank: int = Field(default=16, ge=1, le=65536)
     """Rank of the two matrices whose product is added to each weight."""
@@ -82,82 +75,149 @@ class LoRASettings(BaseModel):
     """Layers that get adapters: module names or suffixes, or `all-linear`."""
 
 
-class LearnerOptions(BaseModel):
-    """The processes that train a model together, started by `torchrun`."""
+def _check_range(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"[{low:g}, {high:g}] must be [LOW, HIGH] with 0 <= LOW <= 1 <= HIGH")
+    return bounds
 
-    model_config = SETTINGS
 
-    processes: int = Field(default=1, ge=1)
-    """Processes on each machine. 1, on one machine: the backend's own process trains."""
-    gpus: list[int] | None = None
-    """The GPU of each process; none: the first ones. On a CPU it has no effect."""
-    nodes: int = Field(default=1, ge=1)
-    """Machines, the backend's among them. On each of the others you start `torchrun`, with the command that the backend
-    logs; all must see its `output_dir` and the model under the same paths."""
-    rendezvous: str | None = None
-    """With `nodes`: HOST:PORT, the address of the backend's machine, and a free port there that the other machines can
-    connect to."""
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """ddp: each process holds all weights; fsdp: a part of them (FSDP2). auto: ddp for LoRA, fsdp for all weights."""
+RatioRange = Annotated[tuple[float, float], AfterValidator(_check_range)]
+
+
+class KLSettings(BaseModel):
+    """Penalty on the KL divergence from the starting weights."""
+
+    model_config = _SETTINGS
+
+    beta: float = Field(default=0.0, ge=0)
+    """Coefficient of the penalty; 0 disables it and saves the forward pass of the starting weights."""
+    estimator: Literal["k1", "k2", "k3", "k1_in_loss"] = "k3"
+    """With d = ref - new: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html).
+    As a term of the loss, k1 restrains nothing: its expected gradient on the policy's samples is 0. So it is allowed
+    with `in_reward` only; `k1_in_loss` is that term all the same."""
+    in_reward: bool = False
+    """Subtracts beta k from the advantage of each token, without gradient, rather than adding it to the loss (verl's
+    `use_kl_in_reward`). k1 is then the unbiased choice."""
+    reference: Reference | None = None
+    """The reference weights: `initial` (those that training started from), `job_start`, or those that a
+    [function](../guides/extend.md#a-reference) returns; none: `initial`."""
 
     @model_validator(mode="after")
-    def _check_processes(self) -> Self:
-        if self.gpus is not None and len({*self.gpus}) != self.processes:
-            raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
-        if (self.nodes > 1) != (self.rendezvous is not None):
-            problem = f"nodes is {self.nodes} and rendezvous {self.rendezvous}"
-            raise ValueError(f"{problem}; set both, or none on one machine")
-        host, _, port = (self.rendezvous or "host:1").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"rendezvous is {self.rendezvous!r}; it must be HOST:PORT, such as node0:29400")
+    def _check_estimator(self) -> Self:
+        if self.beta and self.estimator == "k1" and not self.in_reward:
+            problem = "estimator: k1 as a term of the loss restrains nothing, as its expected gradient is 0"
+            raise ValueError(f"{problem}; allowed: k2 or k3, k1 with in_reward: true, or k1_in_loss if it is intended")
+        if self.estimator == "k1_in_loss" and self.in_reward:
+            raise ValueError("estimator: k1_in_loss excludes in_reward: true; allowed: k1, k2, k3")
+        return self
+
+
+class LossSettings(BaseModel):
+    """Terms of the policy-gradient loss; `docs/reference/losses.md` has the formulas."""
+
+    model_config = _SETTINGS
+
+    objective: Objective = "clip"
+    """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585). Or a
+    [function](../guides/extend.md#a-loss) of yours."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """`token`: one ratio per token. `sequence`: the geometric mean over the row (GSPO, arXiv:2507.18071)."""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """Denominator of the ratio: log-probabilities recomputed by the learner at the start of the job, or those the
+    sampler returned."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clamped from below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clamped from above at 1 + clip_high (above clip_low: DAPO's clip-higher, arXiv:2503.14476)."""
+    cispo_floor: float = Field(default=0.0, ge=0)
+    """Lower bound of the importance weight, `cispo` only."""
+    cispo_cap: float = Field(default=5.0, gt=0)
+    """Upper bound of the importance weight, `cispo` only."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Upper bound of the loss in units of -A where A < 0 (arXiv:1912.09729), `clip` only."""
+    truncated_importance: float | None = Field(default=None, gt=0)
+    """Cap of exp(old - rollout), the correction for a sampler whose probabilities differ from the learner's."""
+    token_mask: RatioRange | None = None
+    """[LOW, HIGH], such as [0.5, 2]: a token's loss is multiplied by exp(old - rollout), and 0 where this lies outside
+    (IcePop, arXiv:2510.18855)."""
+    sequence_mask: RatioRange | None = None
+    """[LOW, HIGH], such as [0.99, 1.01]: the loss of a row is 0 if the geometric mean of exp(old - rollout) over its
+    tokens lies outside."""
+    kl: KLSettings = Field(default_factory=KLSettings)
+    """Penalty on the KL divergence from the starting weights."""
+    loss_agg_mode: Literal["token", "sequence", "constant"] = "token"
+    """`token`: mean over all trained tokens. `sequence`: mean over episodes of their token mean.
+    `constant`: sum / (episodes x loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Divisor for `loss_agg_mode: constant`, in tokens."""
+    kl_rows: int | None = Field(default=None, ge=0)
+    """Rows on which the metric `kl` is measured if there is no KL penalty; none: 128, fewer with 512 trained tokens."""
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        if self.loss_agg_mode == "constant" and self.loss_scale_factor is None:
+            raise ValueError("loss_agg_mode: constant needs loss_scale_factor (a number of tokens)")
+        if self.dual_clip is not None and self.objective != "clip":
+            raise ValueError(f"dual_clip requires objective: clip, not {self.objective}")
+        if self.corrections and self.old_logprobs == "rollout":
+            names = f"{' and '.join(self.corrections)} require{'s' * (len(self.corrections) == 1)}"
+            raise ValueError(f"{names} old_logprobs: recomputed; rollout needs no correction")
         return self
 
     @property
-    def total(self) -> int:
-        """The processes of all machines."""
-        return self.processes * self.nodes
+    def corrections(self) -> list[str]:
+        """The keys that are set of those that correct for a sampler of other weights, dtype or kernels."""
+        names = ("truncated_importance", "token_mask", "sequence_mask")
+        return [name for name in names if getattr(self, name) is not None]
 
 
-class SamplerOptions(BaseModel):
-    """What samples: the backend's own process, or vLLM, which the backend starts unless it is at `addresses`."""
+class DPOSettings(BaseModel):
+    """Terms of the preference loss, `method: dpo` only."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True, frozen=True)
+    model_config = _SETTINGS
 
-    kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
-    """`embedded`: the backend's own process. `vllm`: vLLM servers."""
-    gpus: list[int] | None = None
-    """GPUs of the vLLM that the backend starts; none: those that vLLM chooses. There is a server for each
-    `tensor_parallel` of them."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Number of GPUs that share the weights of a server."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `vllm serve`, such as `{gpu-memory-utilization: 0.6, enforce-eager: true}`."""
-    addresses: list[str] = Field(default_factory=list)
-    """URLs of running vLLM servers with the same weights, such as `[http://10.0.0.7:8000]`."""
-    api_key: SecretStr | None = None
-    """Bearer token for the servers at `addresses`."""
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the log-ratio to the reference: the implicit reward of a completion is beta x (new - ref)."""
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """`sigmoid`: DPO (arXiv:2305.18290). `ipo`: squared distance to 1 / (2 beta) (arXiv:2310.12036). `hinge`: SLiC's
+    (arXiv:2305.10425). `robust`: unbiased if a share `label_smoothing` of the preferences is flipped
+    (arXiv:2403.00409)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of flipped preferences: `sigmoid` (conservative DPO) and `robust` only."""
+    average_logprobs: bool = False
+    """Compares the mean log-probability per token of the two sides, not the sum."""
+    preference_loss_weight: float = Field(default=1.0, ge=0)
+    """Weight of the preference loss."""
+    sft_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen sides' mean negative log-likelihood per token."""
+    reference: Reference = "initial"
+    """The reference weights: those that training started from, those at the start of the job (`job_start`), or those
+    that a [function](../guides/extend.md#a-reference) returns."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        fields = self.model_fields_set - {"kind"}
-        if self.kind == "embedded" and fields:
-            raise ValueError(f"{', '.join(sorted(fields))}: allowed with _type: vllm only")
-        if self.addresses and (unused := sorted(fields & {"gpus", "tensor_parallel", "args"})):
-            raise ValueError(f"{', '.join(unused)}: allowed without addresses only, for a vLLM that the backend starts")
-        if self.api_key is not None and not self.addresses:
-            raise ValueError("api_key: allowed with addresses only")
-        for address in self.addresses:
-            if not address.startswith(("http://", "https://")):
-                raise ValueError(f"addresses has {address!r}; each must begin with http:// or https://")
-        if len(set(self.addresses)) < len(self.addresses):
-            raise ValueError("addresses has the same address twice")
-        if self.gpus is not None and (len({*self.gpus}) != len(self.gpus) or len(self.gpus) % self.tensor_parallel):
-            problem = f"gpus is {self.gpus}; allowed: different ones, a multiple of tensor_parallel"
-            raise ValueError(f"{problem} ({self.tensor_parallel})")
-        for key in self.args:
-            if key.replace("_", "-") in SET_BY_BACKEND:
-                raise ValueError(f"args has {key}, which the backend sets itself")
+    def _check_combination(self) -> Self:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(f"label_smoothing requires loss_type: sigmoid or robust, not {self.loss_type}")
+        if self.preference_loss_weight == self.sft_loss_weight == 0:
+            raise ValueError("preference_loss_weight and sft_loss_weight are both 0; allowed: at least one above 0")
         return self
+
+
+class KTOSettings(BaseModel):
+    """Terms of the loss of unpaired desirable and undesirable episodes (arXiv:2402.01306), `method: kto` only."""
+
+    model_config = _SETTINGS
+
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the log-ratio to the reference."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of desirable episodes (`preferred: true`)."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of undesirable episodes (`preferred: false`)."""
+    reference: Reference = "initial"
+    """The reference weights: those that training started from, those at the start of the job (`job_start`), or those
+    that a [function](../guides/extend.md#a-reference) returns."""
 
 
 class TrainingOptions(LossSettings):

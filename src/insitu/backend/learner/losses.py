@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from insitu.errors import BackendError, InsituError, describe_error
-from insitu.schemas.losses import DPOSettings, KLSettings, KTOSettings, LossSettings
 from insitu.schemas.parts import TokenBatch, TokenLoss, load_named
+from insitu.schemas.training_jobs import DPOSettings, KLSettings, KTOSettings, LossSettings
 
 TokenObjective = Callable[[TokenBatch, LossSettings], Any]
 """The loss of each trained token of some rows: `clip`, `cispo`, or a function of the user. See `TokenLoss`."""

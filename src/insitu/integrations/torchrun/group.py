@@ -24,7 +24,8 @@ from insitu.errors import BackendError, JobFailed
 from insitu.integrations.child_process import ChildProcess, describe_exit
 from insitu.integrations.torchrun.heartbeat import LIMIT_SECONDS, Heartbeats
 from insitu.integrations.torchrun.rank import write_rows
-from insitu.schemas.training_jobs import LearnerOptions, LoRASettings, TrainingSettings
+from insitu.schemas.backend_processes import LearnerOptions
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 

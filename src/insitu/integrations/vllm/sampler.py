@@ -40,7 +40,8 @@ from insitu.integrations.vllm.replica import (
     weight_tags,
 )
 from insitu.integrations.vllm.servers import started_servers
-from insitu.schemas.training_jobs import LoRASettings, SamplerOptions
+from insitu.schemas.backend_processes import SamplerOptions
+from insitu.schemas.training_jobs import LoRASettings
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import remember_secret
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
-from insitu.schemas.training_jobs import KeepConfig, LearnerOptions, SamplerOptions, TrainingOptions
+from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 from insitu.wire.http_format import split_userinfo
 
 

@@ -31,8 +31,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.schemas.losses import LossSettings
-from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
+from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter
 from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess

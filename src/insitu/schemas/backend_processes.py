@@ -1,0 +1,92 @@
+"""The processes of a backend: those that train a model, and those that sample."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+SET_BY_BACKEND = frozenset(
+    {
+        *("model", "served-model-name", "host", "port", "uds", "api-key", "enable-scale-out", "logprobs-mode"),
+        *("tensor-parallel-size", "tokens-only", "api-server-count", "data-parallel-size", "headless"),
+    }
+)
+"""Arguments of vLLM that `args` cannot set."""
+
+
+class LearnerOptions(BaseModel):
+    """The processes that train a model together, started by `torchrun`."""
+
+    model_config = _SETTINGS
+
+    processes: int = Field(default=1, ge=1)
+    """Processes on each machine. 1, on one machine: the backend's own process trains."""
+    gpus: list[int] | None = None
+    """The GPU of each process; none: the first ones. On a CPU it has no effect."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines, the backend's among them. On each of the others you start `torchrun`, with the command that the backend
+    logs; all must see its `output_dir` and the model under the same paths."""
+    rendezvous: str | None = None
+    """With `nodes`: HOST:PORT, the address of the backend's machine, and a free port there that the other machines can
+    connect to."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """ddp: each process holds all weights; fsdp: a part of them (FSDP2). auto: ddp for LoRA, fsdp for all weights."""
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.gpus is not None and len({*self.gpus}) != self.processes:
+            raise ValueError(f"gpus is {self.gpus}; {self.processes} processes need as many different ones")
+        if (self.nodes > 1) != (self.rendezvous is not None):
+            problem = f"nodes is {self.nodes} and rendezvous {self.rendezvous}"
+            raise ValueError(f"{problem}; set both, or none on one machine")
+        host, _, port = (self.rendezvous or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"rendezvous is {self.rendezvous!r}; it must be HOST:PORT, such as node0:29400")
+        return self
+
+    @property
+    def total(self) -> int:
+        """The processes of all machines."""
+        return self.processes * self.nodes
+
+
+class SamplerOptions(BaseModel):
+    """What samples: the backend's own process, or vLLM, which the backend starts unless it is at `addresses`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True, frozen=True)
+
+    kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
+    """`embedded`: the backend's own process. `vllm`: vLLM servers."""
+    gpus: list[int] | None = None
+    """GPUs of the vLLM that the backend starts; none: those that vLLM chooses. There is a server for each
+    `tensor_parallel` of them."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of GPUs that share the weights of a server."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `vllm serve`, such as `{gpu-memory-utilization: 0.6, enforce-eager: true}`."""
+    addresses: list[str] = Field(default_factory=list)
+    """URLs of running vLLM servers with the same weights, such as `[http://10.0.0.7:8000]`."""
+    api_key: SecretStr | None = None
+    """Bearer token for the servers at `addresses`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        fields = self.model_fields_set - {"kind"}
+        if self.kind == "embedded" and fields:
+            raise ValueError(f"{', '.join(sorted(fields))}: allowed with _type: vllm only")
+        if self.addresses and (unused := sorted(fields & {"gpus", "tensor_parallel", "args"})):
+            raise ValueError(f"{', '.join(unused)}: allowed without addresses only, for a vLLM that the backend starts")
+        if self.api_key is not None and not self.addresses:
+            raise ValueError("api_key: allowed with addresses only")
+        for address in self.addresses:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"addresses has {address!r}; each must begin with http:// or https://")
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ValueError("addresses has the same address twice")
+        if self.gpus is not None and (len({*self.gpus}) != len(self.gpus) or len(self.gpus) % self.tensor_parallel):
+            problem = f"gpus is {self.gpus}; allowed: different ones, a multiple of tensor_parallel"
+            raise ValueError(f"{problem} ({self.tensor_parallel})")
+        for key in self.args:
+            if key.replace("_", "-") in SET_BY_BACKEND:
+                raise ValueError(f"args has {key}, which the backend sets itself")
+        return self
