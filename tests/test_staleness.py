@@ -10,7 +10,7 @@ import pytest
 import yaml
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
-from processes import Process, run_project, start_project, wait_until
+from processes import Process, run, run_project, start_project, wait_until
 
 EPOCHS = 5
 ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
@@ -83,6 +83,20 @@ def changed(path: Path) -> int:
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """Without a last line that was cut."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
+    folder = project(tmp_path / "project")
+    first = whole_run(folder, *stale(1))
+    forked = run("runs", "fork", "run", "forked", "--epoch", "4", folder=folder)
+    assert forked.returncode == 0, forked.stderr
+    second = whole_run(folder, *stale(1), "-o", "finetuning.output_dir", "forked", "--resume").with_name("forked")
+    keys = ("epoch", "sampled_version", "policy_version", "avg_reward", "loss", "effective_sample_size")
+    metrics = [
+        [[line[key] for key in keys] for line in read_lines(each / "training_metrics.jsonl")]
+        for each in (first, second)
+    ]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class _Batch:
     epoch: int
     served: PolicyEndpoint | None
     traffic: PolicyTraffic
-    is_current: bool = False
+    is_current: bool
     held: list[tuple[GroupRecord, EvalInputItem | None]] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -76,11 +76,14 @@ class BatchCollector:
         with self.report.phase(f"epoch {epoch}: collecting", getattr(builder, "episodes_per_epoch", None)):
             for number in range(epoch, min(epoch + self.staleness, last_epoch or epoch) + 1):
                 if number not in self._batches:
-                    await self._begin(number, run_id, served)
+                    await self._begin(number, run_id, served, is_current=number == epoch)
             batch = self._batches[epoch]
-            await self._make_current(batch)
-            collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": epoch}), run_id, epoch)
-        del self._batches[epoch]
+            try:
+                if not batch.is_current:
+                    await self._make_current(batch)
+                collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": epoch}), run_id, epoch)
+            finally:
+                del self._batches[epoch]
         leftovers, warning = await batch.traffic.finish()
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in batch.errors.most_common(3)]:
@@ -92,10 +95,12 @@ class BatchCollector:
         for batch in self._batches.values():
             yield from map(journal_record, batch.episodes if self.durable.store.keeps_token_ids else [])
 
-    async def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> None:
+    async def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None, *, is_current: bool) -> None:
         if self.staleness and served is not None:
             served = _pinned(served, self.durable.version_after(max(epoch - 1 - self.staleness, 0)))
-        batch = _Batch(epoch, served, PolicyTraffic(self.builder, None if self.staleness else served))
+        batch = _Batch(epoch, served, PolicyTraffic(self.builder, None if self.staleness else served), is_current)
+        if is_current:
+            await batch.traffic.start()
         before = self._batches.get(epoch - 1)
         self._batches[epoch] = batch
 
