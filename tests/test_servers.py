@@ -350,7 +350,9 @@ async def test_idle_connections_are_closed(
     options = BackendOptions(model=str(model), port=0, threads=1, output_dir=tmp_path)
     running = asyncio.create_task(server.run(options, ready.set_result))
     async with serving(config) as service:
-        for address in (service, await ready):
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done(), running.result()
+        for address in (service, ready.result()):
             where = urlsplit(address)
             for sent in (
                 b"",

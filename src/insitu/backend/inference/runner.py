@@ -187,7 +187,9 @@ class Runner:
         if hasattr(module, "get_base_model"):  # a PEFT wrapper
             model = model.get_base_model()
         parameters = inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._arguments: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": self.cache}
+        if "logits_to_keep" in parameters:
+            self._arguments["logits_to_keep"] = 1
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], spans: Sequence[Span], rows: int
@@ -239,9 +241,8 @@ class Runner:
             input_ids=tokens_RC,
             position_ids=position_RC,
             attention_mask=mask[:, None],
-            past_key_values=self.cache,
             use_cache=True,
-            **self._last_only,
+            **self._arguments,
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
