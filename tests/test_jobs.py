@@ -348,7 +348,7 @@ async def read(body: bytes, encoding: str = "", piece: int = 1000, tokenizer=TOK
 
     allowed = Limits(**({"vocab_size": 320, "max_length": 256} | limits))
     header, rows, _ = await read_job(chunks(), encoding, allowed, tokenizer)
-    return header.settings, rows
+    return header.settings, rows.rows
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-TIMES = {"time", "timestamp", "started", "ended", "seconds"}
+TIMES = {"time", "timestamp", "started", "ended", "seconds", "seconds_ahead"}
 """Keys whose values differ between runs."""
 CACHES = (".lock", ".index.sqlite*")
 """Files that a run need not have."""

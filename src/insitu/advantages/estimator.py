@@ -207,6 +207,19 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
     return rows
 
 
+def rows_by_part(collection: TrajectoryCollection) -> list[list[TrainingRow]]:
+    """The rows of each part of the epoch's job: a single one, unless the parts of all groups are planned."""
+    planned = collection.parts or {}
+    part_of = [planned.get(str((group[0].metadata or {}).get("row_id"))) for group in collection.trajectories]
+    numbers = [number for number in part_of if number is not None]
+    if not planned or len(numbers) < len(part_of) or sorted(numbers) != numbers:
+        return [training_rows(collection)]
+    parts: list[list[TrainingRow]] = [[] for _ in range(max(planned.values()) + 1)]
+    for number, group in zip(numbers, collection.trajectories, strict=True):
+        parts[number] += training_rows(collection.model_copy(update={"trajectories": [group]}))
+    return parts
+
+
 def rows_of(
     calls: Sequence[ModelCall],
     advantages: Mapping[int, float | list[float]],

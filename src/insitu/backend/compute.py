@@ -23,6 +23,13 @@ _POLL_SECONDS = 0.001
 """A sampling step waits at most this long for work in another thread."""
 
 
+class Parked:
+    """What a generator yields that can continue only after `ComputeThread.resume`."""
+
+
+PARKED = Parked()
+
+
 class ComputeThread:
     """Runs everything that reads or writes weights sequentially, so that no locks are needed.
 
@@ -39,6 +46,7 @@ class ComputeThread:
         self._waiting: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: shut down
         self._generators: deque[_InterleavedGenerator] = deque()
+        self._parked: dict[Any, _InterleavedGenerator] = {}
         self._thread = threading.Thread(target=self._run, name="insitu-compute", daemon=True)
 
     def start(self) -> None:
@@ -73,11 +81,20 @@ class ComputeThread:
         self._requests.put(run)
         return await done
 
-    async def run_interleaved(self, steps: Generator[E | None, None, R], on_event: Callable[[E], None]) -> R:
-        """Runs the generator to completion, interleaved with other work.
+    def resume(self, steps: Generator[Any, None, Any]) -> None:
+        """Continues a generator that is parked, or will be without having seen what is there now; thread-safe."""
 
-        Calls `on_event` on the event loop with each value it yields, except None. If the caller is cancelled, returns
-        only after the generator has been closed in the thread. Raises BackendUnavailable if the thread fails.
+        def resume() -> None:
+            if (generator := self._parked.pop(steps, None)) is not None:
+                self._generators.append(generator)
+
+        self._requests.put(resume)
+
+    async def run_interleaved(self, steps: Generator[E | Parked | None, None, R], on_event: Callable[[E], None]) -> R:
+        """Runs the generator to completion, interleaved with other work. One that yields PARKED waits for `resume`.
+
+        Calls `on_event` on the event loop with each other value it yields, except None. If the caller is cancelled,
+        returns only after the generator has been closed in the thread. Raises BackendUnavailable if the thread fails.
         """
         loop = asyncio.get_running_loop()
         generator = _InterleavedGenerator(loop, self._future(loop), steps, on_event)
@@ -86,7 +103,7 @@ class ComputeThread:
             return await asyncio.shield(generator.done)
         except asyncio.CancelledError:
             generator.cancelled = True
-            self.wake()
+            self.resume(steps)
             await asyncio.wait([generator.done])
             if not generator.done.cancelled():
                 generator.done.exception()  # marks the exception as retrieved
@@ -123,7 +140,7 @@ class ComputeThread:
                 while (request := self._requests.get(block)) is not None:
                     request()
                     block = False
-                for generator in self._generators:
+                for generator in (*self._generators, *self._parked.values()):
                     generator.cancelled = True
                     generator.advance()
                 return
@@ -132,6 +149,8 @@ class ComputeThread:
                 generator = self._generators.popleft()
                 if generator.advance():
                     self._generators.append(generator)
+                elif generator.parked:
+                    self._parked[generator.steps] = generator
             busy = busy or bool(self._generators)
 
 
@@ -144,9 +163,11 @@ class _InterleavedGenerator:
     steps: Generator[Any, None, Any]
     on_event: Callable[..., Any]
     cancelled: bool = False
+    parked: bool = False
 
     def advance(self) -> bool:
-        """Runs one step; returns whether the generator continues."""
+        """Runs one step; returns whether the generator continues by itself."""
+        self.parked = False
         try:
             if self.cancelled:
                 self.steps.close()
@@ -159,9 +180,10 @@ class _InterleavedGenerator:
         except BaseException as error:  # re-raised in the awaiting caller
             call_in_loop(self.loop, set_outcome, self.done, error)
             return False
-        if event is not None:
+        self.parked = event is PARKED
+        if event is not None and not self.parked:
             call_in_loop(self.loop, self.on_event, event)
-        return True
+        return not self.parked
 
 
 def in_another_thread(work: Callable[[], T], undo: Callable[[T], None]) -> Generator[None, None, T]:

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
+PART_EPISODES, MAX_PARTS = 32, 16
+"""A part of an epoch has at least so many planned episodes; an epoch has at most so many parts."""
+
 Member = tuple[EvalInputItem, int]
 """A row and a generation: one episode of the row's group."""
 
@@ -74,6 +77,18 @@ class Plan:
         finished = {episode.key.member for episode in self.finished}
         keyed = ((row, EpisodeKey(self.run_id, self.epoch, str(row.id), number)) for row, number in self.members)
         return [(row, key) for row, key in keyed if key.member not in finished]
+
+    def parts(self) -> dict[str, int] | None:
+        """The part of the epoch's training job that each row belongs to, by row id; None if there is only one.
+
+        Parts are runs of rows in the order in which they are trained. They are planned, so they do not depend on what
+        the episodes turn out to be.
+        """
+        row_ids = sorted({str(row.id) for row, _ in self.members})
+        if not row_ids:
+            return None
+        size = max(-(-PART_EPISODES * len(row_ids) // len(self.members)), -(-len(row_ids) // MAX_PARTS))
+        return {row_id: number // size for number, row_id in enumerate(row_ids)} if size < len(row_ids) else None
 
     def group(self, episodes: Sequence[Episode]) -> GroupRecord:
         """The group of a row whose episodes are complete."""

@@ -173,8 +173,11 @@ class ResumableRun:
 
     @property
     def _submitted(self) -> bool:
-        """Whether an earlier process may have submitted the job of the next epoch."""
-        return self.progress.submitted_epoch == self.next_epoch
+        return self.may_be_submitted(self.next_epoch)
+
+    def may_be_submitted(self, epoch: int) -> bool:
+        """Whether an earlier process may have submitted the job of an epoch."""
+        return self.progress.submitted_epoch == epoch
 
     def check_served(self, version: int | None, *, warms_up: bool) -> None:
         """Raises BackendError unless the backend serves the weights the run had, or those of the job it then trained.

@@ -326,6 +326,8 @@ class JobState(BaseModel):
     digest: str | None = None
     body_differs: bool = False
     """In the response to a submission: the settings and rows of this key's job have another `digest`."""
+    open: bool = False
+    """Its rows still come, in parts."""
     progress: float = 0.0
     """Percent."""
     message: str | None = None

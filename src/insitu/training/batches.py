@@ -21,6 +21,7 @@ from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.training.checks import Leftovers, PolicyTraffic
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.training.report import Report
+from insitu.training.streaming import EpochStream
 
 Warn = Callable[[int, str], None]
 
@@ -42,6 +43,7 @@ class _Batch:
     served: PolicyEndpoint | None
     traffic: PolicyTraffic
     is_current: bool
+    stream: EpochStream | None = None
     held: list[tuple[GroupRecord, EvalInputItem | None]] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -69,15 +71,21 @@ class BatchCollector:
         self._batches: dict[int, _Batch] = {}
 
     async def collect(
-        self, epoch: int, run_id: str, served: PolicyEndpoint | None, last_epoch: int | None = None
+        self,
+        epoch: int,
+        run_id: str,
+        served: PolicyEndpoint | None,
+        last_epoch: int | None = None,
+        stream: EpochStream | None = None,
     ) -> Collected:
-        """The batch of an epoch. Begins those ahead of it, up to `last_epoch`."""
+        """The batch of an epoch, whose groups `stream` gets. Begins those ahead of it, up to `last_epoch`."""
         builder = self.trajectory_builder
         with self.report.phase(f"epoch {epoch}: collecting", getattr(builder, "episodes_per_epoch", None)):
             for number in range(epoch, min(epoch + self.staleness, last_epoch or epoch) + 1):
                 if number not in self._batches:
                     await self._begin(number, run_id, served, is_current=number == epoch)
             batch = self._batches[epoch]
+            batch.stream = stream
             try:
                 if not batch.is_current:
                     await self._make_current(batch)
@@ -146,7 +154,8 @@ class BatchCollector:
                 if batch.is_current:
                     self._write(batch)
                 groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
-        return collection_of(groups, plan.run_id, batch.epoch)
+        collection = collection_of(groups, plan.run_id, batch.epoch)
+        return collection.model_copy(update={"parts": plan.parts()})
 
     async def _make_current(self, batch: _Batch) -> None:
         await batch.traffic.start()
@@ -159,6 +168,8 @@ class BatchCollector:
     def _write(self, batch: _Batch) -> None:
         for group, row in batch.held:
             self.durable.store.append_group(group, batch.epoch, row)
+            if batch.stream is not None:
+                batch.stream.add(group)
         batch.held.clear()
 
 

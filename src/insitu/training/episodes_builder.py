@@ -125,6 +125,11 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         return getattr(self.run_eval, "__func__", None) is not TrajectoryBuilder.run_eval
 
     @property
+    def plans_episodes(self) -> bool:
+        """Whether it runs rows x generations, rather than using recorded episodes or calling `run_eval`."""
+        return self.stored is None and not self._evaluates
+
+    @property
     def block(self) -> str:
         """The key of its block in the file."""
         return f"trajectory_builders.{self._full_config.finetuning.trajectory_builder}"

@@ -169,6 +169,31 @@ class RowAdapter(TrainerAdapter):
         """Called with the version that has the best validation score so far: its checkpoint must not be deleted."""
 
 
+class StreamingAdapter(TrainerAdapter):
+    """Adapter of a backend that computes parts of an epoch's job while the others are still collected.
+
+    It opens the job, adds each part once, in any order, and `submit` closes it. If anything fails in between, `submit`
+    sends the epoch whole, which trains the same weights.
+    """
+
+    @property
+    @abstractmethod
+    def streaming_obstacle(self) -> str | None:
+        """Why nothing of a job can be computed before the epoch is complete; None if something can."""
+
+    @abstractmethod
+    async def open_job(self, run_id: str, epoch: int, num_parts: int) -> None:
+        """Opens the job of an epoch."""
+
+    @abstractmethod
+    async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:
+        """Sends a part, numbered from 0: what is trained of its groups."""
+
+    @abstractmethod
+    async def abandon_job(self) -> None:
+        """Cancels the open job, if there is one. Does not raise if that fails."""
+
+
 class ResumableAdapter(TrainerAdapter):
     """Adapter whose `initialize` continues with the weights of an earlier process, and that trains no epoch twice."""
 

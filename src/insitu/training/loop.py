@@ -46,6 +46,7 @@ from insitu.training.metrics import (
     without_variance,
 )
 from insitu.training.report import Report, counts
+from insitu.training.streaming import EpochStream, EpochStreams
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
 
@@ -61,6 +62,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     method = "grpo"
     run_prefix = "insitu_run"
+    compared: str | None = None
+    """What it compares over the rows of an epoch, so that a job can compute nothing before the epoch is complete."""
     computes_advantages = False
     """Whether it decides what each row weighs, so that the backend must not."""
 
@@ -200,6 +203,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
+        async with self._streams.opened(epoch, run_id, whole=self._durable.may_be_submitted(epoch)) as stream:
+            return await self._collect_and_submit(epoch, run_id, stream)
+
+    async def _collect_and_submit(self, epoch: int, run_id: str, stream: EpochStream | None) -> TrainingJobRef | None:
         started = time.perf_counter()
         endpoint = await self.trainer_adapter.policy_endpoint()
         newest = endpoint.version if endpoint is not None else None
@@ -207,13 +214,16 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             newest = self._durable.progress.policy_version
             weights = endpoint.weights if newest == endpoint.version else None
             endpoint = replace(endpoint, version=newest, weights=weights)
-        collected, leftovers, _, endpoint = await self._collect(epoch, run_id, endpoint)
+        collected, leftovers, _, endpoint = await self._collect(epoch, run_id, endpoint, stream)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
         self.reward_history.append({key: statistics[key] for key in rewards})
         checks.check_sampled(self, collected, endpoint)
-        collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
+        if stream is None:
+            collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
+        else:
+            collection, advantages, reported = await stream.finish(collected)
         if isinstance(self, GroupTrainer):
             trained = {str(t.id) for t, _ in advantages}
             statistics["frac_reward_zero_std"] = teaches_nothing(collected, trained, collection.drop_reasons)
@@ -252,9 +262,18 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         resumed = await self._durable.record_submission(epoch)
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
 
-    async def _collect(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> Collected:
+    @cached_property
+    def _streams(self) -> EpochStreams:
+        compared = "finetuning.curriculum_learning" if self.curriculum_config.enabled else self.compared
+        parts = self.trajectory_builder, self.trainer_adapter, self.select
+        is_chosen = getattr(self.trainer_config, "stream", False)
+        return EpochStreams(*parts, is_chosen=is_chosen, compared=compared or next(iter(self._selections), None))
+
+    async def _collect(
+        self, epoch: int, run_id: str, served: PolicyEndpoint | None, stream: EpochStream | None = None
+    ) -> Collected:
         """The groups of an epoch. Raises InsituError if none of its episodes can be trained."""
-        collected = await self._batches.collect(epoch, run_id, served, self._last_epoch)
+        collected = await self._batches.collect(epoch, run_id, served, self._last_epoch, stream)
         checks.check_collected(self, epoch, collected.collection, collected.errors, self.store.folder)
         return collected
 
@@ -371,6 +390,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             "seed": self._full_config.general.seed,
             **self._selection_settings(),
             **({"staleness": self._batches.staleness} if self._batches.staleness else {}),
+            **self._streams.settings,
             "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
         }
         if (shape := getattr(self.trajectory_builder, "shape", None)) is not None:

@@ -12,7 +12,7 @@ from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, TrajectoryC
 
 Group = Sequence[Trajectory]
 
-_STATED = frozenset(("policy_version", "checkpoint", "seconds"))
+_STATED = frozenset(("policy_version", "seconds_ahead", "checkpoint", "seconds"))
 """What a job reports and the line of its epoch states in its own way."""
 
 _ALIKE = DropReason.NO_VARIANCE
@@ -65,8 +65,11 @@ class EpochResult:
 
     def add_job(self, status: TrainingJobStatus) -> None:
         """Adds the final status of the epoch's job, and the numbers that it reports."""
+        metadata = status.metadata or {}
         self.metrics["job"] = status.status.value
-        self.add_reported("job", {k: v for k, v in (status.metadata or {}).items() if k not in _STATED})
+        if "seconds_ahead" in metadata:
+            self.metrics["seconds"]["ahead"] = metadata["seconds_ahead"]
+        self.add_reported("job", {k: v for k, v in metadata.items() if k not in _STATED})
 
 
 def _flat_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:

@@ -30,6 +30,9 @@ class LoopTrainerConfig(TrainerConfig):
     staleness: int = Field(default=0, ge=0)
     """Epochs that are collected ahead, while earlier ones are collected and trained. Their episodes are sampled from
     weights that are as many training jobs older; see [slow agents](../guides/slow-agents.md)."""
+    stream: bool = False
+    """Sends groups to the epoch's training job as they complete, which computes their gradients while others are still
+    collected. The weights are the same, to the bit on a CPU."""
 
 
 class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
@@ -126,7 +129,7 @@ class SelectingTrainer(LoopTrainer):
         await super().initialize(run_config)
 
     def _selection_settings(self) -> dict[str, Any]:
-        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness"})
+        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness", "stream"})
 
 
 @register_trainer(config_type=DPOTrainerConfig)
@@ -134,6 +137,7 @@ class InsituDPOTrainer(SelectingTrainer, PairTrainer):
     """Trains preference pairs (Rafailov et al., arXiv:2305.18290)."""
 
     method = "dpo"
+    compared = "the pairs of an epoch are selected together"
     trainer_config: DPOTrainerConfig
 
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
@@ -147,6 +151,7 @@ class InsituKTOTrainer(SelectingTrainer):
     """Trains desirable and undesirable episodes (Ethayarajh et al., arXiv:2402.01306)."""
 
     method = "kto"
+    compared = "the reference point of KTO is that of all its episodes"
     trainer_config: KTOTrainerConfig
 
     def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:

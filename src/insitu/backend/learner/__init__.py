@@ -2,7 +2,9 @@
 
 jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
 learner         the weights of a policy from job to job, and the learners of all policies
+parts           jobs whose rows come in parts, computed as they arrive
 optimizer_loop  the optimizer steps of one job
+state           what is kept from job to job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses          the losses as pure functions
 batches         rows to optimizer steps, micro-batches and tensors, and the ranks that share them

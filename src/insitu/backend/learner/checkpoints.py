@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import Ranks, is_sharded
-from insitu.backend.learner.optimizer_loop import TrainState
+from insitu.backend.learner.state import TrainState
 from insitu.backend.model import wrap_errors
 from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record

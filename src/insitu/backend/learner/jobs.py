@@ -1,25 +1,30 @@
 """The training queue: jobs run one at a time, a repeated key returns the job, and old checkpoints are deleted."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from insitu.backend.compute import ComputeThread
+from insitu.backend.compute import ComputeThread, Parked
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
+from insitu.backend.learner.parts import PartedRows
 from insitu.disk.files import write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
+OPEN_SECONDS = 60.0
+"""An open job is canceled if its client has not been heard of for this long."""
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
 
@@ -30,7 +35,13 @@ class TrainingJob:
 
     state: JobState
     learner: Learner
+    rows: PartedRows
+    method: str = "grpo"
+    keep: Retention | None = None
+    steps: Generator[Any, None, None] | None = None
+    """The generator that trains it, once it has started."""
     task: asyncio.Task[None] | None = None
+    expiry: asyncio.Task[None] | None = None
     diverged: bool = False
     """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
     recording: bool = False
@@ -41,6 +52,10 @@ class TrainingJob:
     def __post_init__(self) -> None:
         self.history = [self.state]
         self._changed = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return not self.rows.closed and not self.ended
 
     @property
     def ended(self) -> bool:
@@ -106,8 +121,9 @@ class TrainingQueue:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
+        self._learner_locks: dict[Learner, asyncio.Lock] = {}  # an open job delays those of its own learner only
         for state in self._earlier_jobs():
-            self._add(TrainingJob(state, self.learner))
+            self._add(TrainingJob(state, self.learner, PartedRows.whole(())))
 
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
@@ -140,7 +156,7 @@ class TrainingQueue:
         self,
         idempotency_key: str | None,
         settings: TrainingSettings,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | PartedRows,
         learner: Learner | None = None,
         keep: Retention | None = None,
         repeats: TrainingJob | None = None,
@@ -148,8 +164,9 @@ class TrainingQueue:
     ) -> TrainingJob:
         """Queues the job, or returns the existing job with this idempotency key, which may have another `digest`.
 
-        A job that was trained and not served (`repeats`, or that of the key) is only served. Once it has completed, the
-        checkpoints that `keep` does not keep are deleted; None: all are kept.
+        Rows that are not closed make an open job (`add_part`, `close_job`). A job that was trained and not served
+        (`repeats`, or that of the key) is only served. Once it has completed, the checkpoints that `keep` does not keep
+        are deleted; None: all are kept.
         """
         if job := self.find_by_idempotency_key(idempotency_key):
             return job
@@ -163,10 +180,65 @@ class TrainingQueue:
         if repeats is not None and unserved is not None:
             digest = repeats.state.digest
         state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key, digest=digest)
-        job = TrainingJob(state, learner, unserved=unserved)
+        parts = rows if isinstance(rows, PartedRows) else PartedRows.whole([rows])
+        job = TrainingJob(state, learner, parts, settings.method, keep, unserved=unserved)
+        job.update(emit=False, open=job.is_open)
         self._add(job)
-        job.task = asyncio.create_task(self._train(job, settings, rows, keep), name=job.state.id)
+        job.task = asyncio.create_task(self._train(job, settings), name=job.state.id)
+        if job.is_open:
+            job.expiry = asyncio.create_task(self._expire(job), name=f"expiry of {job.state.id}")
         return job
+
+    def get_open(self, job_id: str) -> TrainingJob:
+        """An open job, whose client is heard of. Raises RequestRefused if it is not open."""
+        job = self.get(job_id)
+        if not job.is_open:
+            state = "closed" if job.state.status in ("pending", "running") else job.state.status
+            raise RequestRefused(f"job {job_id} is {state}: it takes no rows", status=409, code="job_not_open")
+        job.rows.heard_at = time.monotonic()
+        return job
+
+    def add_part(self, job_id: str, number: int, rows: Sequence[Row], lines: Sequence[bytes]) -> TrainingJob:
+        """Adds a part to an open job, which may have it already. Raises RequestRefused if it has another one."""
+        job = self.get_open(job_id)
+        if not job.rows.add(number, rows, lines):
+            raise RequestRefused(f"part {number} of job {job_id} has other rows", status=409, code="part_differs")
+        self._resume(job)
+        return job
+
+    def close_job(self, job_id: str, keep: Retention | None) -> TrainingJob:
+        """Ends the upload of an open job, which becomes one like others. Raises RequestRefused if parts are missing."""
+        job = self.get(job_id)
+        if job.rows.closed:
+            return job
+        job = self.get_open(job_id)
+        if missing := job.rows.missing:
+            raise RequestRefused(f"job {job_id} lacks the parts {missing[:20]}", status=409, code="parts_missing")
+        if not len(job.rows):
+            raise RequestRefused(
+                "no part has a row with a trained token (loss_mask 1)", param="loss_mask", code="empty_job"
+            )
+        job.keep = keep or job.keep
+        job.rows.close()
+        job.update(
+            emit=False, open=False, digest=job.rows.hexdigest, metrics=job.state.metrics | {"rows": len(job.rows)}
+        )
+        self._resume(job)
+        return job
+
+    def _resume(self, job: TrainingJob) -> None:
+        if job.steps is not None:
+            self.compute.resume(job.steps)
+
+    async def _expire(self, job: TrainingJob) -> None:
+        """Cancels an open job whose client is gone."""
+        while job.is_open:
+            left = job.rows.heard_at + OPEN_SECONDS - time.monotonic()
+            if left <= 0:
+                logger.warning("job %s is canceled: its client has not been heard of", job.state.id)
+                await self.cancel(job.state.id)
+                return
+            await asyncio.sleep(left)
 
     def _add(self, job: TrainingJob) -> None:
         self._jobs[job.state.id] = job
@@ -215,29 +287,28 @@ class TrainingQueue:
         for job in list(self._jobs.values()):
             await self.cancel(job.state.id)
 
-    async def _train(
-        self, job: TrainingJob, settings: TrainingSettings, rows: Sequence[Row], keep: Retention | None
-    ) -> None:
+    async def _train(self, job: TrainingJob, settings: TrainingSettings) -> None:
         """Runs the job after all earlier ones; leaves it in a final state, which is on disk before it is shown."""
         trained = job.unserved
         outcome: dict[str, Any] = {}
 
-        def train() -> Generator[Progress | None, None, None]:
+        def train() -> Generator[Progress | Parked | None, None, None]:
             nonlocal trained
-            if keep is not None:
-                job.learner.kept_optimizer_states = keep.optimizer
-            trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key, job.state.digest)
+            if job.keep is not None:
+                job.learner.kept_optimizer_states = job.keep.optimizer
+            trained = yield from job.learner.run(settings, job.rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:
             metrics = {} if event.metrics is None else {"metrics": event.metrics}
             job.update(emit=event.metrics is not None, progress=event.percent, **metrics)
 
         try:
-            async with self._lock:
-                job.update(status="running", metrics={"rows": len(rows)})
+            async with self._turn(job):
+                job.update(status="running", metrics={"rows": len(job.rows)})
                 try:
                     if trained is None:
-                        await self.compute.run_interleaved(train(), report)
+                        job.steps = train()
+                        await self.compute.run_interleaved(job.steps, report)
                 except asyncio.CancelledError:
                     if trained is None:
                         raise
@@ -246,8 +317,8 @@ class TrainingQueue:
                 assert trained is not None
                 await self._serve(job, trained)
                 outcome = _completed(trained)
-                if keep is not None:
-                    await self.apply_retention(job.learner, keep)
+                if job.keep is not None:
+                    await self.apply_retention(job.learner, job.keep)
         except asyncio.CancelledError:
             unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
             outcome = unchanged if trained is None else _completed(trained)
@@ -258,8 +329,17 @@ class TrainingQueue:
             logger.exception("job %s failed", job.state.id)
             outcome = outcome or {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         job.recording = True
+        job.rows = PartedRows.whole(())  # they take memory
+        outcome |= {"open": False}
         await asyncio.to_thread(self._write_record, job.state.model_copy(update=outcome))
         job.update(**outcome)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, job: TrainingJob) -> AsyncIterator[None]:
+        """Waits for earlier jobs of the same learner; for those of others too, unless the job is open."""
+        async with self._learner_locks.setdefault(job.learner, asyncio.Lock()):
+            async with contextlib.nullcontext() if job.is_open else self._lock:
+                yield
 
     async def _serve(self, job: TrainingJob, trained: TrainedVersion) -> None:
         """Raises BackendError if the weights cannot be served: then they are kept, for the same job sent again."""

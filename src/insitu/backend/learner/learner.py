@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from insitu.backend.compute import in_another_thread
+from insitu.backend.compute import Parked, in_another_thread
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.batches import ALONE, Ranks, Row, TrainsJobs
 from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress, TrainState, Workers, reference_module
+from insitu.backend.learner.optimizer_loop import Progress
+from insitu.backend.learner.parts import PartedRows, closed, train_parts
 from insitu.backend.learner.policy import ReferenceWeights, build_policy, check_finite, loaded_adapter, same_adapters
+from insitu.backend.learner.state import TrainState, Workers, reference_module
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.files import delete_drafts, delete_folder
 from insitu.disk.model_files import (
@@ -36,6 +38,8 @@ from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
+
+Training = Generator[Progress | Parked | None, None, "TrainedVersion"]
 
 
 class TrainedVersion(NamedTuple):
@@ -185,18 +189,18 @@ class Learner:
     def run(
         self,
         settings: TrainingSettings,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | PartedRows,
         job_id: str = "",
         key: str | None = None,
         digest: str | None = None,
-    ) -> Generator[Progress | None, None, TrainedVersion]:
-        """Yields after every micro-batch, and None while another thread writes the checkpoint.
+    ) -> Training:
+        """Yields after every micro-batch, None while another thread writes the checkpoint, PARKED without new rows.
 
-        Closing it early leaves weights and optimizer unchanged.
-
-        Without rows the next version has the same weights. The checkpoint records the job's id, key and digest.
+        Closing it early leaves weights and optimizer unchanged. Without rows the next version has the same weights. The
+        checkpoint records the job's id, key and digest.
         """
-        steps = self._train(settings, rows, JobRecord(id=job_id, key=key, digest=digest))
+        parts = rows if isinstance(rows, PartedRows) else PartedRows.whole([rows])
+        steps = self._train(settings, parts, JobRecord(id=job_id, key=key, digest=digest))
         try:
             while True:
                 with self._workers.threads():
@@ -233,15 +237,10 @@ class Learner:
             raise RequestRefused(problem, status=404, param="model", code="model_not_found")
         return self._checkpoints[version]
 
-    def _train(
-        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress | None, None, TrainedVersion]:
+    def _train(self, settings: TrainingSettings, rows: PartedRows, job: JobRecord) -> Training:
         self.check(settings)
         settings = settings.model_copy(update={"lora": self.adapters(settings)})
-        if self.group is not None:
-            trained = yield from self._train_in_group(self.group, settings, rows, job)
-        else:
-            trained = yield from self._train_here(settings, rows, job)
+        trained = yield from (self._train_here if self.group is None else self._train_in_group)(settings, rows, job)
         # Nothing below can fail: version, checkpoint and weights change together.
         self.version += 1
         self._checkpoints[self.version] = trained.checkpoint
@@ -254,18 +253,17 @@ class Learner:
         logger.info("version %d: loss %.4g, %d rows, %.1f s", self.version, loss, len(rows), seconds)
         return trained
 
-    def _train_in_group(
-        self, group: TrainsJobs, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress | None, None, TrainedVersion]:
+    def _train_in_group(self, settings: TrainingSettings, rows: PartedRows, job: JobRecord) -> Training:
         """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
-        done = yield from group.train(self._folder.parent, self.policy_name, settings, rows, job)
+        assert self.group is not None
+        every = yield from closed(rows)
+        job = job.model_copy(update={"digest": job.digest or rows.hexdigest})
+        done = yield from self.group.train(self._folder.parent, self.policy_name, settings, every, job)
         checkpoint = self._folder_of(self.version + 1)
         module = self._read_weights(checkpoint, settings.lora) if self.served_here else None
         return TrainedVersion(module, self.version + 1, checkpoint, job.model_copy(update={"metrics": done["metrics"]}))
 
-    def _train_here(
-        self, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
-    ) -> Generator[Progress | None, None, TrainedVersion]:
+    def _train_here(self, settings: TrainingSettings, parts: PartedRows, job: JobRecord) -> Training:
         start = time.monotonic()
         if self._state is not None and self._state.optimizer_part != settings.optimizer:
             self._state = None
@@ -278,18 +276,19 @@ class Learner:
             if "decays" in group:  # AdamW
                 decay = settings.weight_decay if group["decays"] else 0.0
                 group.update(betas=settings.betas, weight_decay=decay)
-        metrics = (yield from OptimizerLoop(state, settings, rows).run()) if rows else {}
+        metrics = yield from train_parts(state, settings, parts)
+        rows = parts.rows
         served = state.policy.served(self.ranks)
         self.ranks.on_first(lambda: check_finite(served, settings, rows))
         metrics |= {
             "tokens": sum(len(row.positions) for row in rows),
             "rows": len(rows),
             "episodes": len({row.episode or index for index, row in enumerate(rows)}),
-            "seconds": time.monotonic() - start,
+            "seconds": time.monotonic() - max(start, parts.closed_at or start),
         }
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
-        job = job.model_copy(update={"metrics": metrics})
+        job = job.model_copy(update={"metrics": metrics, "digest": job.digest or parts.hexdigest})
         save = functools.partial(self._save_checkpoint, state, served, job)
         checkpoint = (yield from in_another_thread(save, delete_folder)) if self.ranks is ALONE else save()
         return TrainedVersion(served, self.version + 1, checkpoint, job)

@@ -5,7 +5,7 @@ Shapes: S sequences, T input tokens of the longest, N distinct trained tokens, D
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,6 +127,17 @@ class FixedLogprobs:
         counts = mask_BK.sum(1).tolist()
         for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
             self._rows[index] = logprobs[:count]
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._rows
+
+    def adopt(self, other: "FixedLogprobs", first: int) -> None:
+        """Takes over the rows of a part of the job, which begins with row `first`."""
+        self._rows |= {first + index: logprobs for index, logprobs in other._rows.items()}
+
+    def forget(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._rows.pop(index, None)
 
     def merge(self, ranks: Ranks) -> None:
         self._rows = ranks.merge(self._rows)

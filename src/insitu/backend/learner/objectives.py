@@ -105,6 +105,10 @@ class Objective(ABC):
         """Whether the loss of a row may depend on the weights; metrics are measured on all."""
         return True
 
+    def weight(self) -> int:
+        """The number of tokens or episodes over which the loss of a job with a single step is the mean."""
+        return self.count_tokens(range(len(self.rows)))
+
     @abstractmethod
     def step_loss(self, step: int, known: Mapping[int, KnownSums]) -> LossOfRows:
         """The loss of a step. `known` holds its baseline rows, and the rows of units split over micro-batches."""
@@ -128,6 +132,9 @@ class PolicyGradient(Objective):
         self._names = probe(self._objective, self.settings)
         self.sums = (*(name for name in PolicyLoss._fields if name != "metrics"), *self._names)
         self._weighs_advantages = self.settings.objective in ("clip", "cispo") and self.settings.kl.beta == 0
+
+    def weight(self) -> int:
+        return super().weight() if self.settings.loss_agg_mode == "token" else len(group_rows(self.rows, self.plan[0]))
 
     def has_gradient(self, index: int) -> bool:
         return not self._weighs_advantages or bool(self.rows[index].advantages.any())

@@ -6,50 +6,32 @@ process and for several `Ranks`, each of which computes some micro-batches of a 
 Shapes: B rows of a micro-batch, K maximum trained tokens per row, N trained tokens of its distinct sequences.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.learner.batches import (
-    ALONE,
-    MicroBatch,
-    Packer,
-    Ranks,
-    Row,
-    Sizes,
-    group_rows,
-    optimizer_steps,
-    whole,
-)
-from insitu.backend.learner.code import NO_CODE, CodeFolder
-from insitu.backend.learner.logprobs import FixedLogprobs, LogprobComputer, TokenLogprobs
+from insitu.backend.learner.batches import MicroBatch, Packer, Row, Sizes, group_rows, optimizer_steps, whole
+from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
-from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
-from insitu.backend.model import LoadedModel
+from insitu.backend.learner.state import TrainState, learning_rate, reference_module
 from insitu.errors import BackendError, JobFailed
-from insitu.schemas.parts import Part, load_named
+from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 CPU_MICRO_BATCH = 2048
 """Maximum tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
-SMALL_MODEL = 5_000_000
-"""Parameters below which operations are too short to be split over threads."""
 SMALL_WORTH = 0.75
 """Maximum `tree_share` at which rows of a small model are packed: its cost is in the number of calls, not tokens."""
 CHECKED_ROWS = 16
@@ -65,113 +47,22 @@ class Progress(NamedTuple):
     metrics: dict[str, Any] | None = None
 
 
-def constant(part: float) -> float:
-    """The factor of the peak learning rate when a `part` of the run, from 0 to 1, is over; the warmup not counted."""
-    return 1.0
-
-
-def linear(part: float) -> float:
-    return 1 - part
-
-
-def cosine(part: float) -> float:
-    return (1 + math.cos(math.pi * part)) / 2
-
-
-def learning_rate(settings: TrainingSettings, schedule: Callable[[float], float], step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of `steps`, each an equal part of the job's `schedule_range`."""
-    first, last = settings.schedule_range
-    start, end = (first + (last - first) * number / steps for number in (step, step + 1))
-    if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
-        return settings.learning_rate * min(1.0, end / settings.warmup)
-    part = (start - settings.warmup) / (1 - settings.warmup)
-    factor = schedule(part)
-    if not (math.isfinite(factor) and factor >= 0):
-        raise BackendError(f"schedule: it returned {factor!r} for {part:g}; allowed: finite numbers from 0")
-    return settings.learning_rate * factor
-
-
-class Workers:
-    """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
-
-    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
-        cores = max(1, (os.cpu_count() or 1) // ranks.count)
-        self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
-        self.count = cores if self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
-        self._threads = cores // self.count if loaded.device.type == "cpu" else None
-        self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
-
-    def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Results in the order of `items`, at most `count` of them."""
-        if self._pool is None or len(items) < 2:
-            return [fn(item) for item in items]
-
-        def run(item: T) -> R:
-            with self.threads():
-                return fn(item)
-
-        return list(self._pool.map(run, items))
-
-    @contextlib.contextmanager
-    def threads(self) -> Iterator[None]:
-        """Sets torch's thread count for training within the block."""
-        before = torch.get_num_threads()
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
-@dataclass
-class TrainState:
-    """State kept from job to job; `reference` loads the weights that a job can be compared with.
-
-    `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
-    `optimizer` was made by `optimizer_part`.
-    """
-
-    policy: TrainablePolicy
-    forward: Callable[[MicroBatch], TokenLogprobs]
-    optimizer: torch.optim.Optimizer
-    compute_logprobs: LogprobComputer
-    workers: Workers
-    reference: Callable[[], ReferenceWeights]
-    ranks: Ranks = ALONE
-    code: CodeFolder = NO_CODE
-    optimizer_part: str | Part | None = None
-
-    @property
-    def optimizer_prefix(self) -> str:
-        """Before the names of the optimizer's state in a checkpoint; "" for AdamW."""
-        part = self.optimizer_part
-        name = part if part is None or isinstance(part, str) else part.function or part.type
-        return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
-
-
-def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
-    """The model that the loss compares with; None for the weights at the start of the job, or if it compares with none.
-
-    Raises BackendError if it cannot be loaded.
-    """
-    if settings.reference is None:
-        return None
-    module = code.function("reference", settings.reference)(weights)
-    if module is not None and not isinstance(module, nn.Module):
-        raise BackendError(f"reference: it returned {type(module).__name__}; allowed: a torch module, or None")
-    return module
-
-
 class OptimizerLoop:
-    """Runs all optimizer steps of one job on the policy of `state`."""
+    """Runs all optimizer steps of one job on the policy of `state`, or computes a part of its rows.
 
-    def __init__(self, state: TrainState, settings: TrainingSettings, rows: Sequence[Row]) -> None:
+    `like` is the loop of another part of the job.
+    """
+
+    def __init__(
+        self, state: TrainState, settings: TrainingSettings, rows: Sequence[Row], like: "OptimizerLoop | None" = None
+    ) -> None:
         self._state = state
         self._parameters = list(state.policy.trainable.values())
         self._ranks = state.ranks
-        self._reference = reference_module(state.code, settings, state.reference())
+        self._reference: nn.Module | None
+        self._reference = like._reference if like else reference_module(state.code, settings, state.reference())
         self._settings = settings
+        self._like = like
         self._schedule = state.code.function("schedule", settings.schedule)
         self._plan = optimizer_steps(rows, settings)
         method = load_named("methods", settings.method)
@@ -180,12 +71,12 @@ class OptimizerLoop:
         self._uses_start = self._objective.uses_start or self._compares_with_start
         self._rows = self._objective.rows
         self._device = state.policy.loaded.device
-        self._packer = Packer(self._rows, packed=False)
-        if self._saves_by_trees() and self._can_pack():
-            self._packer = Packer(self._rows, packed=True)
-        self._sizes = Sizes()
-        self._at_start = FixedLogprobs()
-        self._at_reference = FixedLogprobs()
+        self.sizes = Sizes()
+        self.at_start = FixedLogprobs()
+        self.at_reference = FixedLogprobs()
+        self.tokens = self._objective.count_tokens(range(len(rows)))
+        self._is_part = False
+        self._weight = 1
         largest = CPU_MICRO_BATCH if self._device.type == "cpu" else settings.micro_batch_tokens
         self._max_tokens = min(settings.micro_batch_tokens, largest)
 
@@ -194,31 +85,59 @@ class OptimizerLoop:
         if self._uses_start:
             # The first step computes the log-probabilities of its rows at the start itself.
             first = {*self._plan[0], *self._objective.baseline_rows(0)}
-            for batches in self._rounds([[index] for index in range(len(self._rows)) if index not in first]):
-                self._map(self._compute_start, batches)
-                yield Progress(0.0)
-            self._at_start.merge(self._ranks)
+            self.at_start.forget(first)
+            yield from self._compute_at_start(index for index in range(len(self._rows)) if index not in first)
+            self.at_start.merge(self._ranks)
         steps: list[StepResult] = []
         for number, indices in enumerate(self._plan):
-            rate = learning_rate(self._settings, self._schedule, number, len(self._plan))
-            for group in self._state.optimizer.param_groups:
-                group["lr"] = rate
+            self._set_rate(number)
             sums = yield from self._compute(number)
             steps.append(self._optimizer_step(sums, self._objective.count_tokens(indices)))
             yield Progress(100 * (number + 1) / len(self._plan), self._metrics(steps[-1:]))
-        metrics = self._metrics(steps) | asdict(self._sizes)
+        return self._job_metrics(steps)
+
+    def _job_metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
+        metrics = self._metrics(steps) | asdict(self.sizes)
         if self._objective.measures_kl and self._settings.reference is None and self._settings.kl_rows != 0:
             metrics |= self._measure_kl(self._kl_rows(self._plan[-1]))
         return metrics
 
-    def _saves_by_trees(self) -> bool:
+    def sum_gradients(self) -> Generator[Progress, None, tuple[int, dict[str, float]]]:
+        """Computes the gradients of the sum over the rows; returns the weight of their mean in it, and the sums."""
+        self._is_part, self._weight = True, self._objective.weight()
+        sums = yield from self._compute(0)
+        return self._weight, sums | {"loss": sums["loss"] * self._weight}
+
+    def finish_step(self, sums: dict[str, float]) -> dict[str, Any]:
+        """Takes the only optimizer step of the job, whose gradients are there; returns the job's metrics."""
+        self._set_rate(0)
+        return self._job_metrics([self._optimizer_step(sums, self.tokens)])
+
+    def compute_fixed(self) -> Generator[Progress, None, None]:
+        """Computes the log-probabilities of all rows that stay the same during the job."""
+        if self._uses_start:
+            yield from self._compute_at_start(range(len(self._rows)))
+        if self._reference is not None:
+            for batches in self._rounds([[index] for index in range(len(self._rows))]):
+                self._map(self._compute_reference, batches)
+                yield Progress(0.0)
+
+    @functools.cached_property
+    def _packer(self) -> Packer:
+        padded = Packer(self._rows, packed=False)
+        return Packer(self._rows, packed=True) if self._saves_by_trees(padded) and self._can_pack else padded
+
+    def _saves_by_trees(self, packer: Packer) -> bool:
         if self._settings.attention != "auto":
             return self._settings.attention == "packed"
         if self._device.type != "cpu":
             return False
-        return not self._state.workers.is_small or self._packer.tree_share <= SMALL_WORTH
+        return not self._state.workers.is_small or packer.tree_share <= SMALL_WORTH
 
+    @functools.cached_property
     def _can_pack(self) -> bool:
+        if self._like is not None:
+            return self._like._can_pack
         alike = self._state.compute_logprobs.can_pack
         if alike and self._device.type != "cpu":  # kernels are chosen by sizes
             alike = self._state.compute_logprobs.packs_alike([self._rows[i] for i in self._plan[0][:CHECKED_ROWS]])
@@ -251,11 +170,21 @@ class OptimizerLoop:
         while batches := tuple(itertools.islice(pending, count)):
             yield batches
 
+    def _set_rate(self, step: int) -> None:
+        rate = learning_rate(self._settings, self._schedule, step, len(self._plan))
+        for group in self._state.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _compute_at_start(self, indices: Iterable[int]) -> Generator[Progress, None, None]:
+        for batches in self._rounds([[index] for index in indices if index not in self.at_start]):
+            self._map(self._compute_start, batches)
+            yield Progress(0.0)
+
     @torch.no_grad()
     def _compute_start(self, micro_batch: list[int]) -> None:
         batch = self._packer.collate(micro_batch, self._device)
         logprobs_BK = batch.to_rows(self._state.forward(batch).logprobs_N)
-        self._at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
+        self.at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
 
     def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
         """Computes the gradients of an optimizer step; returns the sums by name."""
@@ -267,7 +196,7 @@ class OptimizerLoop:
         done = 0
         self._state.optimizer.zero_grad()
         for number, batches in enumerate([*rounds, *constant_rounds]):
-            self._sizes.add(self._packer, batches)
+            self.sizes.add(self._packer, batches)
             counts = bool(self._ranks.deal(batches))
             has_gradient = number < len(rounds)
             backward = functools.partial(self._backward, loss_of=loss_of, counts=counts, has_gradient=has_gradient)
@@ -283,15 +212,15 @@ class OptimizerLoop:
             yield Progress(100 * (step + done / len(self._plan[step])) / len(self._plan))
         self._ranks.sum_gradients(self._parameters)
         if self._uses_start and self._settings.num_iterations > 1:
-            self._at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
+            self.at_start.merge(self._ranks)  # another rank may get the rows in the next iteration
         return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
 
     def _by_gradient(self, units: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Units that need a backward pass, and the others. If none does, all get one: the optimizer needs gradients."""
+        """Units that need a backward pass, and the others. If none of a job does, all get one: steps need gradients."""
         without = [unit for unit in units if not any(map(self._objective.has_gradient, unit))]
-        if len(without) == len(units):
+        if len(without) == len(units) and not self._is_part:
             return units, []
-        self._sizes.rows_without_gradient += sum(map(len, without))
+        self.sizes.rows_without_gradient += sum(map(len, without))
         return [unit for unit in units if any(map(self._objective.has_gradient, unit))], without
 
     def _compute_known(
@@ -329,6 +258,8 @@ class OptimizerLoop:
             loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
         entropy = batch.to_rows(entropy_N).double().sum()
         totals = torch.stack([*(value.double() for value in sums), entropy])
+        if self._is_part:
+            loss = loss * self._weight
         if not has_gradient:
             return totals, ()
         if self._state.workers.count > 1:
@@ -339,20 +270,26 @@ class OptimizerLoop:
     def _row_logprobs(self, micro_batch: list[int], batch: MicroBatch, new_BK: Tensor) -> RowLogprobs:
         start_BK = ref_BK = None
         if self._uses_start:
-            start_BK = self._at_start.get(micro_batch, self._device)
+            start_BK = self.at_start.get(micro_batch, self._device)
             if start_BK is None:  # the first step
                 start_BK = new_BK.detach()
                 if self._settings.num_iterations > 1:  # needed again in the next iteration
-                    self._at_start.keep(micro_batch, start_BK, batch.mask_BK)
+                    self.at_start.keep(micro_batch, start_BK, batch.mask_BK)
         if self._compares_with_start:
             ref_BK = start_BK
         elif self._reference is not None:
-            ref_BK = self._at_reference.get(micro_batch, self._device)
+            ref_BK = self.at_reference.get(micro_batch, self._device)
             if ref_BK is None:
-                with torch.no_grad():
-                    ref_BK = batch.to_rows(self._state.compute_logprobs(self._reference, batch).logprobs_N)
-                self._at_reference.keep(micro_batch, ref_BK, batch.mask_BK)
+                ref_BK = self._compute_reference(micro_batch, batch)
         return RowLogprobs(new_BK, start_BK, ref_BK, batch.mask_BK)
+
+    @torch.no_grad()
+    def _compute_reference(self, micro_batch: list[int], batch: MicroBatch | None = None) -> Tensor:
+        assert self._reference is not None
+        batch = batch or self._packer.collate(micro_batch, self._device)
+        ref_BK = batch.to_rows(self._state.compute_logprobs(self._reference, batch).logprobs_N)
+        self.at_reference.keep(micro_batch, ref_BK, batch.mask_BK)
+        return ref_BK
 
     def _optimizer_step(self, sums: dict[str, float], tokens: int) -> StepResult:
         norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.max_grad_norm)).item()

@@ -1,17 +1,17 @@
 """The trainer adapter for `insitu backend`."""
 
 import asyncio
-import gzip
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, Field
 
-from insitu.advantages.estimator import training_rows
+from insitu.advantages.estimator import rows_by_part, training_rows
 from insitu.builder import Builder, builder_at_work
 from insitu.collect.recovery import recover_collection
 from insitu.disk.files import writable_folder, write_file
@@ -32,10 +32,11 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
-from insitu.training.interfaces import RowAdapter
+from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.open_job import HEADERS, JOBS, OpenJob, gzip_lines
 from insitu.wire.connection import Connection, event_data, response_error
 
 logger = logging.getLogger(__name__)
@@ -64,20 +65,8 @@ class Models(BaseModel):
     data: list[Model] = Field(min_length=1)
 
 
-def _gzip_job(header: dict[str, Any], rows: Sequence[TrainingRow]) -> bytes:
-    """The job as gzipped JSON lines. Compression level 1 pays off even on loopback."""
-    lines = [orjson.dumps(header)]
-    for row in rows:
-        if row.__pydantic_extra__:
-            values = row.model_dump()
-        else:  # much faster
-            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
-        lines.append(orjson.dumps(values))
-    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
-
-
 @register_trainer_adapter(config_type=InsituAdapterConfig)
-class InsituTrainerAdapter(RowAdapter, JobAdapter):
+class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
     """Submits training rows to an `insitu backend` and tracks its jobs."""
 
     def __init__(self, adapter_config: InsituAdapterConfig, builder: Builder | None = None) -> None:
@@ -90,8 +79,9 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         self._process: BackendProcess | None = None
         self._connection: Connection | None = None
         self._submissions = 0
-        self._job: tuple[str, bytes] | None = None
+        self._job: tuple[str, Callable[[], bytes]] | None = None
         """Key and body of the latest job."""
+        self._open_job: OpenJob | None = None
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._best_version: int | None = None
         self._version = 0  # the latest policy version that the backend is known to have had
@@ -210,6 +200,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
                 if process is not None:
                     await process.ready.wait()
                 await self._served_version()
+                if self._open_job is not None:
+                    await self._open_job.keep_alive()
 
         process = self._process
         watching = [process.keep_running()] if process is not None else []
@@ -267,13 +259,34 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         has_tokens = [bool(t.rows or t.trained_calls) for group in trajectories.trajectories for t in group]
         if not has_tokens or not all(has_tokens):  # a plugin's: their calls are those behind their messages
             trajectories = recover_collection(trajectories)
-        rows = training_rows(trajectories)
+        parts = await asyncio.to_thread(rows_by_part, trajectories)
         self._submissions += 1
         if trajectories.epoch is None:
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        return await self._submit(rows, self._job_settings(epoch, self._options), trajectories.run_id, key, epoch)
+        return await self._submit(parts, self._job_settings(epoch, self._options), trajectories.run_id, key, epoch)
+
+    @property
+    def streaming_obstacle(self) -> str | None:
+        options = self._training
+        is_single = options.num_iterations == 1 and options.mini_batch_size is None
+        if is_single or options.method != "grpo" or options.old_logprobs == "recomputed" or options.kl.beta > 0:
+            return None
+        return "several optimizer steps with old_logprobs: rollout"
+
+    async def open_job(self, run_id: str, epoch: int, num_parts: int) -> None:
+        self._open_job = OpenJob(f"{run_id}/{epoch}", num_parts, self._request)
+        await self._open_job.open(self._job_settings(epoch, self._options))
+
+    async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:
+        assert self._open_job is not None
+        await self._open_job.add(number, await asyncio.to_thread(training_rows, trajectories))
+
+    async def abandon_job(self) -> None:
+        job, self._open_job = self._open_job, None
+        if job is not None:
+            await job.cancel()
 
     async def submit_rows(
         self, rows: Sequence[TrainingRow], run_id: str, name: str, overrides: dict[str, Any]
@@ -281,7 +294,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         options = {key: value for key, value in self._training if key not in LossSettings.model_fields}
         values = {key: value for key, value in options.items() if key not in ("dpo", "kto")} | overrides
         settings = TrainingSettings(**values, seed=self._full_config.general.seed)
-        return await self._submit(rows, settings.effective(), run_id, f"{run_id}/{name}", None)
+        return await self._submit([rows], settings.effective(), run_id, f"{run_id}/{name}", None)
 
     def note_best(self, version: int | None) -> None:
         self._best_version = version
@@ -291,17 +304,27 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         return None
 
     async def _submit(
-        self, rows: Sequence[TrainingRow], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
+        self, parts: Sequence[Sequence[TrainingRow]], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
+        rows, sizes = [*chain.from_iterable(parts)], [*map(len, parts)]
         header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
-        self._job = key, await asyncio.to_thread(_gzip_job, header, rows)
-        job = await self._post_job(*self._job)
+        header |= {"parts": sizes} if len(parts) > 1 else {}
+        open_job, self._open_job = self._open_job, None
+        job = None
+        if open_job is not None and open_job.key == key:
+            job = await open_job.close(sizes, self._keep())
+        if job is None:
+            body = await asyncio.to_thread(gzip_lines, header, rows)
+            self._job = key, lambda: body
+            job = await self._post_job(*self._job)
+        else:  # sent again only if the backend loses the job
+            self._job = key, partial(gzip_lines, header, rows)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
 
-    async def _post_job(self, key: str, body: bytes) -> JobState:
-        headers = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson", "Idempotency-Key": key}
-        job = await self._request("POST", "/v1/train/jobs", JobState.model_validate_json, body, headers)
+    async def _post_job(self, key: str, body: Callable[[], bytes]) -> JobState:
+        headers, sent = HEADERS | {"Idempotency-Key": key}, await asyncio.to_thread(body)
+        job = await self._request("POST", JOBS, JobState.model_validate_json, sent, headers)
         if job.body_differs:
             problem = f"the backend at {self._base_url} has a job with the key {key!r} and other rows or settings"
             raise BackendError(f"{problem} ({job.id}): continue the run with the settings that it had")
@@ -354,7 +377,7 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
 
     def _job_path(self, ref: TrainingJobRef) -> str:
-        return f"/v1/train/jobs/{(ref.metadata or {})['job_id']}"
+        return f"{JOBS}/{(ref.metadata or {})['job_id']}"
 
     def _connected(self) -> Connection:
         if self._connection is None:

@@ -12,7 +12,8 @@ from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
+from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job, read_part
+from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event
@@ -86,8 +87,26 @@ def job_routes(
             jobs.check_room()
         encoding = request.headers.get("Content-Encoding", "")
         header, rows, digest = await read_job(body_chunks(request), encoding, limits, tokenizer)
-        job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest)
-        return _json(job.state.model_copy(update={"body_differs": job.differs_from(digest)}))
+        earlier = jobs.find_by_idempotency_key(key)
+        if earlier is not None and earlier.is_open:  # its client has begun anew
+            await jobs.cancel(earlier.state.id)
+        job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest or None)
+        return _json(job.state.model_copy(update={"body_differs": bool(digest) and job.differs_from(digest)}))
+
+    async def add_part(request: web.Request) -> web.Response:
+        job, number = jobs.get_open(request.match_info["id"]), request.match_info["number"]
+        if not number.isdecimal() or int(number) >= job.rows.count:
+            problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
+            raise RequestRefused(problem, param="number", code="part_not_found", status=404)
+        encoding, method = request.headers.get("Content-Encoding", ""), job.method
+        room = limits._replace(max_bytes=limits.max_bytes - job.rows.size)
+        rows, lines = await read_part(body_chunks(request), encoding, method, room, tokenizer)
+        return _json(jobs.add_part(job.state.id, int(number), rows, lines).state)
+
+    async def close(request: web.Request) -> web.Response:
+        body = await read_body(request, MAX_SETTINGS_BYTES)
+        retention = Retention.model_validate(parse_json(body)) if body.strip() else None
+        return _json(jobs.close_job(request.match_info["id"], retention).state)
 
     async def check(request: web.Request) -> web.Response:
         settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))
@@ -95,7 +114,9 @@ def job_routes(
         return _json(settings)
 
     async def state(request: web.Request) -> web.Response:
-        return _json(jobs.get(request.match_info["id"]).state)
+        job = jobs.get(request.match_info["id"])
+        job.rows.heard_at = time.monotonic()
+        return _json(job.state)
 
     async def events(request: web.Request) -> web.StreamResponse:
         return await _stream_states(request, jobs.get(request.match_info["id"]))
@@ -105,12 +126,17 @@ def job_routes(
 
     submission = "Submit a training job: gzipped JSON lines, the settings, then the rows"
     lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
+    part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
+    part_lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
+    closing = "Close an open job that has all its parts; its retention policy may be given"
     checking = "Check whether jobs with these settings can be trained; returns them with all defaults"
     return [
         ApiRoute("POST", BASE, submit, submission, response=JobState, headers=[IDEMPOTENCY_KEY], **lines),
         ApiRoute("POST", "/v1/train/check", check, checking, request=[TrainingSettings], response=TrainingSettings),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
+        ApiRoute("POST", f"{BASE}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **part_lines),
+        ApiRoute("POST", f"{BASE}/{{id}}/close", close, closing, request=[Retention], response=JobState),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
     ]
 

@@ -6,18 +6,20 @@ chat completions.
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from insitu.advantages.estimator import rows_of
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import Temperature
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row
+from insitu.backend.learner.parts import PartedRows
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
@@ -29,6 +31,7 @@ MAX_BYTES = 1 << 30
 """Maximum size of a job, decompressed."""
 MAX_ROWS = 1 << 18
 """Maximum number of rows; short ones take more memory as arrays than as text."""
+MAX_PARTS = 1 << 12
 _INSTEAD = {
     **dict.fromkeys(("kl_beta", "kl_coef", "kl_penalty_coef"), "kl.beta, the coefficient of the KL penalty"),
     "beta": "kl.beta, the coefficient of the KL penalty (dpo.beta and kto.beta with these methods)",
@@ -51,13 +54,29 @@ class Limits(NamedTuple):
 
 
 class JobHeader(BaseModel):
-    """The first line of a job; without `keep` the backend's own retention policy applies."""
+    """The first line of a job; without `keep` the backend's own retention policy applies.
+
+    With `num_parts` instead of rows, the job is open: its rows come in so many parts, of which each can be computed
+    when it has arrived. `parts` has the number of rows in each part of a job that is sent whole.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     settings: TrainingSettings
-    num_rows: int = Field(ge=0, le=MAX_ROWS)
+    num_rows: int | None = Field(default=None, ge=0, le=MAX_ROWS)
+    parts: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_PARTS)
+    num_parts: int | None = Field(default=None, ge=1, le=MAX_PARTS)
     keep: Retention | None = None
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if (self.num_rows is None) == (self.num_parts is None):
+            raise ValueError("num_rows: set either num_rows or, for an open job, num_parts")
+        if self.parts is not None and sum(self.parts) != self.num_rows:
+            raise ValueError(f"parts: they have {sum(self.parts)} rows, but num_rows is {self.num_rows}")
+        if self.num_parts is not None and self.settings.method not in ("grpo", "sft"):
+            raise ValueError(f"num_parts: method {self.settings.method} compares all rows; allowed: grpo, sft")
+        return self
 
     def new_digest(self) -> hashlib.blake2b:
         """A digest of the settings, which that of the rows continues.
@@ -71,7 +90,7 @@ class JobHeader(BaseModel):
 
 async def read_job(
     chunks: AsyncIterator[bytes], encoding: str, limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[JobHeader, list[Row], str]:
+) -> tuple[JobHeader, PartedRows, str]:
     """Returns the header, the rows with trained tokens, and the digest. Raises RequestRefused naming line and field."""
     lines = _lines(decompressed(chunks, encoding, limits.max_bytes), limits)
     first = await anext(lines, None)
@@ -79,21 +98,43 @@ async def read_job(
         raise refused("the job is empty; its first line holds settings and num_rows", "settings")
     header = _parse_line(JobHeader, first, "line 1 (settings)")
     digest = header.new_digest()
+    if header.num_parts is not None:
+        if await anext(lines, None) is not None:
+            raise refused("an open job has no rows (num_parts); they come in parts", "num_parts")
+        return header, PartedRows(header.num_parts, digest), ""
     reader = RowReader(header.settings.method, limits, tokenizer)
-    rows: list[Row] = []
+    sizes = header.parts or [header.num_rows or 0]
+    part_of = [*itertools.chain(*([part] * size for part, size in enumerate(sizes)))]
+    parts: list[list[Row]] = [[] for _ in sizes]
     number = 0
     async for line in lines:
         number += 1
         digest.update(line.strip() + b"\n")
-        if number > header.num_rows:
+        if number > len(part_of):
             raise refused(f"num_rows is {header.num_rows}, but the upload has more rows", "num_rows")
-        rows += await reader.read(_parse_line(RowLine, line, f"row {number}"), number)
-    if number < header.num_rows:
+        parts[part_of[number - 1]] += await reader.read(_parse_line(RowLine, line, f"row {number}"), number)
+    if number < len(part_of):
         raise refused(f"the upload ends after {number} of {header.num_rows} rows (num_rows)", "num_rows", "truncated")
     reader.check()
-    if not rows:
+    rows = PartedRows.whole(parts)
+    if not len(rows):
         raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
+    if (episode := rows.split_episode) is not None:
+        raise refused(f"the rows of episode {episode!r} are in several parts", "parts")
     return header, rows, digest.hexdigest()
+
+
+async def read_part(
+    chunks: AsyncIterator[bytes], encoding: str, method: str, limits: Limits, tokenizer: ChatTokenizer
+) -> tuple[list[Row], list[bytes]]:
+    """Returns the rows with trained tokens of a part of an open job, and its lines. Raises like `read_job`."""
+    reader, rows, text = RowReader(method, limits, tokenizer), list[Row](), list[bytes]()
+    async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
+        text.append(line.strip())
+        rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
+        if len(text) > MAX_ROWS:
+            raise refused(f"the part has more than {MAX_ROWS} rows", "num_rows")
+    return rows, text
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:

@@ -1,0 +1,96 @@
+"""The open job of an epoch: its parts are sent as they are collected, and computed at once."""
+
+import asyncio
+import gzip
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import orjson
+
+from insitu.errors import BackendError, InsituError
+from insitu.schemas.episodes import TrainingRow
+from insitu.schemas.training_jobs import JobState, Retention
+
+logger = logging.getLogger(__name__)
+
+JOBS = "/v1/train/jobs"
+HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson"}
+"""Of requests with the lines of a job."""
+
+
+def gzip_lines(header: dict[str, Any] | None, rows: Sequence[TrainingRow]) -> bytes:
+    """A job, or without a header a part of one, as gzipped JSON lines. Level 1 pays off even on loopback."""
+    lines = [] if header is None else [orjson.dumps(header)]
+    for row in rows:
+        if row.__pydantic_extra__:
+            values = row.model_dump()
+        else:  # much faster
+            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
+        lines.append(orjson.dumps(values))
+    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
+
+
+class OpenJob:
+    """A job of the backend that takes parts. Once a request for it has failed, it is left to its end: `close` returns
+    None, and the job is to be sent whole. `request` sends one that is retried.
+    """
+
+    def __init__(self, key: str, num_parts: int, request: Callable[..., Awaitable[JobState]]) -> None:
+        self.key = key
+        self._sizes: list[int | None] = [None] * num_parts
+        self._request = request
+        self._path: str | None = None
+        self._has_failed = False
+
+    async def open(self, settings: dict[str, Any]) -> None:
+        body = gzip_lines({"settings": settings, "num_parts": len(self._sizes)}, [])
+        try:
+            state = await self._post(JOBS, body, HEADERS | {"Idempotency-Key": self.key})
+        except BackendError as error:
+            self._give_up(error)
+            return
+        self._path = f"{JOBS}/{state.id}" if state.open else None  # else an earlier process has submitted it
+
+    async def add(self, number: int, rows: Sequence[TrainingRow]) -> None:
+        if self._path is not None:
+            lines = await asyncio.to_thread(gzip_lines, None, rows)
+            try:
+                await self._post(f"{self._path}/parts/{number}", lines, HEADERS)
+            except BackendError as error:
+                self._give_up(error)
+        self._sizes[number] = len(rows)
+
+    async def close(self, sizes: Sequence[int], keep: Retention) -> JobState | None:
+        """Closes the job if it has these parts; returns its state, None if the job must be sent whole."""
+        if self._path is None or self._sizes != [*sizes]:
+            await self.cancel()
+            return None
+        try:
+            return await self._post(f"{self._path}/close", keep.model_dump_json().encode(), {})
+        except BackendError as error:
+            self._give_up(error)
+            return None
+
+    async def cancel(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
+            try:
+                await self._post(f"{path}/cancel", b"", {})
+            except InsituError as error:  # the backend cancels a job whose client is gone
+                logger.info("%s is not canceled: %s", path, error)
+
+    async def keep_alive(self) -> None:
+        if self._path is not None:
+            try:
+                await self._request("GET", self._path, JobState.model_validate_json)
+            except BackendError as error:
+                self._give_up(error)
+
+    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> JobState:
+        return await self._request("POST", path, JobState.model_validate_json, body, headers)
+
+    def _give_up(self, error: BackendError) -> None:
+        if not self._has_failed:
+            logger.warning("the epoch is sent whole once it is collected: %s", error)
+        self._has_failed, self._path = True, None

@@ -1,0 +1,135 @@
+"""Streamed epochs: the groups of an epoch go to its training job as they complete, part by part.
+
+What the job computes of them meanwhile and what it trains in the end is that of the epoch sent whole, to the bit.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from itertools import chain
+from typing import Any
+
+from insitu.advantages.estimator import EstimatedEpoch
+from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+
+
+class EpochStream:
+    """Selects, estimates and sends each part of an epoch once its groups are complete.
+
+    `parts` has the part of each planned row; `select` decides what is trained, within a group.
+    """
+
+    def __init__(
+        self,
+        adapter: StreamingAdapter,
+        select: Callable[[TrajectoryCollection], EstimatedEpoch],
+        run_id: str,
+        epoch: int,
+        parts: Mapping[str, int],
+    ) -> None:
+        self._adapter = adapter
+        self._select = select
+        self._run_id, self._epoch = run_id, epoch
+        self._parts = parts
+        self._missing = Counter(parts.values())
+        self._groups: dict[int, list[GroupRecord]] = {}
+        self._selected: dict[int, EstimatedEpoch] = {}
+        self._sending: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing))
+
+    def add(self, group: GroupRecord) -> None:
+        """Takes a complete group; the last one of a part is sent with the others."""
+        part = self._parts[group.row_id]
+        self._groups.setdefault(part, []).append(group)
+        self._missing[part] -= 1
+        if self._missing[part] == 0:
+            self._selected[part] = selected = self._select(
+                collection_of(self._groups.pop(part), self._run_id, self._epoch)
+            )
+            sending = self._adapter.add_part(part, selected.collection)
+            self._sending.append(asyncio.create_task(sending, name=f"send part {part}"))
+
+    async def finish(self, collected: TrajectoryCollection) -> EstimatedEpoch:
+        """Waits until all parts are sent; returns what is trained of the epoch."""
+        await asyncio.gather(*self._sending)
+        parts = [self._selected[part] for part in sorted(self._selected)]
+        collections = [part.collection for part in parts]
+        untrained = sum((Counter(part.metrics.get("untrained_calls", {})) for part in parts), Counter[str]())
+        collection = collected.model_copy(
+            update={
+                "trajectories": [*chain.from_iterable(each.trajectories for each in collections)],
+                "dropped": dict(sum((Counter(each.dropped) for each in collections), Counter[str]())),
+                "drop_reasons": {key: reason for each in collections for key, reason in each.drop_reasons.items()},
+            }
+        )
+        advantages = [*chain.from_iterable(part.advantages for part in parts)]
+        return EstimatedEpoch(collection, advantages, {"untrained_calls": dict(untrained)} if untrained else {})
+
+    async def close(self) -> None:
+        """Cancels what has not been submitted."""
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+        await self._adapter.abandon_job()
+
+
+class EpochStreams:
+    """The streams of a run's epochs, if the file asks for them and an epoch need not be complete before it is trained.
+
+    `compared` names what the trainer compares over the rows of an epoch.
+    """
+
+    def __init__(
+        self,
+        builder: TrajectoryBuilder,
+        adapter: TrainerAdapter,
+        select: Callable[[TrajectoryCollection], EstimatedEpoch],
+        *,
+        is_chosen: bool,
+        compared: str | None,
+    ) -> None:
+        self._builder, self._adapter, self._select = builder, adapter, select
+        self._is_chosen, self._compared = is_chosen, compared
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For the header of the run."""
+        obstacle = self._obstacle
+        return {"stream": True if obstacle is None else f"no: {obstacle}"} if self._is_chosen else {}
+
+    @property
+    def _obstacle(self) -> str | None:
+        """Why an epoch must be complete before anything of its job is computed; None if it need not be."""
+        if self._compared is not None:
+            return self._compared
+        if not isinstance(self._builder, EpisodesBuilder) or not self._builder.plans_episodes:
+            return f"{self._builder.trajectory_builder_config.type} does not plan its episodes"
+        if not isinstance(self._adapter, StreamingAdapter):
+            return f"{self._adapter.adapter_config.type} takes whole epochs"
+        return self._adapter.streaming_obstacle
+
+    @asynccontextmanager
+    async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochStream | None]:
+        """The stream of an epoch; None if it is sent whole, as one that an earlier process may have submitted."""
+        builder, adapter = self._builder, self._adapter
+        if whole or not self._is_chosen or self._obstacle is not None:
+            yield None
+            return
+        assert isinstance(builder, EpisodesBuilder)
+        assert isinstance(adapter, StreamingAdapter)
+        parts = builder.plan(run_id, epoch).parts()
+        if parts is None:
+            yield None
+            return
+        stream = EpochStream(adapter, self._select, run_id, epoch, parts)
+        try:
+            await stream.open()
+            yield stream
+        finally:
+            await stream.close()

@@ -1,0 +1,176 @@
+"""Jobs whose rows come in parts: the weights of a job that is sent whole, whatever the order and time of the parts."""
+
+import json
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from equal_runs import differences
+from factories import digits_project, read_lines, write_rows
+from processes import HANGS, run_project, start_project
+from test_learner import LORA, make_rows, same, weights
+from tiny_models import save_tiny_model
+
+from insitu.backend.compute import PARKED
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.learner import Learner, TrainedVersion
+from insitu.backend.learner.parts import PartedRows
+from insitu.backend.model import LoadedModel, load_model
+from insitu.schemas.training_jobs import TrainingSettings
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")), "cpu")
+
+
+def parts_of(rows: Sequence[Row], count: int = 4) -> list[list[Row]]:
+    """Parts of different sizes, one of them empty; an episode's rows stay together."""
+    parts: list[list[Row]] = [[] for _ in range(count + 1)]
+    for index, row in enumerate(rows):
+        parts[(index // 2) ** 2 % count].append(row)
+    return parts
+
+
+def train(learner: Learner, rows: PartedRows | Sequence[Row], arrivals: Any = (), **settings: Any) -> TrainedVersion:
+    """Trains a job; `arrivals` is advanced each time the learner waits for rows."""
+    steps = learner.run(TrainingSettings(**({"learning_rate": 1e-2} | settings)), rows)
+    arrivals = iter(arrivals)
+    while True:
+        try:
+            if next(steps) is PARKED:
+                next(arrivals)
+        except StopIteration as end:
+            return end.value
+
+
+def arriving(rows: PartedRows, parts: Sequence[Sequence[Row]], order: Sequence[int]) -> Any:
+    for number in order:
+        rows.add(number, parts[number], [])
+        yield number
+    rows.close()
+    yield None
+
+
+SETTINGS = [
+    {},
+    {"loss_agg_mode": "sequence", "kl": {"beta": 0.1}},
+    {"loss_agg_mode": "constant", "loss_scale_factor": 40, "objective": "cispo"},
+    {"importance_sampling_level": "sequence", "old_logprobs": "rollout"},
+    {"truncated_importance": 2, "kl": {"beta": 0.1, "in_reward": True, "reference": "job_start"}},
+    {"lora": LORA, "attention": "packed"},
+    {"method": "sft", "gradient_checkpointing": True},
+    {"mini_batch_size": 100},
+    {"steps_per_iteration": 1, "mini_batch_size": 5, "attention": "packed"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_an_open_job_trains_the_weights_of_one_that_is_sent_whole(
+    loaded: LoadedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    parts = parts_of(make_rows(loaded.module, 30))
+    whole = train(Learner(loaded, tmp_path / "whole"), PartedRows.whole(parts), **settings)
+    single = train(Learner(loaded, tmp_path / "single"), [row for part in parts for row in part], **settings)
+    assert whole.module is not None
+    assert single.module is not None
+    seconds = {"seconds": 0, "seconds_ahead": 0}
+    for number in range(3):
+        rows, order = PartedRows(len(parts)), random.Random(number).sample(range(len(parts)), len(parts))
+        trained = train(Learner(loaded, tmp_path / str(number)), rows, arriving(rows, parts, order), **settings)
+        assert trained.module is not None
+        assert same(weights(trained.module), weights(whole.module))
+        assert {**trained.metrics, **seconds} == {**whole.metrics, **seconds}
+    assert not same(weights(whole.module), weights(loaded.module))
+    for key, value in single.metrics.items():
+        if key not in ("seconds", "computed_tokens", "padding_tokens", "rows_without_gradient") and value is not None:
+            assert whole.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    assert distance(whole.module, single.module) <= 1e-5 * distance(single.module)
+
+
+def distance(one: torch.nn.Module, other: torch.nn.Module | None = None) -> float:
+    """The norm of the difference of their weights."""
+    values, others = weights(one), weights(other) if other is not None else {}
+    return sum(float((values[name] - others.get(name, 0)).double().square().sum()) for name in values) ** 0.5
+
+
+# runs
+
+ONE_STEP = ("-o", "trainer_adapters.backend.training.mini_batch_size", "null")
+STREAM = ("-o", "trainers.grpo.stream", "true")
+
+
+def project(folder: Path, rows: int = 24) -> Path:
+    """Episodes of very different lengths; an epoch has three parts."""
+    folder.mkdir()
+    digits_project(folder)
+    write_rows(folder, [{"say": f"Row {number}", "pause": 0.05} for number in range(rows)])
+    return folder
+
+
+def whole_run(folder: Path, *options: str) -> Path:
+    code, _, err = run_project(folder, *options)
+    assert code == 0, err
+    return folder / "run"
+
+
+def seconds_ahead(run: Path) -> list[float]:
+    return [line["seconds"]["ahead"] for line in read_lines(run / "training_metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def unstreamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(project(tmp_path_factory.mktemp("unstreamed") / "project"), *ONE_STEP)
+
+
+def differences_from(run: Path, other: Path, *expected: str) -> list[str]:
+    lines = differences(run, other, {"stream", "digest"})  # the digest of rows names the run
+    return [line for line in lines if not line.startswith(("events.jsonl: event resumed", *expected))]
+
+
+def test_a_streamed_run_is_an_unstreamed_run(unstreamed: Path, tmp_path: Path) -> None:
+    run = whole_run(project(tmp_path / "project"), *ONE_STEP, *STREAM)
+    assert differences_from(unstreamed, run) == []
+    assert json.loads((run / "run.json").read_text())["stream"] is True
+    assert min(seconds_ahead(run)) > 0
+
+
+def test_several_steps_differ_by_rounding(tmp_path: Path) -> None:
+    first = whole_run(project(tmp_path / "a"))
+    second = whole_run(project(tmp_path / "b"), *STREAM)
+    assert min(seconds_ahead(second)) > 0
+    one, two = ([line["loss"] for line in read_lines(run / "training_metrics.jsonl")] for run in (first, second))
+    assert one == pytest.approx(two, rel=1e-3)
+    again = whole_run(project(tmp_path / "c"), *STREAM, "-o", "eval.general.max_concurrency", "5")
+    assert [line for line in differences_from(second, again) if "max_concurrency" not in line] == []
+
+
+@pytest.mark.parametrize("moment", [0.2, 0.5, 0.8])
+def test_a_streamed_run_that_is_killed_is_resumed_to_the_bit(unstreamed: Path, tmp_path: Path, moment: float) -> None:
+    folder = project(tmp_path / "project")
+    journal = folder / "run/journal.jsonl"
+    with start_project(folder, *ONE_STEP, *STREAM) as process:
+        process.wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= moment * 24 * 4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    run = whole_run(folder, *ONE_STEP, *STREAM, "--resume")
+    assert differences_from(unstreamed, run, "backend/jobs/") == []
+
+
+def test_a_backend_that_is_killed_while_a_job_is_open_gets_it_whole(unstreamed: Path, tmp_path: Path) -> None:
+    folder = project(tmp_path / "project")
+    log = folder / "run/journal.jsonl"
+    with start_project(folder, *ONE_STEP, *STREAM) as process:
+        process.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 60)
+        [backend] = psutil.Process(process.pid).children()
+        backend.kill()
+        _, err = process.communicate(HANGS)
+        assert process.wait() == 0, err
+    assert "the epoch is sent whole once it is collected: POST /v1/train/jobs/job-" in err
+    weights = "backend/checkpoints/step_000002/model.safetensors"  # attempts that were cut off have other numbers
+    assert (folder / "run" / weights).read_bytes() == (unstreamed / weights).read_bytes()
