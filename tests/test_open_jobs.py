@@ -1,9 +1,11 @@
 """Jobs whose rows come in parts: the weights of a job that is sent whole, whatever the order and time of the parts."""
 
+import asyncio
 import json
 import random
 import signal
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run_project, start_project
+from test_jobs import JOBS, lines, row, serving
 from test_learner import LORA, make_rows, same, weights
 from tiny_models import save_tiny_model
 
@@ -32,8 +35,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def parts_of(rows: Sequence[Row], count: int = 4) -> list[list[Row]]:
     """Parts of different sizes, one of them empty; an episode's rows stay together."""
     parts: list[list[Row]] = [[] for _ in range(count + 1)]
-    for index, row in enumerate(rows):
-        parts[(index // 2) ** 2 % count].append(row)
+    for index, each in enumerate(rows):
+        parts[(index // 2) ** 2 % count].append(each)
     return parts
 
 
@@ -76,7 +79,7 @@ def test_an_open_job_trains_the_weights_of_one_that_is_sent_whole(
 ) -> None:
     parts = parts_of(make_rows(loaded.module, 30))
     whole = train(Learner(loaded, tmp_path / "whole"), PartedRows.whole(parts), **settings)
-    single = train(Learner(loaded, tmp_path / "single"), [row for part in parts for row in part], **settings)
+    single = train(Learner(loaded, tmp_path / "single"), [*chain(*parts)], **settings)
     assert whole.module is not None
     assert single.module is not None
     seconds = {"seconds": 0, "seconds_ahead": 0}
@@ -99,6 +102,128 @@ def distance(one: torch.nn.Module, other: torch.nn.Module | None = None) -> floa
     return sum(float((values[name] - others.get(name, 0)).double().square().sum()) for name in values) ** 0.5
 
 
+# the protocol
+
+OPEN = json.dumps({"settings": {"learning_rate": 0.01}, "num_parts": 3}).encode()
+PARTS = [[row(episode=f"{part}/{number}") for number in range(4)] for part in range(3)]
+
+
+def part_lines(number: int) -> bytes:
+    return "\n".join(map(json.dumps, PARTS[number])).encode()
+
+
+async def test_parts_come_in_any_order_and_twice(loaded: LoadedModel, tmp_path: Path) -> None:
+    every = [*chain(*PARTS)]
+    async with serving(loaded, tmp_path / "whole") as backend:
+        _, whole = await backend.post(lines(every, {"learning_rate": 0.01}, parts=[4, 4, 4]), Idempotency_Key="run/1")
+        [*_, final] = await backend.events(whole["id"])
+    async with serving(loaded, tmp_path / "open") as backend:
+        status, job = await backend.post(OPEN, Idempotency_Key="run/1")
+        path = f"{JOBS}/{job['id']}"
+        assert (status, job["open"]) == (200, True)
+        status, problem = await backend.post(b"", f"{path}/close")
+        assert (status, problem["error"]["code"]) == (409, "parts_missing")
+        assert "lacks the parts [0, 1, 2]" in problem["error"]["message"]
+        for number in (2, 0, 2, 1):
+            assert (await backend.post(part_lines(number), f"{path}/parts/{number}"))[0] == 200
+        status, problem = await backend.post(part_lines(1), f"{path}/parts/2")
+        assert (status, problem["error"]["code"]) == (409, "part_differs")
+        keep = json.dumps({"last": 2}).encode()
+        assert (await backend.post(keep, f"{path}/close", Content_Type="application/json"))[1]["open"] is False
+        [*_, closed] = await backend.events(job["id"])
+        times = {"id": "", "checkpoint": "", "metrics": {}}
+        assert {**closed, **times} == {**final, **times}
+        for name in ("seconds", "seconds_ahead"):
+            final["metrics"].pop(name, None)
+            closed["metrics"].pop(name)
+        assert closed["metrics"] == final["metrics"]
+        assert (await backend.post(b"", f"{path}/close"))[1] == (await backend.get(path))[1]  # a lost response
+        status, problem = await backend.post(part_lines(1), f"{path}/parts/1")
+        assert (status, problem["error"]["code"]) == (409, "job_not_open")
+        assert (await backend.post(OPEN, Idempotency_Key="run/1"))[1]["id"] == job["id"]
+        _, again = await backend.post(lines(every, {"learning_rate": 0.01}), Idempotency_Key="run/1")
+        assert (again["id"], again["body_differs"]) == (job["id"], False)
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ({"num_parts": 0}, "num_parts: Input should be greater than or equal to 1, not 0"),
+        ({"num_parts": 2, "num_rows": 0}, "set either num_rows or, for an open job, num_parts"),
+        ({}, "set either num_rows or, for an open job, num_parts"),
+        ({"num_rows": 3, "parts": [1, 1]}, "parts: they have 2 rows, but num_rows is 3"),
+        ({"num_parts": 2, "settings": {"method": "kto"}}, "method kto compares all rows; allowed: grpo, sft"),
+    ],
+)
+async def test_wrong_headers_are_refused(
+    loaded: LoadedModel, tmp_path: Path, header: dict[str, Any], problem: str
+) -> None:
+    async with serving(loaded, tmp_path) as backend:
+        status, answer = await backend.post(json.dumps({"settings": {}} | header).encode())
+        assert status == 400
+        assert problem in answer["error"]["message"]
+
+
+async def test_wrong_parts_are_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with serving(loaded, tmp_path) as backend:
+        _, job = await backend.post(OPEN)
+        path = f"{JOBS}/{job['id']}/parts"
+        for number, body, status, problem in (
+            ("3", part_lines(0), 404, "part '3' does not exist; allowed: 0 to 2"),
+            ("-1", part_lines(0), 404, "part '-1' does not exist"),
+            ("0", b"[]", 400, "row 1"),
+            ("0", json.dumps(row(token_ids=[1])).encode(), 400, "row 1: loss_mask has 5 entries, token_ids has 1"),
+        ):
+            found, answer = await backend.post(body, f"{path}/{number}")
+            assert (found, problem in answer["error"]["message"]) == (status, True), answer
+        status, answer = await backend.post(OPEN + b"\n" + part_lines(0))
+        assert (status, answer["error"]["param"]) == (400, "num_parts")
+        status, answer = await backend.post(lines([row(), row()], parts=[1, 1]))
+        assert (status, answer["error"]["param"]) == (400, "parts")  # an episode in two parts
+        for number in range(3):
+            assert (await backend.post(b"", f"{path}/{number}"))[0] == 200
+        status, answer = await backend.post(b"", f"{JOBS}/{job['id']}/close")
+        assert (status, answer["error"]["code"]) == (400, "empty_job")
+        _, answer = await backend.post(b"", f"{JOBS}/{job['id']}/cancel")
+        assert (answer["status"], answer["open"], backend.learner.version) == ("canceled", False, 0)
+
+
+async def test_an_open_job_delays_no_other_policy_and_is_replaced_by_its_client(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async with serving(loaded, tmp_path) as backend:
+        _, job = await backend.post(OPEN, Idempotency_Key="run/1")
+        other = Learner(loaded, tmp_path / "other", "other")
+        settings = TrainingSettings(learning_rate=0.01)
+        independent = backend.jobs.submit(None, settings, make_rows(loaded.module, 4), other)
+        later = backend.jobs.submit(None, settings, make_rows(loaded.module, 4))
+        await independent.task
+        assert (independent.state.status, later.state.status) == ("completed", "pending")
+        _, whole = await backend.post(lines(PARTS[0]), Idempotency_Key="run/1")
+        assert whole["id"] != job["id"]
+        assert (await backend.get(f"{JOBS}/{job['id']}"))[1]["status"] == "canceled"
+        await later.task
+        assert (await backend.events(whole["id"]))[-1]["policy_version"] == 2
+
+
+async def test_an_open_job_whose_client_is_gone_is_canceled(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.backend.learner.jobs.OPEN_SECONDS", 0.5)
+    async with serving(loaded, tmp_path) as backend:
+        _, job = await backend.post(OPEN)
+        await backend.post(part_lines(0), f"{JOBS}/{job['id']}/parts/0")
+        for _ in range(8):  # its client is there
+            await asyncio.sleep(0.1)
+            assert (await backend.get(f"{JOBS}/{job['id']}"))[1]["open"]
+        await asyncio.wait([backend.jobs.get(job["id"]).task])
+        _, state = await backend.get(f"{JOBS}/{job['id']}")
+        assert (state["status"], state["open"]) == ("canceled", False)
+        assert "has not been heard of for 0.5 s" in state["message"]
+        status, answer = await backend.post(b"", f"{JOBS}/{job['id']}/close")
+        assert (status, answer["error"]["code"]) == (409, "job_not_open")
+
+
 # runs
 
 ONE_STEP = ("-o", "trainer_adapters.backend.training.mini_batch_size", "null")
@@ -109,13 +234,14 @@ def project(folder: Path, rows: int = 24) -> Path:
     """Episodes of very different lengths; an epoch has three parts."""
     folder.mkdir()
     digits_project(folder)
-    write_rows(folder, [{"say": f"Row {number}", "pause": 0.05} for number in range(rows)])
+    write_rows(folder, [{"say": f"Row {number}", "pause": 0.2} for number in range(rows)])
     return folder
 
 
 def whole_run(folder: Path, *options: str) -> Path:
     code, _, err = run_project(folder, *options)
     assert code == 0, err
+    assert "sent whole" not in err
     return folder / "run"
 
 
@@ -129,7 +255,7 @@ def unstreamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences_from(run: Path, other: Path, *expected: str) -> list[str]:
-    lines = differences(run, other, {"stream", "digest"})  # the digest of rows names the run
+    lines = differences(run, other, {"stream", "digest", "seconds_ahead"})  # the digest of rows names the run
     return [line for line in lines if not line.startswith(("events.jsonl: event resumed", *expected))]
 
 

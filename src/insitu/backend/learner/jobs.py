@@ -42,6 +42,8 @@ class TrainingJob:
     """The generator that trains it, once it has started."""
     task: asyncio.Task[None] | None = None
     expiry: asyncio.Task[None] | None = None
+    reason: str | None = None  # why it is canceled, unless its client has asked for it
+    was_closed: bool = False
     diverged: bool = False
     """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
     recording: bool = False
@@ -208,8 +210,7 @@ class TrainingQueue:
 
     def close_job(self, job_id: str, keep: Retention | None) -> TrainingJob:
         """Ends the upload of an open job, which becomes one like others. Raises RequestRefused if parts are missing."""
-        job = self.get(job_id)
-        if job.rows.closed:
+        if (job := self.get(job_id)).was_closed:
             return job
         job = self.get_open(job_id)
         if missing := job.rows.missing:
@@ -219,6 +220,7 @@ class TrainingQueue:
                 "no part has a row with a trained token (loss_mask 1)", param="loss_mask", code="empty_job"
             )
         job.keep = keep or job.keep
+        job.was_closed = True
         job.rows.close()
         job.update(
             emit=False, open=False, digest=job.rows.hexdigest, metrics=job.state.metrics | {"rows": len(job.rows)}
@@ -235,7 +237,8 @@ class TrainingQueue:
         while job.is_open:
             left = job.rows.heard_at + OPEN_SECONDS - time.monotonic()
             if left <= 0:
-                logger.warning("job %s is canceled: its client has not been heard of", job.state.id)
+                job.reason = f"its client has not been heard of for {OPEN_SECONDS:g} s"
+                logger.warning("job %s is canceled: %s", job.state.id, job.reason)
                 await self.cancel(job.state.id)
                 return
             await asyncio.sleep(left)
@@ -320,7 +323,8 @@ class TrainingQueue:
                 if job.keep is not None:
                     await self.apply_retention(job.learner, job.keep)
         except asyncio.CancelledError:
-            unchanged = {"status": "canceled", "message": "canceled; the weights are unchanged"}
+            reason = f" ({job.reason})" if job.reason else ""
+            unchanged = {"status": "canceled", "message": f"canceled{reason}; the weights are unchanged"}
             outcome = unchanged if trained is None else _completed(trained)
         except InsituError as error:
             job.diverged = isinstance(error, JobFailed)

@@ -57,6 +57,10 @@ class PartedRows:
     def closed(self) -> bool:
         return self.closed_at is not None
 
+    @property
+    def came_in_parts(self) -> bool:
+        return self._digest is not None
+
     def close(self) -> None:
         self.closed_at = time.monotonic()
 
@@ -123,7 +127,7 @@ def train_parts(state: TrainState, settings: TrainingSettings, rows: PartedRows)
             ahead = _Gradients(state, settings)
         elif not rows.closed:
             ahead = _FixedPasses(state, settings)
-    waiting, was_open, seconds = [*range(rows.count)] if ahead is not None else [], not rows.closed, 0.0
+    waiting, seconds = [*range(rows.count)] if ahead is not None else [], 0.0
     while waiting and ahead is not None:
         number = next((n for n in waiting if rows.part(n) is not None and ahead.has_room(n)), None)
         if number is None:
@@ -141,7 +145,7 @@ def train_parts(state: TrainState, settings: TrainingSettings, rows: PartedRows)
         return {}
     loop = OptimizerLoop(state, settings, every)
     metrics = yield from loop.run() if ahead is None else ahead.finish(loop)
-    return metrics | ({"seconds_ahead": seconds} if was_open else {})
+    return metrics | ({"seconds_ahead": seconds} if rows.came_in_parts else {})
 
 
 def _adds_up(settings: TrainingSettings) -> bool:

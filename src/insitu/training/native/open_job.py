@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 JOBS = "/v1/train/jobs"
 HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson"}
 """Of requests with the lines of a job."""
+JSON = {"Content-Type": "application/json"}
 
 
 def gzip_lines(header: dict[str, Any] | None, rows: Sequence[TrainingRow]) -> bytes:
@@ -67,7 +68,7 @@ class OpenJob:
             await self.cancel()
             return None
         try:
-            return await self._post(f"{self._path}/close", keep.model_dump_json().encode(), {})
+            return await self._post(f"{self._path}/close", keep.model_dump_json().encode(), JSON)
         except BackendError as error:
             self._give_up(error)
             return None
