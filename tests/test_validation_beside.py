@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_version_is_validated_while_the_next_is_trained_and_served(tmp_path: P
     waits = whole_run(project(tmp_path / "a"), "-o", "finetuning.num_epochs", "2")
     folder = project(tmp_path / "b", held_out={"pause": 1e6})
     with start_project(folder, "-o", "finetuning.num_epochs", "2", *BESIDE) as process:
-        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_0001/training.json").exists())
+        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_000001/training.json").exists())
         assert not (folder / "run/validation_history.json").exists()
         assert progress_of(folder).epoch == 0
         (folder / "released").touch()
@@ -87,25 +88,21 @@ def test_a_version_is_validated_while_the_next_is_trained_and_served(tmp_path: P
 
 def test_neither_training_nor_validation_starves(tmp_path: Path) -> None:
     """With two slots, and more held-out episodes than those of an epoch."""
-    folder = project(tmp_path / "project", held_out={"mark": "validated", "pause": 0}, reps=20)
-    write_rows(folder, [{"say": f"Row {number}", "mark": "trained", "pause": 0} for number in range(6)])
+    folder = project(tmp_path / "project", held_out={"mark": "validated"}, reps=20)
+    write_rows(folder, [{"say": f"Row {number}", "mark": "trained", "pause": 0.05} for number in range(6)])
     slots = ("-o", "eval.general.max_concurrency", "2", "-o", "finetuning.num_epochs", "1")
     with start_project(folder, *slots, *BESIDE) as process:
 
         def played(name: str) -> int:
             return (folder / name).stat().st_size if (folder / name).exists() else 0
 
-        process.wait_until(lambda: played("trained") >= 6)
-        assert played("validated") < 90
-        process.wait_until(lambda: played("trained") >= 25)
-        assert played("validated") > 10
+        process.wait_until(lambda: played("trained") >= 1 + 24)  # a row is played before
+        assert 10 < played("validated") < 50
         assert process.wait() == 0
 
 
 @pytest.mark.parametrize("options", [(), STALE], ids=["on-policy", "stale"])
-def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     settings = ("-o", "finetuning.num_epochs", "6", *BESIDE, *options)
     whole = whole_run(project(tmp_path / "whole"), *settings)
     killed, rng, due = project(tmp_path / "killed"), random.Random(1), []
@@ -142,7 +139,7 @@ def test_a_validation_that_was_due_is_repeated_from_the_checkpoint_of_its_versio
     with start_project(folder, *settings, *BESIDE) as process:
         process.wait_until(lambda: (folder / "run/validation_history.json").exists())
         (folder / "released").unlink()  # the validation of epoch 1 does not end
-        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_0002/training.json").exists())
+        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_000002/training.json").exists())
         assert [record["epoch"] for record in history_of(folder / "run")] == [0]
         assert (progress_of(folder).epoch, progress_of(folder).due_validation) == (1, 1)
         process.send_signal(signal.SIGKILL)
@@ -166,24 +163,15 @@ def test_a_run_whose_score_does_not_improve_ends_early(tmp_path: Path, options: 
         code, out, err = run_project(folder, *settings, "-o", "eval.general.max_concurrency", limit)
         assert (code, err) == (0, "")
         told = "the held-out score has not improved on 0.[0-9]+ of epoch 0 in 2 validations"
-        assert_matches(f"{told}: the run ends after epoch {last} of 5", out)
+        assert re.search(f"{told}: the run ends after epoch {last} of 5", out), out
         runs.append(folder / "run")
     assert [record["epoch"] for record in history_of(runs[0])] == [*range(last + 1)]
     assert progress_of(folder).stop == EarlyStop(epochs=5, patience=2)
     [event] = [event for event in read_lines(runs[0] / "events.jsonl") if event.get("event") == "ended early"]
-    assert {**event, "time": 0, "untrained_episodes": 0} == {
-        **{"time": 0, "event": "ended early", "epoch": last, "patience": 2, "best_epoch": 0, "untrained_episodes": 0}
-    }
+    assert (event["epoch"], event["patience"], event["best_epoch"]) == (last, 2, 0)
     assert (event["untrained_episodes"] > 0) == ("trainers.grpo.staleness" in options)
-    counted = "events.jsonl: event ended early"
-    unequal = [line for line in differences(*runs) if "max_concurrency" not in line and not line.startswith(counted)]
-    assert unequal == []
-
-
-def assert_matches(pattern: str, text: str) -> None:
-    import re
-
-    assert re.search(pattern, text), text
+    counted = ("events.jsonl: event ended early", "run.json: config: eval: general: max_concurrency")
+    assert [line for line in differences(*runs, {"digest"}) if not line.startswith(counted)] == []
 
 
 def test_a_run_that_ended_early_continues_with_more_patience_or_epochs_only(tmp_path: Path) -> None:
@@ -221,7 +209,7 @@ def test_a_failed_validation_fails_the_run_with_the_same_message(tmp_path: Path)
 def test_an_interrupted_run_cancels_the_validation_beside_it(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", held_out={"pause": 1e6})
     with start_project(folder, *BESIDE) as process:
-        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_0001/training.json").exists())
+        process.wait_until(lambda: (folder / "run/backend/checkpoints/step_000001/training.json").exists())
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
         assert process.wait() == 130
@@ -238,6 +226,67 @@ def test_an_interrupted_run_cancels_the_validation_beside_it(tmp_path: Path) -> 
 )
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     code, _, err = run_project(project(tmp_path / "project", **settings))
+    assert code == 2
+    assert problem in err
+
+
+PLUGIN = """
+import dataclasses
+
+from insitu.plugin_api import Trainer, TrainerConfig, register_trainer, register_trainer_adapter
+from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.trainer_adapter import InsituTrainerAdapter
+
+
+class NewestConfig(InsituAdapterConfig, name="newest_only"):
+    pass
+
+
+@register_trainer_adapter(config_type=NewestConfig)
+class NewestOnly(InsituTrainerAdapter):
+    async def policy_endpoint(self):
+        return dataclasses.replace(await super().policy_endpoint(), names_versions=False)
+
+
+class OwnConfig(TrainerConfig, name="own_loop"):
+    pass
+
+
+class OwnLoop(Trainer):
+    async def run_epoch(self, epoch, run_id): ...
+    async def run(self, num_epochs): ...
+    async def get_metrics(self, run_id): ...
+    async def cleanup(self): ...
+    def log_progress(self, epoch, metrics, output_dir=None): ...
+
+
+@register_trainer(config_type=OwnConfig)
+async def own_loop(config, builder):
+    yield OwnLoop(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            (*BESIDE, "-o", "trainer_adapters.backend._type", "newest_only"),
+            "finetuning.validation.beside is true, but newest_only serves the newest weights only; allowed: false",
+        ),
+        (
+            (*BESIDE, "-o", "trainers.grpo", "{_type: own_loop}"),
+            "finetuning.validation.beside is true, but own_loop does not support it; allowed: false",
+        ),
+        (
+            ("-o", "finetuning.validation.patience", "3", "-o", "trainers.grpo", "{_type: own_loop}"),
+            "finetuning.validation.patience is 3, but own_loop does not support it; allowed: none",
+        ),
+    ],
+)
+def test_components_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], problem: str) -> None:
+    folder = project(tmp_path / "project")
+    (folder / "own_parts.py").write_text(PLUGIN)
+    code, _, err = run_project(folder, "-o", "general.plugins", "[digits_plugin, own_parts]", *options)
     assert code == 2
     assert problem in err
 

@@ -153,7 +153,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         status = await self._complete_epoch(epoch, num_epochs)
         validation, version = self.validation, self.results[epoch].metrics["policy_version"]
         stop = None
-        if validation is not None and validation.ends_run:
+        if validation is not None and validation.unbeaten is not None:
             stop = validation.end_early(epoch, num_epochs, await self._batches.abandon(self.run_id))
         await self._durable.commit(
             epoch=epoch,

@@ -37,8 +37,8 @@ class Validation:
         self.history: list[dict[str, Any]] = []
         self.due: int | None = None
         """The epoch whose weights are to be validated beside the next one."""
-        self.ends_run = False
-        """Whether the patience is exhausted."""
+        self.unbeaten: dict[str, Any] | None = None
+        """The best record, if the patience with those after it is exhausted: the run ends."""
         self.checkpoints: dict[int | None, str | None] = {}
         self._run_config = run_config
         self._builder = builder
@@ -107,19 +107,20 @@ class Validation:
                 records.append(await self._beside)
             self._beside = None
             self._keep_best(epoch - 1)
-            self.ends_run = not is_last and self._is_exhausted(epoch - 1)
-        is_last = is_last or self.ends_run
+            self.unbeaten = None if is_last else self._unbeaten(epoch - 1)
+        is_last = is_last or self.unbeaten is not None
         is_due = is_last or epoch % self.config.interval == 0
         self.due = epoch if is_due and self.config.beside and not is_last else None
         if is_due and self.due is None:
             records.append(await self.run(epoch))
             self._keep_best()
-            self.ends_run |= not is_last and self._is_exhausted(epoch)
+            if not is_last:
+                self.unbeaten = self._unbeaten(epoch)
         return sum((record["seconds"] for record in records), 0.0)
 
     def end_early(self, epoch: int, epochs: int, untrained: int) -> EarlyStop:
         """Reports and records that the run ends after an epoch; `untrained` episodes were collected ahead."""
-        best, patience = self.best or {}, self.config.patience or 0
+        best, patience = self.unbeaten or {}, self.config.patience or 0
         text = f"the held-out score has not improved on {best['avg_reward']:.3f} of epoch {best['epoch']}"
         text += f" in {patience} validation{'s' * (patience > 1)}: the run ends after epoch {epoch} of {epochs}"
         if untrained:
@@ -190,9 +191,11 @@ class Validation:
         if best is not None and isinstance(self._adapter, RowAdapter):
             self._adapter.note_best(best["policy_version"])
 
-    def _is_exhausted(self, epoch: int) -> bool:
-        patience = self.config.patience
-        return patience is not None and validations_since_best(self._until(epoch)) >= patience
+    def _unbeaten(self, epoch: int) -> dict[str, Any] | None:
+        """The best record up to an epoch, if as many as the patience have come after it."""
+        patience, history = self.config.patience, self._until(epoch)
+        exhausted = patience is not None and validations_since_best(history) >= patience
+        return best_of(history) if exhausted else None
 
 
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
