@@ -30,7 +30,7 @@ from insitu.schemas.episodes import (
     StepLog,
 )
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, message_text
+from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, ValidationConfig, message_text
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
 Phase = Literal["collected", "submitted"]
@@ -313,16 +313,16 @@ class RunProgress(BaseModel):
     stop: EarlyStop | None = Field(default=None, exclude_if=lambda stop: stop is None)
     """Set if the run has ended early."""
 
-    def trains_further(self, epochs: int, patience: int | None) -> bool:
+    def trains_further(self, epochs: int, validation: ValidationConfig | None) -> bool:
         """Whether a run of so many epochs has some left; one that ended early has with more epochs or more patience."""
-        stop = self.stop
+        stop, patience = self.stop, validation.patience if validation is not None else None
         if stop is not None and patience is not None and patience <= stop.patience and epochs <= stop.epochs:
             return False
         return self.epoch < epochs
 
-    def is_complete(self, epochs: int, patience: int | None = None) -> bool:
+    def is_complete(self, epochs: int, validation: ValidationConfig | None = None) -> bool:
         """Whether a run with these settings has nothing left to train."""
-        return self.status == "completed" and self.phase is None and not self.trains_further(epochs, patience)
+        return self.status == "completed" and self.phase is None and not self.trains_further(epochs, validation)
 
 
 class EpochState(BaseModel):

@@ -212,11 +212,6 @@ class FinetuneConfig(BaseModel):
     run_configuration: FinetuneRunConfig | None = None
     """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
 
-    @property
-    def patience(self) -> int | None:
-        """That of the validation."""
-        return self.validation.patience if self.validation is not None else None
-
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_name(cls, value: Any) -> Any:

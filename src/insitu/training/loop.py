@@ -136,7 +136,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._durable.mark_running()
             try:
                 await self._before_training(num_epochs)
-                while self._durable.progress.trains_further(num_epochs, self.run_config.patience):
+                while self._durable.progress.trains_further(num_epochs, self.run_config.validation):
                     await self._train_next(num_epochs)
             finally:
                 if self.validation is not None:
@@ -186,7 +186,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         progress = self._durable.progress
         self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
-            follows = progress.trains_further(num_epochs, self.run_config.patience)
+            follows = progress.trains_further(num_epochs, self.run_config.validation)
             can_overlap = follows and (self._warm_up is None or progress.warmed_up)
             await self.validation.begin(progress, can_overlap=can_overlap)
         if self._warm_up is not None and not progress.warmed_up:

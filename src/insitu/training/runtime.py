@@ -86,7 +86,7 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     finetuning = config.finetuning
     folder = config.run_dir
     progress = RunReader(folder).progress() if request.resume else None
-    if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.patience):
+    if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.validation):
         done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
         if progress.epoch < finetuning.num_epochs:
             done += f" of {finetuning.num_epochs}: its held-out score had not improved any more"
