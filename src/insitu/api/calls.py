@@ -284,7 +284,8 @@ def _checked(
     if continued is not None:
         check_same_run(folder, config, continued, force=False)
         progress = find_run(folder, "--resume")
-        if progress is not None and progress.is_complete(config.finetuning.num_epochs):
+        finetuning = config.finetuning
+        if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.validation):
             return config
     project.write_rows()
     project.write_settings(folder / _CONFIG)  # checked first, which makes its secrets known

@@ -43,12 +43,14 @@ _generations = count()
 class EvaluationRun:
     """Runs an evaluation, on the components of `builder` or of the current finetuning run if there is one.
 
-    `on_episode` is called with each finished episode.
+    `on_episode` is called with each finished episode. `sampled_from`, such as `policy@3`, is the version of the policy
+    to evaluate; None: the newest one.
     """
 
     config: EvaluationRunConfig
     builder: Builder | None = None
     on_episode: Callable[[Episode], None] | None = None
+    sampled_from: str | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -122,6 +124,7 @@ class EvaluationRun:
                 result=self.config.result_json_path,
                 needs=min(run.needs, Needs.LOGPROBS),  # plugins may lack token ids
                 target_functions=tuple(loaded.finetuning.target_functions),
+                sampled_from=self.sampled_from,
             ),
             limit=loaded.max_concurrency,
             service=self.config,
@@ -185,15 +188,16 @@ async def validate(
     builder: Builder | None = None,
     on_episode: Callable[[Episode], None] | None = None,
     on_scores: Callable[[dict[str, list[float]]], None] | None = None,
+    sampled_from: str | None = None,
 ) -> dict[str, Any]:
     """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
 
     Returns a record of `validation_history.json`, with `error` and no reward if nothing could be scored. `on_scores`
-    gets the valid scores of each row, as rewards.
+    gets the valid scores of each row, as rewards. `sampled_from` is as for EvaluationRun.
     """
     with nullcontext() if builder is None else share(builder):
         evaluation = EvaluationRun(validation_request(run_config, request))  # a plugin's may take nothing else
-        evaluation.on_episode = on_episode
+        evaluation.on_episode, evaluation.sampled_from = on_episode, sampled_from
         output = await evaluation.run_and_evaluate()
     record = validation_record(output, run_config, epoch)
     if on_scores is not None and run_config.reward_function is not None:

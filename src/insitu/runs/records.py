@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.selection import CurriculumState
@@ -30,7 +30,7 @@ from insitu.schemas.episodes import (
     StepLog,
 )
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, message_text
+from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, ValidationConfig, message_text
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
 
 Phase = Literal["collected", "submitted"]
@@ -278,6 +278,13 @@ def new_run_id(prefix: str = "insitu_run") -> str:
     return f"{prefix}_{uuid.uuid4().hex[:8]}"
 
 
+class EarlyStop(BaseModel):
+    """The settings of a run that has ended before its last epoch, as its held-out score did not improve."""
+
+    epochs: int
+    patience: int
+
+
 class RunProgress(BaseModel):
     """`progress.json`.
 
@@ -301,10 +308,21 @@ class RunProgress(BaseModel):
     phase: Phase | None = None
     """How far a run with a single job is. None: it is collecting, or it has a job per epoch."""
     sizes: dict[str, int] = {}
+    due_validation: int | None = Field(default=None, exclude_if=lambda epoch: epoch is None)
+    """The epoch whose weights are validated while the next one trains."""
+    stop: EarlyStop | None = Field(default=None, exclude_if=lambda stop: stop is None)
+    """Set if the run has ended early."""
 
-    def is_complete(self, epochs: int) -> bool:
-        """Whether a run of so many epochs has nothing left to train."""
-        return self.status == "completed" and self.phase is None and self.epoch >= epochs
+    def trains_further(self, epochs: int, validation: ValidationConfig | None) -> bool:
+        """Whether a run of so many epochs has some left; one that ended early has with more epochs or more patience."""
+        stop, patience = self.stop, validation.patience if validation is not None else None
+        if stop is not None and patience is not None and patience <= stop.patience and epochs <= stop.epochs:
+            return False
+        return self.epoch < epochs
+
+    def is_complete(self, epochs: int, validation: ValidationConfig | None = None) -> bool:
+        """Whether a run with these settings has nothing left to train."""
+        return self.status == "completed" and self.phase is None and not self.trains_further(epochs, validation)
 
 
 class EpochState(BaseModel):
@@ -333,6 +351,7 @@ class EpochState(BaseModel):
                 **{name: getattr(self, name) for name in EpochState.model_fields},
                 "rewards": [rewards for rewards in progress.rewards if rewards["epoch"] <= self.epoch],
                 "jobs": progress.jobs[: self.jobs],
+                "stop": None,
             }
         )
 

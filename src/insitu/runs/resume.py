@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _HARMLESS = (
     *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
-    *("finetuning.report_to*", "general.metrics_*"),
+    *("finetuning.validation.patience", "finetuning.validation.beside", "finetuning.report_to*", "general.metrics_*"),
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),

@@ -158,6 +158,12 @@ class ValidationConfig(BaseModel):
     """
     reps: int = Field(default=1, ge=1)
     """Episodes per row."""
+    patience: int | None = Field(default=None, ge=1)
+    """End the run, with success, once so many validations in a row have not improved on the best score; none: train all
+    epochs."""
+    beside: bool = False
+    """Validate the weights of an epoch [while the next one is collected and
+    trained](../guides/slow-agents.md#validation-beside-training). Scores and their order stay the same."""
 
     @model_validator(mode="after")
     def _has_rows(self) -> Self:

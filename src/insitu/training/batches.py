@@ -19,6 +19,7 @@ from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.training.checks import Leftovers, PolicyTraffic
+from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.training.report import Report
 from insitu.training.streaming import EpochStream
@@ -66,6 +67,8 @@ class BatchCollector:
     report: Report
     warn: Warn
     staleness: int = 0
+    shares_policy: bool = False
+    """Whether validations sample from the policy while a batch is collected: its completions cannot be told apart."""
 
     def __post_init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
@@ -103,10 +106,22 @@ class BatchCollector:
         for batch in self._batches.values():
             yield from map(journal_record, batch.episodes if self.durable.store.keeps_token_ids else [])
 
+    async def abandon(self, run_id: str) -> int:
+        """Cancels the batches that are ahead; returns how many of their episodes have ended and are not trained."""
+        builder = self.trajectory_builder
+        tasks = builder.evaluation_runs.get(run_id, []) if isinstance(builder, EpisodesBuilder) else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        count = sum(len(batch.episodes) for batch in self._batches.values())
+        self._batches.clear()
+        return count
+
     async def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None, *, is_current: bool) -> None:
         if self.staleness and served is not None:
-            served = _pinned(served, self.durable.version_after(max(epoch - 1 - self.staleness, 0)))
-        batch = _Batch(epoch, served, PolicyTraffic(self.builder, None if self.staleness else served), is_current)
+            served = pinned(served, self.durable.version_after(max(epoch - 1 - self.staleness, 0)))
+        counted = None if self.staleness or self.shares_policy else served
+        batch = _Batch(epoch, served, PolicyTraffic(self.builder, counted), is_current)
         if is_current:
             await batch.traffic.start()
         before = self._batches.get(epoch - 1)
@@ -173,7 +188,7 @@ class BatchCollector:
         batch.held.clear()
 
 
-def _pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:
+def pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:
     """The endpoint as that of one version, whose name stays when newer ones are served."""
     weights = served.weights if version == served.version else None
     return replace(served, model=f"{served.model}@{version}", version=version, weights=weights)

@@ -118,6 +118,14 @@ async def check_staleness(trainer: Trainer, staleness: int) -> None:
             )
 
 
+async def check_beside(adapter: TrainerAdapter) -> None:
+    """Raises ConfigError unless a version can be sampled from while the next one is trained and served."""
+    endpoint = await adapter.policy_endpoint()
+    if endpoint is None or not endpoint.names_versions:
+        served = f"{adapter.adapter_config.type} serves the newest weights only"
+        raise ConfigError(f"finetuning.validation.beside is true, but {served}; allowed: false")
+
+
 def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
     """Raises BackendError if a call to train on was not sampled from the served policy version, and its weights.
 

@@ -209,6 +209,9 @@ class ResumableAdapter(TrainerAdapter):
 class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
+    ended_early = False
+    """Whether `run` has returned before the last epoch, as the held-out score did not improve any more."""
+
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
         self.trainer_config = trainer_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize

@@ -18,10 +18,8 @@ from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply
 from insitu.builder import Builder
 from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.config.code import LoadedPart, call_with
-from insitu.config.resolved import resolved_config, without_secrets
 from insitu.runs import files
 from insitu.runs.records import new_run_id, training_records
-from insitu.runs.replay import provenance
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
 from insitu.schemas.finetuning import (
@@ -34,18 +32,19 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training import checks
 from insitu.training.batches import BatchCollector, Collected
-from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import (
     EpochResult,
     collected_metrics,
     likely_causes,
+    selection_metrics,
     teaches_nothing,
     untrained_causes,
     without_variance,
 )
 from insitu.training.report import Report, counts
+from insitu.training.run_file import origin_of, run_record, settings_of
 from insitu.training.streaming import EpochStream, EpochStreams
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
@@ -104,6 +103,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(progress.curriculum or fresh)
         if run_config.validation is not None:
+            if run_config.validation.beside:
+                await checks.check_beside(self.trainer_adapter)
             self.validation = Validation(run_config, self._builder, self.trainer_adapter, self.report, self.store)
             if self._durable.continues:
                 await asyncio.to_thread(self.validation.restore, progress)
@@ -111,7 +112,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
 
     def _open_run(self, folder: Path) -> list[str]:
-        return self._durable.open(folder, self._builder, self._origin(folder))
+        return self._durable.open(folder, self._builder, origin_of(self._builder, self.trajectory_builder, folder))
 
     async def _served_version(self) -> int | None:
         endpoint = await self.trainer_adapter.policy_endpoint()
@@ -128,29 +129,48 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the job status of each epoch that trained.
 
-        Raises if an epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained,
-        or a validation failed.
+        Ends early if the held-out score has not improved for as long as the `patience` of the validation. Raises if an
+        epoch collects no trainable episode, a job fails or leaves the weights unchanged, no epoch trained, or a
+        validation failed.
         """
         self._last_epoch = num_epochs
         with self._durable.recorded_end():
             if not self._durable.continues:
                 await self._start_new(num_epochs)
             self._durable.mark_running()
-            await self._before_training(num_epochs)
-            statuses = [*self._durable.progress.jobs]
-            for epoch in range(self._durable.next_epoch, num_epochs + 1):
-                status = await self._complete_epoch(epoch, num_epochs)
-                statuses += [status] if status is not None else []
-                await self._durable.commit(
-                    epoch=epoch,
-                    policy_version=self.results[epoch].metrics["policy_version"],
-                    curriculum=CurriculumState(**self._curriculum_state),
-                    rewards=[*self.reward_history],
-                    jobs=[*statuses],
-                    journal=self._batches.journal(),
-                )
+            try:
+                await self._before_training(num_epochs)
+                while self._durable.progress.trains_further(num_epochs, self.run_config.validation):
+                    await self._train_next(num_epochs)
+            finally:
+                if self.validation is not None:
+                    await self.validation.cancel()
+            progress = self._durable.progress
+            self.ended_early = progress.stop is not None
+            statuses = [*progress.jobs]
             await self._conclude(statuses)
         return statuses
+
+    async def _train_next(self, num_epochs: int) -> None:
+        """Trains an epoch and makes its end the point from which the run continues; begins its validation if beside."""
+        epoch = self._durable.next_epoch
+        status = await self._complete_epoch(epoch, num_epochs)
+        validation, version = self.validation, self.results[epoch].metrics["policy_version"]
+        stop = None
+        if validation is not None and validation.unbeaten is not None:
+            stop = validation.end_early(epoch, num_epochs, await self._batches.abandon(self.run_id))
+        await self._durable.commit(
+            epoch=epoch,
+            policy_version=version,
+            curriculum=CurriculumState(**self._curriculum_state),
+            rewards=[*self.reward_history],
+            jobs=[*self._durable.progress.jobs, *([status] if status is not None else [])],
+            due_validation=validation.due if validation is not None else None,
+            stop=stop,
+            journal=self._batches.journal(),
+        )
+        if validation is not None:
+            validation.start(version)
 
     async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Like `run`, which continues the run that `initialize` has opened."""
@@ -170,7 +190,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         progress = self._durable.progress
         self.report.begin_run(num_epochs, progress.epoch)
         if self.validation is not None:
-            await self.validation.begin(progress)
+            follows = progress.trains_further(num_epochs, self.run_config.validation)
+            can_overlap = follows and (self._warm_up is None or progress.warmed_up)
+            await self.validation.begin(progress, can_overlap=can_overlap)
         if self._warm_up is not None and not progress.warmed_up:
             result = await self._warm_up.run(self.trainer_adapter, self.run_id, progress.policy_version, self.report)
             self.store.write(files.WARM_UP, result | {"checkpoint": self.store.relative(result["checkpoint"])})
@@ -183,9 +205,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             metrics = self.results[epoch].metrics
             try:
                 status = await self._wait(epoch, ref) if ref is not None else None
-                validation = self.validation
-                if validation is not None and (epoch % validation.config.interval == 0 or epoch == num_epochs):
-                    metrics["seconds"]["validate"] = (await validation.run(epoch))["seconds"]
+                if self.validation is not None:
+                    seconds = await self.validation.after(epoch, is_last=epoch == num_epochs)
+                    metrics["seconds"]["validate"] = seconds
             finally:  # record the epoch even if its job or its validation fails
                 self.log_progress(epoch, metrics)
             if self._plot is not None:
@@ -235,21 +257,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.store.append(files.ADVANTAGES, records)
         await asyncio.to_thread(self.store.sync)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
-        self.results[epoch] = EpochResult(
-            {
-                **statistics,
-                **leftovers._asdict(),
-                "curriculum_percentile": state and state["current_percentile"],
-                "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
-                "filtered_trajectories": sum(map(len, collection.trajectories)),
-                "filtered_groups": len(collection.trajectories),
-                "credit_by_function": credit_by_function(credited_calls(advantages, self.run_config.target_functions)),
-                "dropped": dict(sorted(collection.dropped.items())),
-                "policy_version": newest,
-                "job": None,
-                "seconds": {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0},
-            }
-        )
+        credit = credit_by_function(credited_calls(advantages, self.run_config.target_functions))
+        statistics |= {**leftovers._asdict(), **selection_metrics(collection, state, credit), "policy_version": newest}
+        seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
+        self.results[epoch] = EpochResult(statistics | {"job": None, "seconds": seconds})
         if self._batches.staleness and endpoint is not None:
             self.results[epoch].metrics["sampled_version"] = endpoint.version
         self.results[epoch].add_reported("selection", reported)
@@ -280,7 +291,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     @cached_property
     def _batches(self) -> BatchCollector:
         staleness = getattr(self.trainer_config, "staleness", 0)
-        return BatchCollector(self._builder, self.trajectory_builder, self._durable, self.report, self._warn, staleness)
+        validation, parts = self.run_config.validation, (self._builder, self.trajectory_builder, self._durable)
+        beside = validation is not None and validation.beside
+        return BatchCollector(*parts, self.report, self._warn, staleness, shares_policy=beside)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -370,31 +383,13 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._durable.close()
 
     def _write_run_file(self, num_epochs: int) -> None:
-        settings = self._run_settings(num_epochs)
-        source = Path(self._full_config.source)  # absolute, for commands that read the run in another directory
-        file = str(source.absolute()) if source.is_file() else str(source)
-        planned = getattr(self.trajectory_builder, "episodes_per_epoch", None)
-        about = {"run_id": self.run_id, "insitu": __version__, "source": file, "episodes_per_epoch": planned}
-        about |= {"given": resolved_config(self._full_config, given=True)} | self._origin(self.store.folder) | settings
-        self.store.write(files.RUN, about | {"config": resolved_config(self._full_config)})
+        settings, planned = self._run_settings(num_epochs), getattr(self.trajectory_builder, "episodes_per_epoch", None)
+        origin = origin_of(self._builder, self.trajectory_builder, self.store.folder)
+        self.store.write(files.RUN, run_record(self.run_id, self._full_config, planned, origin, settings))
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.run_id, settings)
 
-    def _origin(self, folder: Path) -> dict[str, Any]:
-        builder = self.trajectory_builder
-        return provenance(self._builder, builder.stored if isinstance(builder, EpisodesBuilder) else None, folder)
-
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
-        settings = {
-            "epochs": num_epochs,
-            "seed": self._full_config.general.seed,
-            **self._selection_settings(),
-            **({"staleness": self._batches.staleness} if self._batches.staleness else {}),
-            **self._streams.settings,
-            "on_failure": self.run_config.reward_function.on_failure if self.run_config.reward_function else None,
-        }
-        if (shape := getattr(self.trajectory_builder, "shape", None)) is not None:
-            settings["reward_shape"] = shape.settings
-        if training := self.trainer_adapter.training_settings():
-            settings["training"] = without_secrets(training)
-        return settings
+        ahead = {"staleness": self._batches.staleness} if self._batches.staleness else {}
+        ahead |= self._streams.settings
+        return settings_of(self, self._full_config, num_epochs, self._selection_settings() | ahead)

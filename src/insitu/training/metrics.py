@@ -84,6 +84,20 @@ def _flat_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
     return numbers
 
 
+def selection_metrics(
+    collection: TrajectoryCollection, curriculum: Mapping[str, Any] | None, credit: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Statistics of what an epoch trains on; `curriculum` is the state after its selection, `credit` by function."""
+    return {
+        "curriculum_percentile": curriculum and curriculum["current_percentile"],
+        "curriculum_state": curriculum and {k: v for k, v in curriculum.items() if k != "reward_sums"},
+        "filtered_trajectories": sum(map(len, collection.trajectories)),
+        "filtered_groups": len(collection.trajectories),
+        "credit_by_function": credit,
+        "dropped": dict(sorted(collection.dropped.items())),
+    }
+
+
 def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """Statistics of the scored episodes of an epoch; None where they say nothing (groups of one, no captured call)."""
     rewards = [t.reward for group in groups for t in group]

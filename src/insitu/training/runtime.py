@@ -35,6 +35,7 @@ from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
 from insitu.training.checks import check_group_size, check_sampling
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
+from insitu.training.loop import LoopTrainer
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
 from insitu.wire.http_format import json_path
@@ -70,7 +71,7 @@ async def run_finetuning(runner: Trainer, resume: bool = False) -> list[Training
             )
     if not statuses:
         raise TrajectoryError(f"no epoch trained anything: {type(runner).__name__}.run({epochs}) returned no status")
-    if not isinstance(runner, SingleJobTrainer) and len(statuses) < epochs:
+    if not isinstance(runner, SingleJobTrainer) and not runner.ended_early and len(statuses) < epochs:
         logger.warning("%d of %d epochs trained nothing", epochs - len(statuses), epochs)
     return statuses
 
@@ -85,8 +86,10 @@ async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None
     finetuning = config.finetuning
     folder = config.run_dir
     progress = RunReader(folder).progress() if request.resume else None
-    if progress is not None and progress.is_complete(finetuning.num_epochs):
+    if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.validation):
         done = f"run {progress.run_id} in {folder} is complete after epoch {progress.epoch}"
+        if progress.epoch < finetuning.num_epochs:
+            done += f" of {finetuning.num_epochs}: its held-out score had not improved any more"
         Report(console or results_console()).note(done)
         return []
     with MonitorPort(config.general.metrics_host, config.general.metrics_port, folder) as port:
@@ -125,6 +128,7 @@ async def ready_run(
             trainer, adapter = await _bound_components(builder)
             if output_dir is None:  # else the doctor plays the file, whatever it says
                 check_sampling(trainer, config)
+                check_validation(trainer, config)
             if isinstance(adapter, TrainerAdapter):
                 state.needs = adapter.needs
             async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
@@ -147,7 +151,9 @@ async def check_run(run_config: FinetuneRunConfig) -> Config:
         config, request = await prepared(run_config, config)
         async with Builder(config, request=request) as builder:
             with share(builder):
-                check_sampling((await _bound_components(builder))[0], config)
+                trainer, _ = await _bound_components(builder)
+                check_sampling(trainer, config)
+                check_validation(trainer, config)
     elif run_config.dataset is not None or config.eval.dataset is not None:
         load_dataset(config, run_config.dataset)
     return config
@@ -213,6 +219,17 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         raise
     with _naming(f"{where}: cleanup"):
         await trainer.cleanup()
+
+
+def check_validation(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError for settings of validations that a trainer without the built-in loop would not use."""
+    validation = config.finetuning.validation
+    if validation is None or (isinstance(trainer, LoopTrainer) and not isinstance(trainer, SingleJobTrainer)):
+        return
+    for key, default in (("patience", "none"), ("beside", "false")):
+        if value := getattr(validation, key):
+            problem = f"finetuning.validation.{key} is {str(value).lower()}"
+            raise ConfigError(f"{problem}, but {trainer.trainer_config.type} does not support it; allowed: {default}")
 
 
 @contextmanager

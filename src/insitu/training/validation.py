@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from insitu.builder import Builder
@@ -11,10 +12,11 @@ from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
-from insitu.runs.records import RunProgress
+from insitu.runs.records import EarlyStop, RunProgress
 from insitu.runs.replay import held_out_record
 from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.training.batches import pinned
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.report import Report
 
@@ -22,7 +24,9 @@ from insitu.training.report import Report
 class Validation:
     """Validates with the run's components; writes `validation_history.json`, `best.json`, `validation_scores.jsonl`.
 
-    `checkpoints` maps policy versions to checkpoint folders.
+    `checkpoints` maps policy versions to checkpoint folders. With `beside`, the validation after an epoch runs while
+    the next epoch is collected and trained, whose end waits for it: what follows from a score, as that the run ends
+    early, or which checkpoint is kept, does not depend on which of them takes longer.
     """
 
     def __init__(
@@ -31,8 +35,10 @@ class Validation:
         assert run_config.validation is not None
         self.config: ValidationConfig = run_config.validation
         self.history: list[dict[str, Any]] = []
-        self.best: dict[str, Any] | None = None
-        """The record of the highest score so far."""
+        self.due: int | None = None
+        """The epoch whose weights are to be validated beside the next one."""
+        self.unbeaten: dict[str, Any] | None = None
+        """The best record, if the patience with those after it is exhausted: the run ends."""
         self.checkpoints: dict[int | None, str | None] = {}
         self._run_config = run_config
         self._builder = builder
@@ -40,6 +46,12 @@ class Validation:
         self._report = report
         self._store = store
         self._digest: str | None = None  # of the rows of the latest validation
+        self._beside: asyncio.Task[dict[str, Any]] | None = None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The record of the highest score so far."""
+        return best_of(self.history)
 
     def _read_rows(self) -> tuple[int, str]:
         """The number of episodes of a validation, and the digest of the file with its rows."""
@@ -62,30 +74,95 @@ class Validation:
             if "error" not in record:
                 record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]
             self.history.append(record)
-            self._note_best(record)
+        if progress.due_validation == progress.epoch:
+            self._keep_best(progress.epoch - 1)
+        else:
+            self._keep_best()
 
-    async def begin(self, progress: RunProgress) -> None:
-        """Validates the weights that the run starts from, or those it has if it is validated only now."""
-        if not self.history and (progress.epoch or not progress.warmed_up):  # after a warm-up these are not the first
-            await self.run(progress.epoch)
+    async def begin(self, progress: RunProgress, *, can_overlap: bool) -> None:
+        """Validates the weights that the run starts from, or those it has if it is validated only now.
 
-    async def run(self, epoch: int) -> dict[str, Any]:
+        So are those whose validation beside the next epoch an earlier process has not completed. `can_overlap`: they
+        are the latest of an epoch, and another one follows.
+        """
+        is_first = not self.history and (progress.epoch or not progress.warmed_up)  # after a warm-up they are not
+        is_due = progress.due_validation == progress.epoch
+        if not is_first and not is_due:
+            return
+        if self.config.beside and can_overlap:
+            self.due = progress.epoch
+            self.start(progress.policy_version)
+        else:
+            await self.run(progress.epoch, progress.policy_version if is_due else None)
+            self._keep_best()
+
+    async def after(self, epoch: int, *, is_last: bool) -> float:
+        """Validates after an epoch if that is due, unless the next epoch is to run beside it.
+
+        Waits for the validation beside this epoch before. Returns the seconds that those which have ended took.
+        """
+        records = []
+        if self._beside is not None:
+            with nullcontext() if self._beside.done() else self._report.phase(f"epoch {epoch}: waiting for validation"):
+                records.append(await self._beside)
+            self._beside = None
+            self._keep_best(epoch - 1)
+            self.unbeaten = None if is_last else self._unbeaten(epoch - 1)
+        is_last = is_last or self.unbeaten is not None
+        is_due = is_last or epoch % self.config.interval == 0
+        self.due = epoch if is_due and self.config.beside and not is_last else None
+        if is_due and self.due is None:
+            records.append(await self.run(epoch))
+            self._keep_best()
+            if not is_last:
+                self.unbeaten = self._unbeaten(epoch)
+        return sum((record["seconds"] for record in records), 0.0)
+
+    def end_early(self, epoch: int, epochs: int, untrained: int) -> EarlyStop:
+        """Reports and records that the run ends after an epoch; `untrained` episodes were collected ahead."""
+        best, patience = self.unbeaten or {}, self.config.patience or 0
+        text = f"the held-out score has not improved on {best['avg_reward']:.3f} of epoch {best['epoch']}"
+        text += f" in {patience} validation{'s' * (patience > 1)}: the run ends after epoch {epoch} of {epochs}"
+        if untrained:
+            text += f"; {untrained} episodes that were collected ahead are not trained"
+        self._report.note(text)
+        details = {"patience": patience, "best_epoch": best["epoch"], "untrained_episodes": untrained}
+        self._store.record_event("ended early", epoch=epoch, **details)
+        return EarlyStop(epochs=epochs, patience=patience)
+
+    def start(self, version: int | None) -> None:
+        """Validates the epoch that is `due`, which served this version, beside what follows."""
+        if self.due is not None:
+            self._beside = asyncio.create_task(self.run(self.due, version), name=f"validate epoch {self.due}")
+
+    async def cancel(self) -> None:
+        """Ends the validation in progress, which `begin` of another process repeats."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def run(self, epoch: int, beside: int | None = None) -> dict[str, Any]:
         """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward.
 
-        An epoch is validated once, also if the run was continued in between.
+        `beside` is the version to validate while newer ones may be trained and served; None: the newest. An epoch is
+        validated once, also if the run was continued in between.
         """
         for record in self.history:
             if record["epoch"] == epoch:
                 return record
         started = time.perf_counter()
         endpoint = await self._adapter.policy_endpoint()
+        if endpoint is not None and beside is not None:
+            endpoint = pinned(endpoint, beside)
         version = endpoint.version if endpoint is not None else None
+        name = endpoint.model if endpoint is not None and beside is not None else None
         episodes, digest = await asyncio.to_thread(self._read_rows)
         scores: dict[str, list[float]] = {}
-        with self._report.phase(f"epoch {epoch}: validating", episodes):
+        advance = (lambda _: self._report.advance()) if name is None else None
+        with self._report.phase(f"epoch {epoch}: validating", episodes) if name is None else nullcontext():
             try:
-                advance, request = lambda _: self._report.advance(), self._builder.request
-                record = await validate(self._run_config, request, epoch, self._builder, advance, scores.update)
+                request, builder = self._builder.request, self._builder
+                record = await validate(self._run_config, request, epoch, builder, advance, scores.update, name)
             except (ConfigError, Stalled):
                 raise
             except InsituError as error:
@@ -98,21 +175,38 @@ class Validation:
             line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores)
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
-        if self._note_best(record):
+        if self.best is record:
             checkpoint = self.checkpoints.get(version) or RunReader(self._store.path).warmed_up(version)
             checkpoint = self._store.relative(checkpoint)
             self._store.write(BEST, {**record, "checkpoint": checkpoint})
         self._store.write(VALIDATIONS, [{k: _json(v) for k, v in r.items()} for r in self.history])
         return record
 
-    def _note_best(self, record: dict[str, Any]) -> bool:
-        """Whether it is the best so far; the adapter then keeps its checkpoint."""
-        if "error" in record or (self.best is not None and record["avg_reward"] <= self.best["avg_reward"]):
-            return False
-        self.best = record
-        if isinstance(self._adapter, RowAdapter):
-            self._adapter.note_best(record["policy_version"])
-        return True
+    def _until(self, epoch: float) -> list[dict[str, Any]]:
+        return [record for record in self.history if record["epoch"] <= epoch]
+
+    def _keep_best(self, epoch: float = math.inf) -> None:
+        """Has the adapter keep the checkpoint of the best version up to an epoch."""
+        best = best_of(self._until(epoch))
+        if best is not None and isinstance(self._adapter, RowAdapter):
+            self._adapter.note_best(best["policy_version"])
+
+    def _unbeaten(self, epoch: int) -> dict[str, Any] | None:
+        """The best record up to an epoch, if as many as the patience have come after it."""
+        patience, history = self.config.patience, self._until(epoch)
+        exhausted = patience is not None and validations_since_best(history) >= patience
+        return best_of(history) if exhausted else None
+
+
+def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The validation with the highest score, the first of equal ones; None if there is none with a score."""
+    return max((r for r in history if "error" not in r), key=lambda record: record["avg_reward"], default=None)
+
+
+def validations_since_best(history: list[dict[str, Any]]) -> int:
+    """How many validations with a score came after the best."""
+    best = best_of(history)
+    return 0 if best is None else sum("error" not in r and r["epoch"] > best["epoch"] for r in history)
 
 
 def _json(value: Any) -> Any:

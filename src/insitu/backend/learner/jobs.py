@@ -193,8 +193,7 @@ class TrainingQueue:
 
     def get_open(self, job_id: str) -> TrainingJob:
         """An open job, whose client is heard of. Raises RequestRefused if it is not open."""
-        job = self.get(job_id)
-        if not job.is_open:
+        if not (job := self.get(job_id)).is_open:
             state = "closed" if job.state.status in ("pending", "running") else job.state.status
             raise RequestRefused(f"job {job_id} is {state}: it takes no rows", status=409, code="job_not_open")
         job.rows.heard_at = time.monotonic()
@@ -202,8 +201,7 @@ class TrainingQueue:
 
     def add_part(self, job_id: str, number: int, rows: Sequence[Row], lines: Sequence[bytes]) -> TrainingJob:
         """Adds a part to an open job, which may have it already. Raises RequestRefused if it has another one."""
-        job = self.get_open(job_id)
-        if not job.rows.add(number, rows, lines):
+        if not (job := self.get_open(job_id)).rows.add(number, rows, lines):
             raise RequestRefused(f"part {number} of job {job_id} has other rows", status=409, code="part_differs")
         self._resume(job)
         return job

@@ -108,11 +108,13 @@ class TrackedFiles:
 
     def steps(self, after: int) -> Iterator[Step]:
         """The epochs after this one that do not change any more."""
-        last = self.progress.get("epoch", -1)
+        progress = self.progress
+        last = progress.get("epoch", -1)
         if last <= after and after >= 0:
             return
         lines = {record["epoch"]: record for record in self._files.records(METRICS)}
         validations = {record["epoch"]: record for record in self._files.validations()}
+        last -= last > 0 and progress.get("due_validation") == last and last not in validations  # it is in progress
         for epoch in range(after + 1, last + 1):
             if last == 0 and epoch not in validations:
                 return

@@ -310,9 +310,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
         header |= {"parts": sizes} if len(parts) > 1 else {}
         open_job, self._open_job = self._open_job, None
-        job = None
-        if open_job is not None and open_job.key == key:
-            job = await open_job.close(sizes, self._keep())
+        is_ours = open_job is not None and open_job.key == key
+        job = await open_job.close(sizes, self._keep()) if open_job is not None and is_ours else None
         if job is None:
             body = await asyncio.to_thread(gzip_lines, header, rows)
             self._job = key, lambda: body
