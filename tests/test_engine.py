@@ -6,7 +6,9 @@ import copy
 import math
 import random
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -467,27 +469,91 @@ def computing():
         compute.close()
 
 
-async def test_sampling_steps_alternate_with_the_steps_of_a_generator():
-    trace: list[str] = []
+class Clock:
+    """The time that sampling and training steps take, by the seconds that they add; `trace` has them in order."""
 
-    def sampler() -> bool:
-        trace.append("sample")
-        return True
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.trace: list[str] = []
+        monkeypatch.setattr("insitu.backend.compute.perf_counter", lambda: self.now)
 
-    def steps():
-        for number in range(3):
-            trace.append("train")
-            yield number
-        return "trained"
+    def spend(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.trace.append(what)
 
-    with computing() as compute:
-        await compute.call(setattr, compute, "sampling_step", sampler)
+    def sampling_step(self, seconds: float, steps: int = 10**6) -> Callable[[], bool]:
+        """`steps` of them leave something to sample."""
+        left = iter(range(steps))
+
+        def step() -> bool:
+            if next(left, None) is None:
+                return False
+            self.spend("s", seconds)
+            return True
+
+        return step
+
+    async def train(self, compute: ComputeThread, seconds: float, steps: int = 4) -> str:
+        """The trace from the first of a generator's steps to the last."""
+
+        def generator():
+            for number in range(steps):
+                self.spend("t", seconds)
+                yield number
+
         events: list[int] = []
-        assert await compute.run_interleaved(steps(), events.append) == "trained"
+        await compute.run_interleaved(generator(), events.append)
         await compute.call(setattr, compute, "sampling_step", None)
-    assert events == [0, 1, 2]
-    between = "".join(word[0] for word in trace).strip("s")
-    assert between == "tstst"
+        assert events == [*range(steps)]
+        return "".join(self.trace).strip("s")
+
+
+async def test_sampling_has_its_share_of_the_time_between_the_steps_of_a_generator(monkeypatch):
+    with computing() as compute:
+        clock = Clock(monkeypatch)
+        assert compute.sampling_share == 0.75
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=0.25))
+        assert await clock.train(compute, seconds=1.0) == "t".join(["", *["s" * 12] * 3, ""])
+
+
+async def test_a_job_gets_a_step_after_each_sampling_step_that_is_longer_than_its_share(monkeypatch):
+    with computing() as compute:
+        clock = Clock(monkeypatch)
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=60.0))
+        assert await clock.train(compute, seconds=1.0) == "tststst"
+
+
+async def test_a_job_does_not_wait_for_sampling_that_is_idle(monkeypatch):
+    with computing() as compute:
+        clock = Clock(monkeypatch)
+        assert await clock.train(compute, seconds=1.0) == "tttt"
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=0.25, steps=5))
+        # Idle steps take no time: if the job waited for it to pass, it would never end.
+        assert (await asyncio.wait_for(clock.train(compute, seconds=1.0), HANGS)).count("t") == 8
+
+
+async def test_a_canceled_job_ends_before_sampling_has_had_its_share(monkeypatch):
+    with computing() as compute:
+        clock = Clock(monkeypatch)
+        started = asyncio.Event()
+
+        def sample() -> bool:  # which never has its share
+            time.sleep(0.001)
+            return True
+
+        await compute.call(setattr, compute, "sampling_step", sample)
+
+        def steps():
+            while True:
+                clock.spend("t", 1.0)
+                yield 1
+
+        task = asyncio.create_task(compute.run_interleaved(steps(), lambda _: started.set()))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, HANGS)
+        assert clock.trace.count("t") == 1
 
 
 async def test_cancelling_the_caller_closes_the_generator_in_the_thread():
