@@ -74,6 +74,7 @@ class Case:
     seed: int = 0
     epochs: int = 10
     groups: int = 64
+    concurrency: int = CONCURRENCY
     pause: float = 1.0
     score: str = "share_right"
     max_tokens: int = 16
@@ -103,7 +104,7 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "llms": {"student": {"_type": "policy", "temperature": 1.0, "max_tokens": case.max_tokens}},
         "workflow": {"_type": "python", "function": "never_wait_agent:answer", "model": "student"},
         "eval": {
-            "general": {"max_concurrency": CONCURRENCY, "episode_timeout": 300},
+            "general": {"max_concurrency": case.concurrency, "episode_timeout": 300},
             "evaluators": {"score": {"_type": "python", "function": f"never_wait_agent:{case.score}"}},
         },
         "trajectory_builders": {"episodes": {"_type": "insitu_traj_builder", "num_generations": GENERATIONS}},

@@ -41,6 +41,7 @@ class ComputeThread:
 
     def __init__(self, sampling_share: float = SAMPLING_SHARE) -> None:
         self.sampling_share = sampling_share
+        self.clock: Callable[[], float] = perf_counter
         self.synchronize: Callable[[], None] | None = None
         self.sampling_step: Callable[[], bool] | None = None
         self.on_failure: Callable[[BackendUnavailable], None] | None = None
@@ -137,22 +138,22 @@ class ComputeThread:
                     generator.cancelled = True
                     generator.advance()
                 return
-            began = perf_counter()
+            began = self.clock()
             samples = self.sampling_step is not None and self.sampling_step()
-            owed = owed - (perf_counter() - began) if samples else 0.0
+            owed = owed - (self.clock() - began) if samples else 0.0
             if self._generators and (owed <= 0 or any(generator.cancelled for generator in self._generators)):
                 owed = self._train(samples) * self.sampling_share / (1 - self.sampling_share)
             busy = samples or bool(self._generators)
 
     def _train(self, samples: bool) -> float:
         """Runs one step of the generator whose turn it is; returns the seconds that it took from sampling."""
-        began = perf_counter()
+        began = self.clock()
         generator = self._generators.popleft()
         if generator.advance():
             self._generators.append(generator)
         if samples and self.synchronize is not None:
             self.synchronize()
-        return perf_counter() - began
+        return self.clock() - began
 
 
 @dataclass(eq=False)
