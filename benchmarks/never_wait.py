@@ -61,7 +61,7 @@ class Size(NamedTuple):
     variants: tuple[str, ...] = tuple(VARIANTS)
 
 
-WHOLE = Size(10, 3, 64, 1.0, large_epochs=3, hidden=256, layers=4, one_device=(8, 2, SCALE))
+WHOLE = Size(10, 3, 64, 1.0, large_epochs=2, hidden=256, layers=4, one_device=(8, 2, SCALE))
 
 
 @dataclass(frozen=True)
