@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLING_SHARE = 0.75
 """Of the thread's time while a job trains and completions are sampled. By `benchmarks/one_device.py`, completions keep
-three quarters of their speed, and a job takes three times as long; with 0.9, seven times, for a tenth more tokens."""
+two thirds of their speed, and a job takes three times as long; with 0.9, seven times, for a tenth more tokens."""
 
 _POLL_SECONDS = 0.001
 """A sampling step waits at most this long for work in another thread."""
