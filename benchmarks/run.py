@@ -9,7 +9,19 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
-SUITES = ("collect", "store", "gateway", "sampling", "gpu", "preferences", "learner", "control_plane", "doctor", "view")
+SUITES = (
+    "collect",
+    "store",
+    "gateway",
+    "sampling",
+    "gpu",
+    "preferences",
+    "learner",
+    "never_wait",
+    "control_plane",
+    "doctor",
+    "view",
+)
 MARK = "<!-- {} -->"
 
 

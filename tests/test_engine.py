@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 from waiting import turns, until
 
+from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.runner import Chunk, PrefixCache
@@ -29,8 +31,11 @@ from insitu.backend.inference.sampler import (
     uniforms,
 )
 from insitu.backend.inference.scheduler import EngineOptions, SamplingMetadata, sample
+from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.server import create_backend
 from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.training_jobs import TrainingSettings
 
 Sampled = list[tuple[int, float]]
 
@@ -467,27 +472,111 @@ def computing():
         compute.close()
 
 
-async def test_sampling_steps_alternate_with_the_steps_of_a_generator():
-    trace: list[str] = []
+class Clock:
+    """The time that sampling and training steps take, by the seconds that they add; `trace` has them in order."""
 
-    def sampler() -> bool:
-        trace.append("sample")
-        return True
+    def __init__(self, compute: ComputeThread) -> None:
+        self.now = 0.0
+        self.trace: list[str] = []
+        compute.clock = lambda: self.now
 
-    def steps():
-        for number in range(3):
-            trace.append("train")
-            yield number
-        return "trained"
+    def spend(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.trace.append(what)
 
-    with computing() as compute:
-        await compute.call(setattr, compute, "sampling_step", sampler)
+    def sampling_step(self, seconds: float, steps: int = 10**6) -> Callable[[], bool]:
+        """`steps` of them leave something to sample."""
+        left = iter(range(steps))
+
+        def step() -> bool:
+            if next(left, None) is None:
+                return False
+            self.spend("s", seconds)
+            return True
+
+        return step
+
+    async def train(self, compute: ComputeThread, seconds: float, steps: int = 4) -> str:
+        """The trace from the first of a generator's steps to the last."""
+
+        def generator():
+            for number in range(steps):
+                self.spend("t", seconds)
+                yield number
+
         events: list[int] = []
-        assert await compute.run_interleaved(steps(), events.append) == "trained"
+        await compute.run_interleaved(generator(), events.append)
         await compute.call(setattr, compute, "sampling_step", None)
-    assert events == [0, 1, 2]
-    between = "".join(word[0] for word in trace).strip("s")
-    assert between == "tstst"
+        assert events == [*range(steps)]
+        return "".join(self.trace).strip("s")
+
+
+async def test_sampling_has_its_share_of_the_time_between_the_steps_of_a_generator():
+    with computing() as compute:
+        clock = Clock(compute)
+        assert compute.sampling_share == 0.75
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=0.25))
+        assert await clock.train(compute, seconds=1.0) == "t".join(["", *["s" * 12] * 3, ""])
+
+
+async def test_the_share_of_sampling_changes_no_token_and_no_weight(folders, tmp_path):
+    rng = np.random.default_rng(0)
+    zeros, positions = np.zeros(40, np.float32), np.arange(8, 48)
+    rows = [
+        Row(rng.integers(0, 200, 48).astype(np.int32), positions, zeros, zeros + rng.normal(), episode=str(number))
+        for number in range(8)
+    ]
+    outcomes = []
+    for share in (0.0, 0.75):
+        folder, options = tmp_path / str(share), BackendOptions(model="m", threads=1)
+        backend = create_backend(load_model(str(folders["llama"]), "cpu"), options, folder)
+        await backend.start()
+        backend.compute.sampling_share = share
+        settings = TrainingSettings(learning_rate=1e-3, micro_batch_tokens=64)
+        job = backend.jobs.submit(None, settings, rows)
+        first = WeightVersion(0)
+        asked = [backend.sampler.complete(asks([seed, 1], [params(seed, 24)]), first) for seed in range(4)]
+        sampled = [[pairs(each) for each in outputs] for outputs in await asyncio.gather(*asked)]
+        await asyncio.wait([job.task])
+        assert job.state.status == "completed", job.state.message
+        await backend.close()
+        outcomes.append((sampled, (folder / "checkpoints/step_000001/model.safetensors").read_bytes()))
+    assert outcomes[0] == outcomes[1]
+
+
+async def test_a_job_gets_a_step_after_each_sampling_step_that_is_longer_than_its_share():
+    with computing() as compute:
+        clock = Clock(compute)
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=60.0))
+        assert await clock.train(compute, seconds=1.0) == "tststst"
+
+
+async def test_a_job_does_not_wait_for_sampling_that_is_idle():
+    with computing() as compute:
+        clock = Clock(compute)
+        assert await clock.train(compute, seconds=1.0) == "tttt"
+        await compute.call(setattr, compute, "sampling_step", clock.sampling_step(seconds=0.25, steps=5))
+        # Idle steps take no time: if the job waited for it to pass, it would never end.
+        assert (await asyncio.wait_for(clock.train(compute, seconds=1.0), HANGS)).count("t") == 8
+
+
+async def test_a_canceled_job_ends_before_sampling_has_had_its_share():
+    with computing() as compute:
+        clock = Clock(compute)
+        started = asyncio.Event()
+        await compute.call(setattr, compute, "sampling_step", lambda: True)  # takes no time: it never has its share
+
+        def steps():
+            while True:
+                clock.spend("t", 1.0)
+                yield 1
+
+        task = asyncio.create_task(compute.run_interleaved(steps(), lambda _: started.set()))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, HANGS)
+        assert clock.trace.count("t") == 1
 
 
 async def test_cancelling_the_caller_closes_the_generator_in_the_thread():

@@ -93,3 +93,27 @@ def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
         assert trl == "TRL is not installed"
     (found,) = rows["norm of the difference, packed from padded: logprobs and gradients"]
     assert all(float(difference) < 1e-4 for difference in found.strip(" |").split(" and "))
+
+
+def test_the_benchmark_of_slow_agents_runs_on_a_small_scale() -> None:
+    code = """if True:
+        import dataclasses, sys
+        sys.path.insert(0, "benchmarks")
+        import models, never_wait, one_device
+        one_device.ALONE = 0.1
+        sizes = models.SMALL.sizes | {"hidden_size": 32, "num_hidden_layers": 1}
+        scale = dataclasses.replace(models.SMALL, sizes=sizes)
+        print(never_wait.report(never_wait.Size(2, 1, 4, 0.01, 1, 32, 1, (1, 1, scale), ("K = 0", "K = 1"))))"""
+    done = subprocess.run([forked_python(), "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[*map(str.strip, line.strip("| ").split("|"))] for line in done.stdout.splitlines() if line[:2] == "| "]
+    first, ahead = (next(row for row in rows if row[0] == variant) for variant in ("K = 0", "K = 1"))
+    assert first[2] == "1.00"
+    assert float(ahead[2]) > 0
+    assert all(float(row[column].removesuffix(" s")) > 0 for row in (first, ahead) for column in (1, 3, 4))
+    (scores,) = (row for row in rows if row[0] == "0")
+    assert scores[1]
+    assert all(0 <= float(score.split()[0]) <= 1 for score in scores[2:])
+    shares = [row for row in rows if row[1] in ("each alone", "0%", "75%")]
+    assert len(shares) == 6
+    assert all(float(row[2]) > 0 for row in shares)

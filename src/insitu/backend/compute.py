@@ -1,4 +1,4 @@
-"""The single thread that accesses the weights, interleaving sampling steps with training micro-batches."""
+"""The single thread that accesses the weights, sharing its time between sampling and training."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, TypeVar
 
 from insitu.errors import BackendUnavailable, format_error
@@ -18,6 +19,10 @@ E = TypeVar("E")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+SAMPLING_SHARE = 0.75
+"""Of the thread's time while a job trains and completions are sampled. By `benchmarks/one_device.py`, completions keep
+two thirds of their speed, and a job takes three times as long; with 0.9, seven times, for a tenth more tokens."""
 
 _POLL_SECONDS = 0.001
 """A sampling step waits at most this long for work in another thread."""
@@ -33,13 +38,19 @@ PARKED = Parked()
 class ComputeThread:
     """Runs everything that reads or writes weights sequentially, so that no locks are needed.
 
-    Each iteration runs all pending calls, one sampling step, and one step of an interleaved generator (a training
-    job), so training delays a sampling step by at most one micro-batch. `sampling_step()` returns whether there is more
-    to sample. If the thread fails, all that waits for it gets BackendUnavailable, `on_failure` is called with it, and
-    `check_alive` raises it from then on.
+    Each iteration runs all pending calls, one sampling step, and, if it is due, one step of an interleaved generator (a
+    training job). After such a step, of a micro-batch, sampling gets `sampling_share` of the time of both before the
+    next one is due, or less if there is nothing left to sample. So training delays a sampling step by at most one
+    micro-batch, and is itself delayed by a bounded multiple of its own time. `sampling_step()` returns whether there is
+    more to sample. `synchronize`, if set, waits for the device, whose work would otherwise count as that of the next
+    sampling step. If the thread fails, all that waits for it gets BackendUnavailable, `on_failure` is called with it,
+    and `check_alive` raises it from then on.
     """
 
     def __init__(self) -> None:
+        self.sampling_share = SAMPLING_SHARE
+        self.clock: Callable[[], float] = perf_counter
+        self.synchronize: Callable[[], None] | None = None
         self.sampling_step: Callable[[], bool] | None = None
         self.on_failure: Callable[[BackendUnavailable], None] | None = None
         self._failure: BackendUnavailable | None = None
@@ -134,6 +145,7 @@ class ComputeThread:
     def _work(self) -> None:
         """Main loop; blocks on the queue only when idle."""
         busy = False
+        owed = 0.0  # seconds of sampling before the next step of a generator
         while True:
             block = not busy
             with contextlib.suppress(queue.Empty):
@@ -144,14 +156,24 @@ class ComputeThread:
                     generator.cancelled = True
                     generator.advance()
                 return
-            busy = self.sampling_step is not None and self.sampling_step()
-            if self._generators:
-                generator = self._generators.popleft()
-                if generator.advance():
-                    self._generators.append(generator)
-                elif generator.parked:
-                    self._parked[generator.steps] = generator
-            busy = busy or bool(self._generators)
+            began = self.clock()
+            samples = self.sampling_step is not None and self.sampling_step()
+            owed = owed - (self.clock() - began) if samples else 0.0
+            if self._generators and (owed <= 0 or any(generator.cancelled for generator in self._generators)):
+                owed = self._train(samples) * self.sampling_share / (1 - self.sampling_share)
+            busy = samples or bool(self._generators)
+
+    def _train(self, samples: bool) -> float:
+        """Runs one step of the generator whose turn it is; returns the seconds that it took from sampling."""
+        began = self.clock()
+        generator = self._generators.popleft()
+        if generator.advance():
+            self._generators.append(generator)
+        elif generator.parked:
+            self._parked[generator.steps] = generator
+        if samples and self.synchronize is not None:
+            self.synchronize()
+        return self.clock() - began
 
 
 @dataclass(eq=False)

@@ -100,6 +100,8 @@ class Engine(Sampler):
         check_supported(module)
         self._shapes = BatchShapes(module, options.max_batch, options.prefill_tokens, options.max_length)
         self._publish(WeightVersion(0), module)
+        if self._loaded.device.type == "cuda":
+            self._compute.synchronize = functools.partial(torch.cuda.synchronize, self._loaded.device)
 
     async def close(self) -> None:
         """The compute thread is closed by its owner."""
