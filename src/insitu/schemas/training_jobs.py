@@ -42,6 +42,9 @@ class Retention(BaseModel):
     """Further versions to keep."""
     after: int = 0
     """Versions up to this one are not touched."""
+    loaded: int | None = Field(default=None, ge=0)
+    """Number of older versions that stay loaded, of those requested by number; none: 2, of those that were requested
+    since they are older."""
 
 
 class KeepConfig(BaseModel):

@@ -30,6 +30,9 @@ class LoopTrainerConfig(TrainerConfig):
     staleness: int = Field(default=0, ge=0)
     """Epochs that are collected ahead, while earlier ones are collected and trained. Their episodes are sampled from
     weights that are as many training jobs older; see [slow agents](../guides/slow-agents.md)."""
+    versions: Literal["pinned", "latest"] = "pinned"
+    """With `staleness`. `pinned`: the episodes of an epoch are sampled from the same version in each run. `latest`:
+    calls are sampled from the newest weights, for backends that serve no others; such a run does not repeat."""
 
 
 class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
@@ -126,7 +129,7 @@ class SelectingTrainer(LoopTrainer):
         await super().initialize(run_config)
 
     def _selection_settings(self) -> dict[str, Any]:
-        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness"})
+        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness", "versions"})
 
 
 @register_trainer(config_type=DPOTrainerConfig)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.disk.files import write_file
+from insitu.backend.learner.policy import served_bytes
+from insitu.disk.files import available_memory, readable_bytes, write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 15.0
 """`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
+VERSIONS_SHARE = 0.5
+"""Share of the free memory for the versions that are served; the rest is for training and for the caches of prompts."""
 
 
 @dataclass(eq=False)
@@ -136,6 +141,19 @@ class TrainingQueue:
         await self.compute.call(self.learner.verify, settings)
         self.sampler.check(self.learner.adapters(settings))
 
+    async def check_memory(self, settings: TrainingSettings, versions: int) -> None:
+        """Raises RequestRefused if so many versions of the weights do not fit into the memory of this process."""
+        learner, loaded = self.learner, self.learner.loaded
+        if not learner.served_here:
+            return
+        size = versions * await self.compute.call(served_bytes, loaded, learner.adapters(settings))
+        on_cpu = loaded.device.type == "cpu"
+        free = available_memory() if on_cpu else torch.cuda.mem_get_info(loaded.device)[0]
+        if free is not None and size > free * VERSIONS_SHARE:
+            problem = f"{versions} versions of the weights take {readable_bytes(size)} of the backend's memory"
+            allowed = f"allowed: {readable_bytes(free * VERSIONS_SHARE)}, half of what is free"
+            raise RequestRefused(f"{problem} ({loaded.device}); {allowed}", status=409, param="versions")
+
     def submit(
         self,
         idempotency_key: str | None,
@@ -226,6 +244,7 @@ class TrainingQueue:
             nonlocal trained
             if keep is not None:
                 job.learner.kept_optimizer_states = keep.optimizer
+                self.sampler.keep_loaded(keep.loaded)
             trained = yield from job.learner.run(settings, rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:

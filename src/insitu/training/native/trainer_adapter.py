@@ -54,6 +54,7 @@ class Health(BaseModel):
     max_length: int | None = None
     weights: str | None = None
     logprob_tolerance: float | None = None
+    sampler: str = "embedded"
 
 
 class Model(BaseModel):
@@ -96,6 +97,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         self._best_version: int | None = None
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
+        self._needed_versions = 0
+        self._loaded_versions: int | None = None
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
         if adapter_config.model is not None:
@@ -187,8 +190,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
             version,
             base_model=self.config.model,
             names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
-            and (self.config.sampler.kind == "embedded" or self.config.training.lora is not None),
-            **self._health.model_dump(exclude={"policy_version"}),
+            and (self._health.sampler == "embedded" or self.config.training.lora is not None),
+            **self._health.model_dump(exclude={"policy_version", "sampler"}),
         )
 
     async def _served_version(self) -> int:
@@ -226,15 +229,29 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
 
     async def check_settings(self) -> None:
         try:
-            settings = orjson.dumps(self._job_settings(1, self._training.effective()))
-            headers = {"Content-Type": "application/json"}
-            parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
-            checked = await self._request("POST", "/v1/train/check", parse, settings, headers)
+            checked = await self._check_settings("/v1/train/check")
             for key, part in self._training.code.items():
                 part.sha256 = checked.code[key].sha256
         except RequestRefused as error:
             if error.status not in (404, 405):  # earlier releases refuse only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
+
+    async def _check_settings(self, path: str) -> Any:
+        settings = orjson.dumps(self._job_settings(1, self._training.effective()))
+        parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
+        return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
+
+    async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:
+        keep, self._needed_versions = self.config.keep, staleness + 2
+        if "last" in keep.model_fields_set and keep.last < self._needed_versions:
+            problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self._needed_versions}"
+            raise ConfigError(f"{problem}, or leave it out")
+        if pinned:
+            self._loaded_versions = staleness + 1
+            try:
+                await self._check_settings(f"/v1/train/check?versions={self._needed_versions}")
+            except RequestRefused as error:
+                raise ConfigError(str(error)) from error
 
     def _job_settings(self, epoch: int, options: dict[str, Any]) -> dict[str, Any]:
         epochs, seed = max(self.run_config.num_epochs, epoch), self._full_config.general.seed
@@ -293,7 +310,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
     async def _submit(
         self, rows: Sequence[TrainingRow], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
-        header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
+        keep = self._keep().model_dump(exclude_none=True)  # earlier releases do not know all keys
+        header = {"settings": settings, "num_rows": len(rows), "keep": keep}
         self._job = key, await asyncio.to_thread(_gzip_job, header, rows)
         job = await self._post_job(*self._job)
         metadata = {"job_id": job.id, "key": key, "epoch": epoch}
@@ -320,8 +338,8 @@ class InsituTrainerAdapter(RowAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"last", "every", "optimizer"})
-        return Retention(**limits, versions=versions, after=self._first_version)
+        limits = keep.model_dump(include={"every", "optimizer"}) | {"last": max(keep.last, self._needed_versions)}
+        return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:
