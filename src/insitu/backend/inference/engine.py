@@ -213,8 +213,7 @@ class Engine(Sampler):
 
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
         by_number, weights = weights.version is not None, self._versions.resolve(weights)
-        if by_number:
-            self._versions.request(weights)
+        self._versions.request(weights, by_number=by_number)
         if weights not in self.schedulers:
             self._drop_idle()
             self._open(self._load_version(weights), weights)

@@ -215,9 +215,8 @@ class ServedVersions:
         """
         self._loaded = count
 
-    def request(self, weights: WeightVersion) -> None:
-        """Notes a version requested by number."""
-        if self._loaded is not None or not self.is_latest(weights):
+    def request(self, weights: WeightVersion, *, by_number: bool = True) -> None:
+        if not self.is_latest(weights) or (by_number and self._loaded is not None):
             self._recent[weights] = None
             self._recent.move_to_end(weights)
             self._forget()

@@ -150,8 +150,8 @@ class Fleet:
         if (place := self._place(weights)).base != self._base:
             problem = f"version {weights.version} is not served: vLLM has one version of all weights"
             raise RequestRefused(f"{problem}, the latest", status=409, param="model", code="version_not_served")
-        if place.is_adapter and by_number:
-            self.versions.request(weights)
+        if place.is_adapter:
+            self.versions.request(weights, by_number=by_number)
         return weights
 
     async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
