@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MODEL, digits_project, read_lines, write_rows
+from factories import MODEL, ROOT, digits_project, read_lines, write_rows
 from fake_vllm import FakeVllm
 from processes import run_project, serving
 from tiny_models import save_tiny_model
@@ -96,7 +96,7 @@ async def test_vllm_with_one_version_of_all_weights(tmp_path: Path) -> None:
         folder = project(tmp_path / "project", 0.4, workflow=CONVERSE, model=str(MODEL), sampler=sampler)
         code, _, err = await asyncio.to_thread(run_project, folder, *stale(1, 5))
         assert code == 2
-        assert "trainers.grpo.staleness is 1 and versions is pinned, but insitu_trainer_adapter serves the newest" in err
+        assert "trainers.grpo.staleness is 1 and versions is pinned, but insitu_trainer_adapter serves" in err
         assert "set trainers.grpo.versions to latest" in err
         code, _, err = await asyncio.to_thread(run_project, folder, *stale(1, 5, *LATEST))
         assert code == 0, err
@@ -184,6 +184,18 @@ def test_metrics_of_what_overlaps(tmp_path: Path) -> None:
     assert tracked["train/age/1"] == 16
     assert tracked["time/idle/sampler"] == lines[1]["seconds"]["idle"]["sampler"]
     assert tracked["time/groups_in_flight"] == lines[1]["seconds"]["groups_in_flight"]
+
+
+def test_attempts_in_another_process_count_as_calls(tmp_path: Path) -> None:
+    folder = project(tmp_path / "project", 0.5)
+    here, _ = whole_run(folder, *stale(1, 2))
+    arguments = ("serve", "--config_file", "config.yml", "--port", 0)
+    with serving(*arguments, folder=folder, PYTHONPATH=str(ROOT / "tests/support")) as (_, address):
+        there, _ = whole_run(folder, *stale(1, 2), "-o", "finetuning.output_dir", "there", "--endpoint", address)
+    there = there.with_name("there")
+    assert sampled_versions(there) == sampled_versions(here) == [0, 0]
+    seconds = read_lines(there / "training_metrics.jsonl")[0]["seconds"]
+    assert seconds["idle"]["sampler"] < (seconds["collect"] + seconds["train"]) / 2
 
 
 def test_groups_in_flight_are_those_that_have_begun_and_are_not_complete(tmp_path: Path) -> None:

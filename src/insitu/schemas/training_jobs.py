@@ -53,7 +53,8 @@ class KeepConfig(BaseModel):
     model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
-    """Number of latest versions to keep. The latest two are always kept."""
+    """Number of latest versions to keep. The latest two are always kept. With `staleness: K` of the trainer: not less
+    than K + 2, which is also the default then."""
     best: bool = True
     """Also keep the version with the best validation score so far."""
     every: int | None = Field(default=None, ge=1)

@@ -79,8 +79,8 @@ const SPEED = [
     perSecond,
   ],
   ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, line.seconds?.train), perSecond],
-  ["Sampler idle", "seconds of the epoch without a model call", (line) => line.seconds?.idle?.sampler ?? null, duration],
-  ["Learner idle", "seconds of the epoch without a job", (line) => line.seconds?.idle?.learner ?? null, duration],
+  ["Sampler idle", "of the epoch, without a model call", (line) => line.seconds?.idle?.sampler ?? null, duration],
+  ["Learner idle", "of the epoch, without a training job", (line) => line.seconds?.idle?.learner ?? null, duration],
   [
     "Groups in flight",
     "of later epochs, when the epoch's job was submitted",
