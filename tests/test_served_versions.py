@@ -209,7 +209,7 @@ def test_groups_in_flight_are_those_that_have_begun_and_are_not_complete(tmp_pat
 
 def test_seconds_with_a_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("insitu.capture.ledger.time.monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     calls = Activity()
     ledgers = [CallLedger(in_flight=calls) for _ in range(2)]
     site: Any = SimpleNamespace(is_explicit=True)

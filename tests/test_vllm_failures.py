@@ -192,15 +192,15 @@ async def test_a_request_for_the_latest_weights_that_has_not_begun_gets_newer_on
 ) -> None:
     async with sampling(loaded, tmp_path) as parts:
         await parts.sampler.publish(parts.make(1, FULL))
-        await parts.vllm.stop()
-        await until(lambda: not parts.sampler.fleet.replicas[0].ready)
+        parts.vllm.health_gate.clear()
+        await parts.sampler.fleet.replicas[0].leave_out("a fault")
         asked = [REQUEST, REQUEST]
         waiting = asyncio.create_task(parts.sampler.complete(asked))
         by_number = asyncio.create_task(parts.sampler.complete(asked, WeightVersion(1)))
         await turns(20)
         publishing = asyncio.create_task(parts.sampler.publish(parts.make(2, FULL)))
         await until(lambda: parts.sampler.version == 2)
-        await parts.vllm.start()
+        parts.vllm.health_gate.set()
         await publishing
         assert [output.version for output in await waiting] == [2, 2]
         with pytest.raises(BackendUnavailable, match="version 1 was replaced before the completion began"):
