@@ -206,11 +206,9 @@ async def test_an_open_job_delays_no_other_policy_and_is_replaced_by_its_client(
         assert (await backend.events(whole["id"]))[-1]["policy_version"] == 2
 
 
-async def test_an_open_job_whose_client_is_gone_is_canceled(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("insitu.backend.learner.jobs.OPEN_SECONDS", 0.5)
+async def test_an_open_job_whose_client_is_gone_is_canceled(loaded: LoadedModel, tmp_path: Path) -> None:
     async with serving(loaded, tmp_path) as backend:
+        backend.jobs.open_seconds = 0.5
         _, job = await backend.post(OPEN)
         await backend.post(part_lines(0), f"{JOBS}/{job['id']}/parts/0")
         for _ in range(8):  # its client is there

@@ -187,6 +187,27 @@ async def test_full_weights_are_replaced_when_completions_have_ended(loaded: Loa
                 await complete(parts.sampler, old)
 
 
+async def test_a_request_for_the_latest_weights_that_has_not_begun_gets_newer_ones(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    async with sampling(loaded, tmp_path) as parts:
+        await parts.sampler.publish(parts.make(1, FULL))
+        parts.vllm.health_gate.clear()
+        await parts.sampler.fleet.replicas[0].leave_out("a fault")
+        asked = [REQUEST, REQUEST]
+        waiting = asyncio.create_task(parts.sampler.complete(asked))
+        by_number = asyncio.create_task(parts.sampler.complete(asked, WeightVersion(1)))
+        await turns(20)
+        publishing = asyncio.create_task(parts.sampler.publish(parts.make(2, FULL)))
+        await until(lambda: parts.sampler.version == 2)
+        parts.vllm.health_gate.set()
+        await publishing
+        assert [output.version for output in await waiting] == [2, 2]
+        with pytest.raises(BackendUnavailable, match="version 1 was replaced before the completion began"):
+            await by_number
+        assert await parts.sampler.versions_in_use("") == set()
+
+
 async def test_another_server_takes_over_and_the_lost_one_is_taken_back(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

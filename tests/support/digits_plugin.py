@@ -2,9 +2,9 @@
 
 A row's question says what happens: {"say": text} asks the model, with "stream" for a streamed answer; "earn" is its
 step reward; "sampling" are parameters of the agent's own request; "raise", "hang" and "block" fail each in its way;
-"pause" makes episodes slow; "mark" is a file that gets a character for each episode; "score" is what the evaluator
-gives, "nan" and "none" among it, or "hang"; "chdir" is the directory that the process changes to. What hangs ends once
-the file `released` is there.
+"pause" makes episodes slow, or each call of a conversation; "mark" is a file that gets a character for each episode;
+"score" is what the evaluator gives, "nan" and "none" among it, or "hang"; "chdir" is the directory that the process
+changes to. What hangs ends once the file `released` is there.
 """
 
 import asyncio
@@ -78,7 +78,9 @@ async def converse(config: ConverseConfig, builder: Builder):
     async def answer(question: dict[str, Any]) -> str:
         context = Context.get()
         messages, texts = [], []
-        for _ in range(random.Random(context.seed).randint(1, 3)):
+        for call in range(random.Random(context.seed).randint(1, 3)):
+            if "pause" in question:
+                await hang(random.Random(context.seed + call).expovariate(1 / question["pause"]))
             messages.append({"role": "user", "content": question["say"]})
             texts.append((await llm.complete(messages)).choices[0].message.content)
             messages.append({"role": "assistant", "content": texts[-1]})

@@ -82,6 +82,8 @@ class FakeVllm:
         self.lists_no_models = False
         self.reads_weights = False
         """Whether it answers by the full weights that it was last given."""
+        self.samples = False
+        """Whether it samples, by the seed of the request, instead of answering the most likely tokens."""
         self.wrong = 1.0
         """What log-probabilities of prompts are multiplied by."""
         self.gate = asyncio.Event()
@@ -191,7 +193,8 @@ class FakeVllm:
         if body["model"] not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist")
         params = body["sampling_params"]
-        entries = self._sample(body["token_ids"], params["max_tokens"], params.get("temperature") or 1.0)
+        seed = params["seed"] if self.samples else None
+        entries = self._sample(body["token_ids"], params["max_tokens"], params.get("temperature") or 1.0, seed)
         tags = [{"version": tag, "start": 0, "end": 1} for tag in fault.get("tags", [self.tag])]
         if not body["stream"]:
             choice = {**_choice(entries), "finish_reason": "length", "weight_versions": tags}
@@ -215,14 +218,17 @@ class FakeVllm:
         scores = [None, *({str(ids[i + 1]): {"logprob": float(logprobs[i, ids[i + 1]])}} for i in range(len(ids) - 1))]
         return web.json_response({"prompt_logprobs": scores})
 
-    def _sample(self, prompt: list[int], count: int, temperature: float) -> list[dict[str, Any]]:
+    def _sample(self, prompt: list[int], count: int, temperature: float, seed: int | None) -> list[dict[str, Any]]:
         ids, entries = list(prompt), []
+        random = torch.Generator().manual_seed(seed or 0)
         with torch.inference_mode():
             for _ in range(count):
                 logits = self.module(input_ids=torch.tensor([ids])).logits[0, -1].float()
                 logprobs = torch.log_softmax(logits / temperature, -1)
-                ids.append(int(logprobs.argmax()))
-                entries.append({"token_id": ids[-1], "logprob": float(logprobs.max()), "rank": 1, "top_logprobs": []})
+                chosen = logprobs.argmax() if seed is None else torch.multinomial(logprobs.exp(), 1, generator=random)
+                ids.append(int(chosen))
+                entry = {"token_id": ids[-1], "logprob": float(logprobs[ids[-1]]), "rank": 1, "top_logprobs": []}
+                entries.append(entry)
         return entries
 
 

@@ -6,8 +6,8 @@ import heapq
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
@@ -75,13 +75,48 @@ class PendingCall(NamedTuple):
     """By `time.monotonic()`."""
 
 
+class Activity:
+    """Measures for how long at least one of some overlapping activities was in progress; several threads may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._since = self._busy = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far in which at least one was in progress."""
+        with self._lock:
+            return self._busy + (time.monotonic() - self._since if self._count else 0.0)
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._since = time.monotonic()
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._busy += time.monotonic() - self._since
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class CallLedger:
     """The model calls of one episode, or of a plain run; agents may call from several threads.
 
     `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
     keys of `llms`; each must have what training `needs`. `on_call` is called with each recorded call.
-    `sampled_from` names the version of the policy that gets the requests to it.
+    `sampled_from` names the version of the policy that gets the requests to it. `in_flight` measures when calls are.
     """
 
     name: str = "the current run"
@@ -90,6 +125,7 @@ class CallLedger:
     needs: Needs = Needs.TOKEN_IDS
     on_call: OnCall | None = None
     sampled_from: str | None = None
+    in_flight: Activity | None = None
 
     def __post_init__(self) -> None:
         self.calls: list[ModelCall] = []
@@ -135,8 +171,18 @@ class CallLedger:
             seed = hashlib.blake2b(f"{self.seed}|{repetition}|".encode() + digest, digest_size=4).digest()
             sampling_seed = int.from_bytes(seed, "big") >> 1
             pending = PendingCall(indices, digest, repetition, sampling_seed, server, llm, time.monotonic())
-            self._pending[pending] = None
+            if not self.closed:
+                self._pending[pending] = None
+                if self.in_flight is not None:
+                    self.in_flight.begin()
             return pending
+
+    def _settle(self, pending: PendingCall) -> None:
+        """Its request is no longer in flight."""
+        if pending in self._pending:
+            del self._pending[pending]
+            if self.in_flight is not None:
+                self.in_flight.end()
 
     def activity(self) -> str:
         """The oldest request in flight and its age, for people who wait for the episode."""
@@ -154,7 +200,7 @@ class CallLedger:
     def abandon(self, pending: PendingCall, reason: str, *, by_server: bool) -> None:
         """Counts a failed request. If the client retries it, that is the same call, with the same seed."""
         with self._lock:
-            self._pending.pop(pending, None)
+            self._settle(pending)
             self.failed_attempts[reason] += 1
             self.server_failure = reason if by_server else None
             heapq.heappush(self._abandoned[pending.prompt_digest], pending.repetition)
@@ -164,7 +210,7 @@ class CallLedger:
     def fail_capture(self, pending: PendingCall, error: CaptureError) -> None:
         """The response of a request lacks what training needs: the episode fails."""
         with self._lock:
-            self._pending.pop(pending, None)
+            self._settle(pending)
             self.capture_error = error
 
     def record(self, calls: Sequence[ModelCall], site: CallSite, pending: PendingCall | None = None) -> bool:
@@ -174,7 +220,7 @@ class CallLedger:
         """
         with self._lock:
             if pending is not None:
-                self._pending.pop(pending, None)
+                self._settle(pending)
             if self.closed or not calls:
                 return False
             self.calls.extend(calls)
@@ -202,4 +248,6 @@ class CallLedger:
         """Later calls are not recorded."""
         with self._lock:
             self.closed = True
+            for pending in [*self._pending]:
+                self._settle(pending)
             self.calls.sort(key=attrgetter("index"))

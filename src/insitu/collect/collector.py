@@ -132,7 +132,7 @@ async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGen
 
     async def run_task(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
         row, key = task
-        slot = run.episode_slots if current_scope() is None else nullcontext()  # within an episode: that one's slot
+        slot = run.slot(key) if current_scope() is None else nullcontext()  # within an episode: that one's slot
         with run.watchdog.waiting(key.label() + plan.purpose, lambda: "all max_concurrency slots are taken"):
             async with slot:
                 started = time.monotonic()

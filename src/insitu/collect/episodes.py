@@ -22,7 +22,7 @@ from insitu.agents.python import check_functions
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
 from insitu.collect.event_loop import doing
-from insitu.collect.shared_run import RunState
+from insitu.collect.shared_run import RunState, current_run
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
@@ -211,7 +211,7 @@ def in_process(workflow: Any) -> Attempt:
 
 
 async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-    item = item.own_copy()  # all episodes of the row begin with the same
+    item, run = item.own_copy(), current_run()  # all episodes of the row begin with the same
     scope = EpisodeScope(
         key=key,
         seed=key.seed(options.seed),
@@ -222,6 +222,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         needs=options.needs,
         target_functions=options.target_functions,
         sampled_from=options.sampled_from,
+        in_flight=run.calls if run is not None else None,
     )
     ledger = scope.ledger
     episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)

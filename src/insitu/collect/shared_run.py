@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder, builder_at_work
+from insitu.capture.ledger import Activity
 from insitu.collect.event_loop import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.schemas.episodes import Needs
+from insitu.schemas.episodes import EpisodeKey, Needs
 from insitu.schemas.evaluation import EvaluationRunConfig
 
 
@@ -32,7 +33,8 @@ class RunState:
     had to, or the server was restarted since that `time.monotonic()`. An outage may last longer than the agent's client
     retries, and must not use up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
     `is_checked`: what runs the episodes has been reached before. `needs`: what the trainer adapter needs of a call.
-    `unscored` names evaluators that have failed to score an episode of training.
+    `unscored` names evaluators that have failed to score an episode of training. `calls` measures when model calls of
+    episodes are in flight, or attempts at episodes in other processes. `episodes_in_flight` have one of the slots.
     """
 
     builder: Builder
@@ -48,12 +50,24 @@ class RunState:
     is_checked: bool = False
     needs: Needs = Needs.TOKEN_IDS
     unscored: set[str] = field(default_factory=set)
+    calls: Activity = field(default_factory=Activity)
+    episodes_in_flight: set[EpisodeKey] = field(default_factory=set)
 
     @classmethod
     def of(cls, builder: Builder, *, is_checked: bool = False) -> "RunState":
         """The state of a new run, in the running event loop."""
         slots = asyncio.Semaphore(builder.config.max_concurrency)
         return cls(builder, asyncio.get_running_loop(), slots, new_watchdog(builder.config), is_checked=is_checked)
+
+    @asynccontextmanager
+    async def slot(self, key: EpisodeKey) -> AsyncIterator[None]:
+        """Waits for a slot for this episode."""
+        async with self.episode_slots:
+            self.episodes_in_flight.add(key)
+            try:
+                yield
+            finally:
+                self.episodes_in_flight.discard(key)
 
     def evaluates(self, request: EvaluationRunConfig) -> bool:
         """Whether an evaluation is of the run's own file, with the run's overrides or none."""

@@ -61,6 +61,15 @@ def readable_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
+def available_memory() -> int | None:
+    """Bytes that a process of this machine can take; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def cannot_read(path: Path | str, error: OSError) -> InsituError:
     return InsituError(f"{path} cannot be read: {error.strerror}")
 

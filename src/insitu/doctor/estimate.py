@@ -125,7 +125,7 @@ def _checkpoint_bytes(plan: Plan, measures: Measures, keep: KeepConfig | None) -
     if measures.weights is None:
         return None
     keep = keep or KeepConfig()
-    versions = max(keep.last, _LATEST) + int(keep.best and plan.validations > 0)
+    versions = max(keep.last, _LATEST + plan.staleness) + int(keep.best and plan.validations > 0)
     versions = min(plan.epochs, versions + (plan.epochs // keep.every if keep.every is not None else 0))
     return (versions + 1) * measures.weights + (min(plan.epochs, keep.optimizer) + 1) * measures.optimizer
 

@@ -47,6 +47,7 @@ class Plan:
     held_out_name: str
     training: Mapping[str, Any] = field(default_factory=dict)
     warms_up: bool = False
+    staleness: int = 0
     replays: bool = False
     """Whether it trains on the recorded episodes of another run."""
 
@@ -73,7 +74,7 @@ class Plan:
         rows = [] if stored else load_dataset(config, dataset)
         held_out = load_dataset(held_out_config(config), validation.dataset) if validation is not None else []
         limit = collecting.rows_per_epoch if collecting is not None else None
-        epochs = finetuning.num_epochs
+        epochs, trainer = finetuning.num_epochs, config.blocks.get((TRAINER.section, str(finetuning.trainer)))
         return cls(
             rows=rows,
             held_out=held_out,
@@ -92,7 +93,8 @@ class Plan:
             target_functions=tuple(finetuning.target_functions),
             dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
-            warms_up=getattr(config.blocks.get((TRAINER.section, str(finetuning.trainer))), "sft", None) is not None,
+            warms_up=getattr(trainer, "sft", None) is not None,
+            staleness=getattr(trainer, "staleness", 0),
             replays=stored,
         )
 

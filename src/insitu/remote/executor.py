@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import Field
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
 from insitu.collect.event_loop import doing
+from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import LLM, register_executor
@@ -62,7 +63,7 @@ class RemoteExecutor(Executor):
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
     ) -> AttemptResult:
         """One attempt at an opened workflow, made again with the same key if its service is lost."""
-        pool, lost, session = self.pool, None, None
+        pool, run, lost, session = self.pool, current_run(), None, None
         activity = pool.activity
         started, request = time.monotonic(), request_fields(item, key, options)
         error: Exception
@@ -74,7 +75,8 @@ class RemoteExecutor(Executor):
                             async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
                                 session = service.sessions[workflow]
                                 activity = partial(session.activity, number := session.new_number())
-                                answer = await session.attempt(number, request | {"policy": policy()})
+                                with run.calls.in_progress() if run is not None else nullcontext():
+                                    answer = await session.attempt(number, request | {"policy": policy()})
                                 return read_result(key, answer)
                         except ServiceLost as loss:
                             activity, lost, session = pool.activity, loss, None

@@ -42,6 +42,9 @@ class Retention(BaseModel):
     """Further versions to keep."""
     after: int = 0
     """Versions up to this one are not touched."""
+    loaded: int | None = Field(default=None, ge=0)
+    """Number of older versions that stay loaded, of those requested by number; none: 2, of those that were requested
+    since they are older."""
 
 
 class KeepConfig(BaseModel):
@@ -50,7 +53,8 @@ class KeepConfig(BaseModel):
     model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
-    """Number of latest versions to keep. The latest two are always kept."""
+    """Number of latest versions to keep. The latest two are always kept. With `staleness: K` of the trainer: not less
+    than K + 2, which is also the default then."""
     best: bool = True
     """Also keep the version with the best validation score so far."""
     every: int | None = Field(default=None, ge=1)

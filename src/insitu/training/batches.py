@@ -1,13 +1,15 @@
 """Collects the batches of a run, one for each epoch, up to `staleness` of them ahead of training."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from insitu.builder import Builder
+from insitu.capture.ledger import Activity
 from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
@@ -28,12 +30,16 @@ Warn = Callable[[int, str], None]
 
 
 class Collected(NamedTuple):
-    """The groups of an epoch, what their episodes left over, their errors, and where they were sampled from."""
+    """The groups of an epoch, what their episodes left over, their errors, and where they were sampled from.
+
+    The versions that they may have been sampled from are `oldest` and those up to that of `served`.
+    """
 
     collection: TrajectoryCollection
     leftovers: Leftovers
     errors: Counter[str]
     served: PolicyEndpoint | None
+    oldest: int | None = None
 
 
 @dataclass
@@ -49,6 +55,9 @@ class _Batch:
     episodes: list[Episode] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    rows: Counter[str] = field(default_factory=Counter)
+    """Finished episodes of each row."""
+    complete_groups: int = 0
 
 
 @dataclass
@@ -56,9 +65,10 @@ class BatchCollector:
     """Collects a batch for each epoch; with `staleness` K, batches up to K epochs ahead, while earlier ones train.
 
     Batch b is sampled from the version that was served after batch b - 1 - K, whatever else is served meanwhile: a
-    repeated run samples the same. Its episodes begin once all of batch b - 1 have begun. Groups are written in the
-    order of batches, each group once it is complete. Finished episodes are journaled before, so that a resumed run need
-    not run them again.
+    repeated run samples the same. If versions are not `pinned`, its calls are sampled from the newest one, which is
+    that version or a later one. Its episodes begin once all of batch b - 1 have begun. Groups are written in the order
+    of batches, each group once it is complete. Finished episodes are journaled before, so that a resumed run need not
+    run them again.
     """
 
     builder: Builder
@@ -67,11 +77,15 @@ class BatchCollector:
     report: Report
     warn: Warn
     staleness: int = 0
+    pinned: bool = True
     shares_policy: bool = False
     """Whether validations sample from the policy while a batch is collected: its completions cannot be told apart."""
 
     def __post_init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
+        self._jobs = Activity()
+        self._began = (0.0, 0.0, 0.0)
+        self._groups_in_flight: int | None = None
 
     async def collect(
         self,
@@ -91,7 +105,7 @@ class BatchCollector:
             batch.stream = stream
             try:
                 if not batch.is_current:
-                    await self._make_current(batch)
+                    self._make_current(batch)
                 collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": epoch}), run_id, epoch)
             finally:
                 del self._batches[epoch]
@@ -99,7 +113,54 @@ class BatchCollector:
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in batch.errors.most_common(3)]:
             self.warn(epoch, problem)
-        return Collected(collection, leftovers, batch.errors, batch.served)
+        if (following := self._batches.get(epoch + 1)) is not None:  # what is left over while this epoch trains is its
+            await following.traffic.start()
+        oldest = self._planned_version(epoch) if self.staleness and served is not None else None
+        return Collected(collection, leftovers, batch.errors, batch.served if self.pinned else served, oldest)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the batches, for the header of the run; none without staleness."""
+        if not self.staleness:
+            return {}
+        latest = {"versions": "latest", "repeats": "no: calls are sampled from the newest weights, whichever they are"}
+        return {"staleness": self.staleness, **({} if self.pinned else latest)}
+
+    def begin_epoch(self) -> None:
+        """Starts the clocks of an epoch."""
+        self._began, self._groups_in_flight = self._clocks(), None
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The body follows a training job, which has just been submitted."""
+        self._groups_in_flight = sum(map(self._incomplete_groups, self._batches.values()))
+        with self._jobs.in_progress():
+            yield
+
+    def timings(self, trained_ahead: float = 0.0) -> dict[str, Any]:
+        """What overlapped since `begin_epoch`, for the `seconds` of an epoch; nothing without staleness.
+
+        `trained_ahead` are the seconds in which a streamed epoch trained before its job was submitted.
+        """
+        if not self.staleness:
+            return {}
+        wall, calls, jobs = (now - then for now, then in zip(self._clocks(), self._began, strict=True))
+        idle = {"sampler": max(0.0, wall - calls), "learner": max(0.0, wall - jobs - trained_ahead)}
+        in_flight = {} if self._groups_in_flight is None else {"groups_in_flight": self._groups_in_flight}
+        return {"idle": idle, **in_flight}
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Seconds: the time, those with a model call of an episode in flight, and those with a job in progress."""
+        return time.monotonic(), run_of(self.builder).calls.seconds, self._jobs.seconds
+
+    def _incomplete_groups(self, batch: _Batch) -> int:
+        """Groups of a batch that have begun and are not complete."""
+        in_flight = run_of(self.builder).episodes_in_flight
+        begun = batch.rows.keys() | {key.row_id for key in in_flight if key.epoch == batch.epoch}
+        return len(begun) - batch.complete_groups
+
+    def _planned_version(self, epoch: int) -> int | None:
+        """The version that was served after the last epoch before which this one does not begin."""
+        return self.durable.version_after(max(epoch - 1 - self.staleness, 0))
 
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the batches that are ahead."""
@@ -118,8 +179,8 @@ class BatchCollector:
         return count
 
     async def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None, *, is_current: bool) -> None:
-        if self.staleness and served is not None:
-            served = pinned(served, self.durable.version_after(max(epoch - 1 - self.staleness, 0)))
+        if self.staleness and self.pinned and served is not None:
+            served = pinned(served, self._planned_version(epoch))
         counted = None if self.staleness or self.shares_policy else served
         batch = _Batch(epoch, served, PolicyTraffic(self.builder, counted), is_current)
         if is_current:
@@ -141,7 +202,7 @@ class BatchCollector:
         finished, served = self.durable.finished(batch.epoch), batch.served
         journaled = {episode.key for episode in finished}
         plan = replace(plan, finished=finished, vocab_size=served.vocab_size if served is not None else None)
-        if self.staleness and served is not None:
+        if self.staleness and self.pinned and served is not None:
             plan = replace(plan, options=replace(plan.options, sampled_from=served.model))
 
         left = len(plan.members)
@@ -151,6 +212,7 @@ class BatchCollector:
             left -= 1
             if left <= plan.limit:
                 batch.all_begun.set()
+            batch.rows[episode.key.row_id] += 1
             batch.traffic.add(episode)
             if batch.is_current:
                 self.report.advance()
@@ -166,14 +228,14 @@ class BatchCollector:
             async for group in completed:
                 batch.errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
                 batch.held.append((group, rows.get(group.row_id)))
+                batch.complete_groups += 1
                 if batch.is_current:
                     self._write(batch)
                 groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
         collection = collection_of(groups, plan.run_id, batch.epoch)
         return collection.model_copy(update={"parts": plan.parts()})
 
-    async def _make_current(self, batch: _Batch) -> None:
-        await batch.traffic.start()
+    def _make_current(self, batch: _Batch) -> None:
         batch.is_current = True
         for _ in batch.episodes:
             self.report.advance()

@@ -96,18 +96,23 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
         )
 
 
-async def check_staleness(trainer: Trainer, staleness: int) -> None:
-    """Raises ConfigError unless earlier weights are kept and served, and the loss takes them into account."""
-    key, adapter = f"staleness is {staleness}", trainer.trainer_adapter
+async def check_staleness(trainer: Trainer, name: str, staleness: int, *, pinned: bool) -> None:
+    """Raises ConfigError unless the loss takes earlier weights into account, and they are served if they are `pinned`.
+
+    `name` is the trainer's key in the file.
+    """
+    key, adapter = f"trainers.{name}.staleness is {staleness}", trainer.trainer_adapter
     builder = trainer.trajectory_builder
     if not isinstance(builder, EpisodesBuilder) or builder.stored is not None or builder.episodes_per_epoch is None:
         raise ConfigError(f"{key}, but {builder.trajectory_builder_config.type} does not plan its episodes; allowed: 0")
     endpoint = await adapter.policy_endpoint()
-    if endpoint is None or not endpoint.names_versions:
-        raise ConfigError(f"{key}, but {adapter.adapter_config.type} serves the newest weights only; allowed: 0")
-    keep = getattr(adapter.adapter_config, "keep", None)
-    if keep is not None and keep.last < staleness + 2:
-        raise ConfigError(f"{key}, but trainer_adapters keep.last is {keep.last}; allowed: from {staleness + 2}")
+    if endpoint is None or endpoint.version is None:
+        raise ConfigError(f"{key}, but {adapter.adapter_config.type} does not say which version it serves; allowed: 0")
+    if pinned and not endpoint.names_versions:
+        raise ConfigError(
+            f"{key} and versions is pinned, but {adapter.adapter_config.type} serves the newest weights only here: set "
+            f"trainers.{name}.versions to latest (such a run does not repeat), or staleness to 0"
+        )
     settings = adapter.training_settings()
     if settings.get("method", "grpo") == "grpo" and settings.get("old_logprobs", "recomputed") == "recomputed":
         corrections = ("truncated_importance", "token_mask", "sequence_mask")
@@ -116,6 +121,10 @@ async def check_staleness(trainer: Trainer, staleness: int) -> None:
                 f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout, or one of "
                 f"{', '.join(corrections)}"
             )
+    try:
+        await adapter.prepare_staleness(staleness, pinned=pinned)
+    except ConfigError as error:
+        raise ConfigError(f"{key}, but {error}") from None
 
 
 async def check_beside(adapter: TrainerAdapter) -> None:
@@ -126,22 +135,26 @@ async def check_beside(adapter: TrainerAdapter) -> None:
         raise ConfigError(f"finetuning.validation.beside is true, but {served}; allowed: false")
 
 
-def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None) -> None:
+def check_sampled(
+    trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None, oldest: int | None = None
+) -> None:
     """Raises BackendError if a call to train on was not sampled from the served policy version, and its weights.
 
-    If a call reports no version, its requested model name must match; without digests, weights are not compared.
+    Versions from the `oldest` on are allowed, if it is given. If a call reports no version, its requested model name
+    must match; without digests, weights are not compared.
     Recorded episodes may be of any version, except for a GroupTrainer, for which TrajectoryError is raised.
     """
     stored = getattr(trainer.trajectory_builder, "stored", None)
     if served is None or served.version is None or (stored is not None and not isinstance(trainer, GroupTrainer)):
         return
-    name = served.model.removesuffix(f"@{served.version}")
+    name, first = served.model.removesuffix(f"@{served.version}"), served.version if oldest is None else oldest
+    names = {name, *(f"{name}@{version}" for version in range(first, served.version + 1))}
     for trajectory in [t for group in trained.trajectories for t in group]:
         for call in trained_calls([trajectory]):
             version = call.policy_version
-            unreported = version is None and call.model in (name, f"{name}@{served.version}")
+            is_allowed = call.model in names if version is None else first <= version <= served.version
             weights = {call.weights, served.weights} - {None} if version == served.version else set()
-            if (version == served.version or unreported) and len(weights) < 2:
+            if is_allowed and len(weights) < 2:
                 continue
             sampled, serves = f"policy version {version}", f"version {served.version}"
             if len(weights) > 1:
@@ -161,7 +174,8 @@ def check_sampled(trainer: Trainer, trained: TrajectoryCollection, served: Polic
             raise BackendError(
                 f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
                 f"policy version {version}, but the adapter trains {name!r}, which is at version "
-                f"{served.version}; use an llm of _type: policy"
+                f"{served.version}{f' (allowed: from {first})' if first < served.version else ''}; use an llm of "
+                "_type: policy"
             )
 
 

@@ -124,6 +124,13 @@ class TrainerAdapter(ABC):
         """
         return
 
+    async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:  # noqa: B027 - optional
+        """Called before the first epoch of a run that collects so many epochs ahead, from `pinned` versions.
+
+        The last `staleness` + 2 versions must then be kept and, if they are pinned, be served side by side. Raises
+        ConfigError if that is impossible.
+        """
+
     async def check_settings(self) -> None:  # noqa: B027 - optional
         """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch."""
 

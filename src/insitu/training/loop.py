@@ -41,6 +41,7 @@ from insitu.training.metrics import (
     selection_metrics,
     teaches_nothing,
     untrained_causes,
+    version_metrics,
     without_variance,
 )
 from insitu.training.report import Report, counts
@@ -98,7 +99,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         if self._batches.staleness:
-            await checks.check_staleness(self, self._batches.staleness)
+            name, pinned = str(self._full_config.finetuning.trainer), self._batches.pinned
+            await checks.check_staleness(self, name, self._batches.staleness, pinned=pinned)
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(progress.curriculum or fresh)
@@ -200,6 +202,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def _complete_epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus | None:
         """Runs, records and reports one epoch, with its validation if due."""
+        self._batches.begin_epoch()
         try:
             ref = await self.run_epoch(epoch, self.run_id)
             metrics = self.results[epoch].metrics
@@ -209,6 +212,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                     seconds = await self.validation.after(epoch, is_last=epoch == num_epochs)
                     metrics["seconds"]["validate"] = seconds
             finally:  # record the epoch even if its job or its validation fails
+                metrics["seconds"] |= self._batches.timings(metrics["seconds"].get("ahead", 0.0))
                 self.log_progress(epoch, metrics)
             if self._plot is not None:
                 await self._plot.update(self.reward_history, self._validations)
@@ -236,12 +240,12 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             newest = self._durable.progress.policy_version
             weights = endpoint.weights if newest == endpoint.version else None
             endpoint = replace(endpoint, version=newest, weights=weights)
-        collected, leftovers, _, endpoint = await self._collect(epoch, run_id, endpoint, stream)
+        collected, leftovers, _, endpoint, oldest = await self._collect(epoch, run_id, endpoint, stream)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
         self.reward_history.append({key: statistics[key] for key in rewards})
-        checks.check_sampled(self, collected, endpoint)
+        checks.check_sampled(self, collected, endpoint, oldest)
         if stream is None:
             collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
         else:
@@ -261,8 +265,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         statistics |= {**leftovers._asdict(), **selection_metrics(collection, state, credit), "policy_version": newest}
         seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
         self.results[epoch] = EpochResult(statistics | {"job": None, "seconds": seconds})
-        if self._batches.staleness and endpoint is not None:
-            self.results[epoch].metrics["sampled_version"] = endpoint.version
+        if self._batches.staleness and newest is not None:
+            self.results[epoch].metrics |= version_metrics(collected.trajectories, newest)
         self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
             alike = without_variance(collected, collection.drop_reasons)
@@ -291,9 +295,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     @cached_property
     def _batches(self) -> BatchCollector:
         staleness = getattr(self.trainer_config, "staleness", 0)
-        validation, parts = self.run_config.validation, (self._builder, self.trajectory_builder, self._durable)
+        validation, pinned = self.run_config.validation, getattr(self.trainer_config, "versions", "pinned") == "pinned"
         beside = validation is not None and validation.beside
-        return BatchCollector(*parts, self.report, self._warn, staleness, shares_policy=beside)
+        parts = self._builder, self.trajectory_builder, self._durable, self.report, self._warn
+        return BatchCollector(*parts, staleness, pinned, shares_policy=beside)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -325,7 +330,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
         started, result = time.perf_counter(), self.results[epoch]
-        with self.report.phase(f"epoch {epoch}: training"):
+        with self.report.phase(f"epoch {epoch}: training"), self._batches.training():
             status = await wait_for_job(self.trainer_adapter, ref, self._full_config)
         result.add_job(status)
         result.metrics["seconds"]["train"] = time.perf_counter() - started
@@ -390,6 +395,5 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.header(self.run_id, settings)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
-        ahead = {"staleness": self._batches.staleness} if self._batches.staleness else {}
-        ahead |= self._streams.settings
+        ahead = self._batches.settings() | self._streams.settings
         return settings_of(self, self._full_config, num_epochs, self._selection_settings() | ahead)

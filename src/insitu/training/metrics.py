@@ -1,6 +1,7 @@
 """The numbers of one epoch: a line of `training_metrics.jsonl`, and the likely causes if it trains nothing."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
@@ -128,6 +129,21 @@ def _mean_scores(groups: Sequence[Group]) -> dict[str, float | None]:
             if score is not None:
                 scores.append(score)
     return {name: fmean(scores) if scores else None for name, scores in by_name.items()}
+
+
+def version_metrics(groups: Sequence[Group], newest: int) -> dict[str, Any]:
+    """Episodes by their age, the training jobs between the oldest version that they were sampled from and `newest`.
+
+    Versions that no call reports are left out.
+    """
+    versions = [
+        [call.policy_version for call in trained_calls([trajectory]) if call.policy_version is not None]
+        for group in groups
+        for trajectory in group
+    ]
+    ages = Counter(newest - min(of_episode) for of_episode in versions if of_episode)
+    age = {str(age): count for age, count in sorted(ages.items())}
+    return {"sampled_version": newest - max(ages) if ages else None, "age": age}
 
 
 def trained_calls(group: Group) -> list[ModelCall]:

@@ -140,6 +140,7 @@ class Report:
         if m["dropped"]:
             parts.append(f"dropped: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
+        parts += _overlap(m.get("age") or {}, seconds)
         if self._run is not None and number < last:  # if the other epochs take as long as those of this process
             left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
             parts.append(f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left")
@@ -174,6 +175,18 @@ class Report:
         names = (VALIDATIONS, METRICS, PLOT, EPISODES)
         written = ", ".join(name for name in names if (store.path / name).exists())
         self.note(f"files: {store.folder}/  ({written} ...)")
+
+
+def _overlap(age: Mapping[str, int], seconds: Mapping[str, Any]) -> list[str]:
+    """How much older than the newest the sampled weights were, and which side had nothing to do."""
+    parts = []
+    if ages := sorted(map(int, age)):
+        parts.append(f"age {ages[0]}" if len(ages) == 1 else f"age {ages[0]} to {ages[-1]}")
+    if idle := seconds.get("idle"):
+        parts.append(f"idle: sampler {idle['sampler']:.1f} s, learner {idle['learner']:.1f} s")
+    if (groups := seconds.get("groups_in_flight")) is not None:
+        parts.append(f"{groups} groups in flight")
+    return parts
 
 
 def evaluation_table(output: EvaluationRunOutput, dataset: Path) -> Table:

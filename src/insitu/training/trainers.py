@@ -33,6 +33,9 @@ class LoopTrainerConfig(TrainerConfig):
     stream: bool = False
     """Sends groups to the epoch's training job as they complete, which computes their gradients while others are still
     collected. The weights are the same, to the bit on a CPU."""
+    versions: Literal["pinned", "latest"] = "pinned"
+    """With `staleness`. `pinned`: the episodes of an epoch are sampled from the same version in each run. `latest`:
+    calls are sampled from the newest weights, for backends that serve no others; such a run does not repeat."""
 
 
 class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
@@ -129,7 +132,7 @@ class SelectingTrainer(LoopTrainer):
         await super().initialize(run_config)
 
     def _selection_settings(self) -> dict[str, Any]:
-        return self.trainer_config.model_dump(exclude={"type", "reward", "staleness", "stream"})
+        return self.trainer_config.model_dump(exclude={"type", "reward", *LoopTrainerConfig.model_fields})
 
 
 @register_trainer(config_type=DPOTrainerConfig)

@@ -22,6 +22,7 @@ _SEARCH_SECONDS = 2.0
 """How long a list of runs is used before the folders are searched again."""
 _LISTED = 10
 POLL_SECONDS = 0.5
+_PHASES = ("collect", "train", "validate")
 RECORDED = (
     *("advantages", "credit", "discount", "on_failure", "targets", "training", "episodes_from", "dataset", "seed"),
     *("source", "insitu", "episodes_per_epoch", "config"),
@@ -124,7 +125,7 @@ def _totals(epochs: Records, validations: Records, events: Records) -> dict[str,
     """Each value is None if it is unknown; `seconds` are those of complete epochs and of the first validation."""
     scores = [[each["epoch"], each["avg_reward"]] for each in validations if "error" not in each]
     tokens = [epoch["tokens"] for epoch in epochs if epoch.get("tokens") is not None]
-    phases = [seconds for epoch in epochs for seconds in (epoch.get("seconds") or {}).values()]
+    phases = [(epoch.get("seconds") or {}).get(phase) or 0.0 for epoch in epochs for phase in _PHASES]
     phases += [each["seconds"] for each in validations if each["epoch"] == 0 and "seconds" in each]
     return {
         "last_score": scores[-1][1] if scores else None,

@@ -15,6 +15,7 @@ import orjson
 
 from insitu.builder import Builder
 from insitu.config import Config, check_config
+from insitu.disk.files import available_memory
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendUnavailable, InsituError, RequestRefused, describe_error
 from insitu.runs.reader import RunReader
@@ -112,21 +113,12 @@ def _check_memory(folder: Path, base: Path) -> None:
     of_base = () if any(folder.glob("model*.safetensors")) else base.glob("*.safetensors")
     files = [path for path in (*folder.glob("*.safetensors"), *of_base) if path.name != OPTIMIZER_FILE]
     needed = _FLOAT32 * sum(path.stat().st_size for path in files)
-    free = _available_memory()
+    free = available_memory()
     if free is not None and needed > free / 2:
         raise InsituError(
             f"{folder} would need about {needed / 1e9:.1f} GB of memory to score this episode, and {free / 1e9:.1f} GB "
             "are free, half of which are left to others"
         )
-
-
-def _available_memory() -> int | None:
-    """In bytes; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 async def _serve(folder: Path, endpoint: "asyncio.Future[PolicyEndpoint]", stop: asyncio.Event) -> None:

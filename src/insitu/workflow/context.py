@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Self
 
 from insitu.advantages.credit import is_targeted
-from insitu.capture.ledger import OUTSIDE, CallLedger, CallSite, Invocation, OpenStep, current_call_site
+from insitu.capture.ledger import OUTSIDE, Activity, CallLedger, CallSite, Invocation, OpenStep, current_call_site
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall, Needs, StepLog
@@ -207,7 +207,7 @@ class EpisodeScope:
     """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
     `training` selects the calls to train: all, none, or those made to these keys of `llms`; calls outside
-    `target_functions` are never trained.
+    `target_functions` are never trained. `in_flight` measures when model calls are.
     """
 
     key: EpisodeKey | None = None
@@ -219,6 +219,7 @@ class EpisodeScope:
     needs: Needs = Needs.TOKEN_IDS
     target_functions: Collection[str] = (WORKFLOW,)
     sampled_from: str | None = None
+    in_flight: Activity | None = None
 
     def __post_init__(self) -> None:
         self.ledger = CallLedger(
@@ -228,6 +229,7 @@ class EpisodeScope:
             needs=self.needs,
             on_call=self._on_call,
             sampled_from=self.sampled_from,
+            in_flight=self.in_flight,
         )
         self.rewards = StepRewards()
         self.steps = StepLog()

@@ -123,7 +123,7 @@ class Engine(Sampler):
         assert weights.version is not None
         module = module if module is not None else self._load_version(weights)
         self._open(module, canonical(weights.version, weights.policy))
-        self._versions.latest[weights.policy] = weights.version
+        self._versions.publish(weights)
         self._drop_idle()
 
     async def versions_in_use(self, policy: str) -> set[int]:
@@ -214,8 +214,8 @@ class Engine(Sampler):
                 self._busy[scheduler] = None
 
     def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
-        weights = self._versions.resolve(weights)
-        self._versions.request(weights)
+        by_number, weights = weights.version is not None, self._versions.resolve(weights)
+        self._versions.request(weights, by_number=by_number)
         if weights not in self.schedulers:
             self._drop_idle()
             self._open(self._load_version(weights), weights)

@@ -195,6 +195,7 @@ class ServedVersions:
     def __init__(self, kept: int = 2) -> None:
         self.latest: dict[str, int] = {"": 0}
         self._kept = kept
+        self._loaded: int | None = None
         self._recent: OrderedDict[WeightVersion, None] = OrderedDict()
 
     def resolve(self, weights: WeightVersion) -> WeightVersion:
@@ -207,12 +208,29 @@ class ServedVersions:
     def stays(self, weights: WeightVersion) -> bool:
         return self.is_latest(weights) or weights in self._recent
 
-    def request(self, weights: WeightVersion) -> None:
-        if not self.is_latest(weights):
+    def keep_loaded(self, count: int | None) -> None:
+        """Keeps so many of the versions requested by number, also those that were the latest then; None: the default.
+
+        A run that samples from earlier versions requests the latest by number, which others come after.
+        """
+        self._loaded = count
+
+    def request(self, weights: WeightVersion, *, by_number: bool = True) -> None:
+        if not self.is_latest(weights) or (by_number and self._loaded is not None):
             self._recent[weights] = None
             self._recent.move_to_end(weights)
-            if len(self._recent) > self._kept:
-                self._recent.popitem(last=False)
+            self._forget()
+
+    def publish(self, weights: WeightVersion) -> None:
+        assert weights.version is not None
+        self.latest[weights.policy] = weights.version
+        self._forget()
+
+    def _forget(self) -> None:
+        older = [each for each in self._recent if not self.is_latest(each)]
+        kept = self._kept if self._loaded is None else self._loaded
+        for each in older[: len(older) - kept] if len(older) > kept else ():
+            del self._recent[each]
 
     def retire(self, weights: WeightVersion) -> None:
         """Forgets a version, or with None the whole policy."""
@@ -252,6 +270,10 @@ class Sampler(ABC):
     def version(self) -> int:
         """Latest version of the backend's own policy."""
         return self._versions.latest[""]
+
+    def keep_loaded(self, count: int | None) -> None:
+        """How many older versions stay loaded, see `ServedVersions`."""
+        self._versions.keep_loaded(count)
 
     async def complete(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion = LATEST

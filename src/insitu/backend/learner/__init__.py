@@ -1,6 +1,7 @@
 """Training: from rows to new weights; start reading at jobs, then learner.
 
 jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
+training_job    one job: its state, rows and events
 learner         the weights of a policy from job to job, and the learners of all policies
 parts           jobs whose rows come in parts, computed as they arrive
 optimizer_loop  the optimizer steps of one job

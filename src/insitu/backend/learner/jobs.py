@@ -11,95 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from insitu.backend.compute import ComputeThread, Parked
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.parts import PartedRows
-from insitu.disk.files import write_file
+from insitu.backend.learner.policy import served_bytes
+from insitu.backend.learner.training_job import TrainingJob, completed
+from insitu.disk.files import available_memory, readable_bytes, write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
-OPEN_SECONDS = 60.0
-"""An open job is canceled if its client has not been heard of for this long."""
-HEARTBEAT_SECONDS = 15.0
-"""`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
-
-
-@dataclass(eq=False)
-class TrainingJob:
-    """A training job: its current `state` and `history`, the states emitted as events."""
-
-    state: JobState
-    learner: Learner
-    rows: PartedRows
-    method: str = "grpo"
-    keep: Retention | None = None
-    steps: Generator[Any, None, None] | None = None
-    """The generator that trains it, once it has started."""
-    task: asyncio.Task[None] | None = None
-    expiry: asyncio.Task[None] | None = None
-    reason: str | None = None  # why it is canceled, unless its client has asked for it
-    was_closed: bool = False
-    diverged: bool = False
-    """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
-    recording: bool = False
-    """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
-    unserved: TrainedVersion | None = None
-    """The result of a failed job that could not be served: the same job sent again serves it."""
-
-    def __post_init__(self) -> None:
-        self.history = [self.state]
-        self._changed = asyncio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return not self.rows.closed and not self.ended
-
-    @property
-    def ended(self) -> bool:
-        return self.state.status in ("completed", "failed", "canceled")
-
-    def differs_from(self, digest: str) -> bool:
-        """Whether it is known to have been submitted with other settings or rows."""
-        return self.state.digest not in (None, digest)
-
-    def update(self, *, emit: bool = True, **changes: Any) -> None:
-        """Changes the state; with `emit`, also appends it to `history` and wakes `events()`."""
-        self.state = self.state.model_copy(update=changes)
-        if emit:
-            self.history.append(self.state)
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    async def events(self) -> AsyncIterator[JobState | None]:
-        """Yields the states in `history` until the job ends; None after each `HEARTBEAT_SECONDS` without a new one."""
-        next_index = 0
-        while True:
-            changed = self._changed
-            while next_index < len(self.history):
-                yield self.history[next_index]
-                next_index += 1
-            if self.ended:
-                return
-            try:
-                await asyncio.wait_for(changed.wait(), HEARTBEAT_SECONDS)
-            except TimeoutError:
-                yield None
-
-
-def _completed(trained: TrainedVersion) -> dict[str, Any]:
-    """What a job's state says of its result."""
-    return {
-        "status": "completed",
-        "progress": 100.0,
-        "policy_version": trained.version,
-        "checkpoint": str(trained.checkpoint),
-        "metrics": trained.job.metrics,
-    }
+VERSIONS_SHARE = 0.5
+"""Share of the free memory for the versions that are served; the rest is for training and for the caches of prompts."""
 
 
 @dataclass(eq=False)
@@ -111,6 +40,8 @@ class TrainingQueue:
 
     max_unfinished = 64
     """Jobs that may be pending or running; each holds its rows in memory."""
+    open_seconds = 60.0
+    """An open job is canceled if its client has not been heard of for this long."""
     max_ended = 256
     """Ended jobs that can be looked up; the records of all are in files."""
 
@@ -130,7 +61,7 @@ class TrainingQueue:
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
         states = [
-            JobState(**trained.job.model_dump(include={"id", "key", "digest"}), **_completed(trained))
+            JobState(**trained.job.model_dump(include={"id", "key", "digest"}), **completed(trained))
             for trained in self.learner.earlier_jobs
         ]
         for path in (self.output_dir / "jobs").glob("job-*.json"):
@@ -153,6 +84,19 @@ class TrainingQueue:
         """Raises RequestRefused if no job with these settings could be trained."""
         await self.compute.call(self.learner.verify, settings)
         self.sampler.check(self.learner.adapters(settings))
+
+    async def check_memory(self, settings: TrainingSettings, versions: int) -> None:
+        """Raises RequestRefused if so many versions of the weights do not fit into the memory of this process."""
+        learner, loaded = self.learner, self.learner.loaded
+        if not learner.served_here:
+            return
+        size = versions * await self.compute.call(served_bytes, loaded, learner.adapters(settings))
+        on_cpu = loaded.device.type == "cpu"
+        free = available_memory() if on_cpu else torch.cuda.mem_get_info(loaded.device)[0]
+        if free is not None and size > free * VERSIONS_SHARE:
+            problem = f"{versions} versions of the weights take {readable_bytes(size)} of the backend's memory"
+            allowed = f"allowed: {readable_bytes(free * VERSIONS_SHARE)}, half of what is free"
+            raise RequestRefused(f"{problem} ({loaded.device}); {allowed}", status=409, param="versions")
 
     def submit(
         self,
@@ -233,9 +177,9 @@ class TrainingQueue:
     async def _expire(self, job: TrainingJob) -> None:
         """Cancels an open job whose client is gone."""
         while job.is_open:
-            left = job.rows.heard_at + OPEN_SECONDS - time.monotonic()
+            left = job.rows.heard_at + self.open_seconds - time.monotonic()
             if left <= 0:
-                job.reason = f"its client has not been heard of for {OPEN_SECONDS:g} s"
+                job.reason = f"its client has not been heard of for {self.open_seconds:g} s"
                 logger.warning("job %s is canceled: %s", job.state.id, job.reason)
                 await self.cancel(job.state.id)
                 return
@@ -297,6 +241,7 @@ class TrainingQueue:
             nonlocal trained
             if job.keep is not None:
                 job.learner.kept_optimizer_states = job.keep.optimizer
+                self.sampler.keep_loaded(job.keep.loaded)
             trained = yield from job.learner.run(settings, job.rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:
@@ -317,13 +262,13 @@ class TrainingQueue:
                 job.recording = True
                 assert trained is not None
                 await self._serve(job, trained)
-                outcome = _completed(trained)
+                outcome = completed(trained)
                 if job.keep is not None:
                     await self.apply_retention(job.learner, job.keep)
         except asyncio.CancelledError:
             reason = f" ({job.reason})" if job.reason else ""
             unchanged = {"status": "canceled", "message": f"canceled{reason}; the weights are unchanged"}
-            outcome = unchanged if trained is None else _completed(trained)
+            outcome = unchanged if trained is None else completed(trained)
         except InsituError as error:
             job.diverged = isinstance(error, JobFailed)
             outcome = outcome or {"status": "failed", "message": str(error)}

@@ -108,6 +108,14 @@ class TrainablePolicy:
             trainable[name].copy_(value)
 
 
+def served_bytes(loaded: LoadedModel, lora: LoRASettings | None) -> int:
+    """Bytes of the weights of a version, without those that all versions share."""
+    if lora is None:
+        return sum(parameter.nbytes for parameter in loaded.module.parameters())
+    trained = build_policy(loaded, lora, seed=0).trainable.values()
+    return sum(parameter.numel() for parameter in trained) * loaded.dtype.itemsize
+
+
 def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
     """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters.
 

@@ -46,6 +46,10 @@ class Waits:
     """Time for which completions and new versions wait for a server."""
 
 
+class Replaced(BackendUnavailable):
+    """The weights of a completion were replaced before it began."""
+
+
 class Place(NamedTuple):
     """Where a version is: in full weights (None: those that servers were started with), or in an adapter on them."""
 
@@ -142,12 +146,12 @@ class Fleet:
 
     def resolve(self, weights: WeightVersion) -> WeightVersion:
         """The version to sample from. Raises RequestRefused if it is not served."""
-        weights = self.versions.resolve(weights)
+        by_number, weights = weights.version is not None, self.versions.resolve(weights)
         if (place := self._place(weights)).base != self._base:
             problem = f"version {weights.version} is not served: vLLM has one version of all weights"
             raise RequestRefused(f"{problem}, the latest", status=409, param="model", code="version_not_served")
         if place.is_adapter:
-            self.versions.request(weights)
+            self.versions.request(weights, by_number=by_number)
         return weights
 
     async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
@@ -156,7 +160,7 @@ class Fleet:
         while True:
             place = self._place(weights)
             if place.base != self._base:
-                raise BackendUnavailable(f"version {weights.version} was replaced before the completion began")
+                raise Replaced(f"version {weights.version} was replaced before the completion began")
             loads = {each: each.load for each in self.replicas if each.ready and each.base == self._base}
             if not loads:
                 await self._wait_for_change(deadline)
@@ -195,7 +199,7 @@ class Fleet:
             if place.is_adapter:
                 errors = await self._on_each(load_adapter)
                 await self._raise_if_refused(weights, errors)
-            self.versions.latest[weights.policy] = weights.version
+            self.versions.publish(weights)
             self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:
                 self._base = place.base

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
-from insitu.integrations.vllm.fleet import Fleet, Waits, cancelled
+from insitu.integrations.vllm.fleet import Fleet, Replaced, Waits, cancelled
 from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import (
     STARTED_WITH,
@@ -51,6 +52,16 @@ MAX_ATTEMPTS = 5
 """How often a completion is asked for before its failure is reported."""
 BUSY_SECONDS = 1.0
 """Delay after a server has too much to do, if it names none."""
+
+
+@dataclass
+class _Call:
+    """The weights of a request, which all its completions share, and whether one of them has begun."""
+
+    asked: WeightVersion
+    weights: WeightVersion
+    size: int
+    has_begun: bool = False
 
 
 class VllmSampler(Sampler):
@@ -144,18 +155,18 @@ class VllmSampler(Sampler):
     async def _sampling(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
     ) -> AsyncIterator[None]:
-        version = self.fleet.resolve(weights)
+        call = _Call(weights, self.fleet.resolve(weights), len(requests))
         check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
 
         async def forward(index: int, request: GenerationRequest) -> None:
             try:
-                async with aclosing(self._deltas(request, version, streamed=streamed)) as deltas:
+                async with aclosing(self._deltas(request, call, streamed=streamed)) as deltas:
                     async for delta in deltas:
                         deliver(index, delta)
             except Exception as error:  # raised again where the stream is read
                 deliver(index, error)
 
-        self._in_flight[version] += len(requests)
+        self._in_flight[call.weights] += call.size
         tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
         try:
             yield
@@ -163,17 +174,36 @@ class VllmSampler(Sampler):
             try:
                 await cancelled(tasks)
             finally:
-                self._in_flight[version] -= len(requests)
+                self._in_flight[call.weights] -= call.size
                 self._in_flight += Counter()  # forgets versions without completions
 
+    async def _acquire(self, call: _Call, prompt: list[int]) -> Replica:
+        """A server that has the weights. A request for the latest gets newer ones if none of its completions began."""
+        while True:
+            weights = call.weights
+            try:
+                replica = await self.fleet.acquire(weights, prompt)
+            except Replaced:
+                if weights != call.weights:  # another completion of the request was first
+                    continue
+                if call.has_begun or call.asked.version is not None:
+                    raise
+                self._in_flight[weights] -= call.size
+                call.weights = self.fleet.resolve(call.asked)
+                self._in_flight[call.weights] += call.size
+                continue
+            if weights == call.weights:
+                call.has_begun = True
+                return replica
+
     async def _deltas(
-        self, request: GenerationRequest, weights: WeightVersion, *, streamed: bool
+        self, request: GenerationRequest, call: _Call, *, streamed: bool
     ) -> AsyncGenerator[OutputDelta, None]:
         """Asks another server if one fails before the first delta, which is the only one if not `streamed`."""
         attempts = 0
         while True:
-            replica = await self.fleet.acquire(weights, request.prompt)
-            first, attempts = True, attempts + 1
+            replica = await self._acquire(call, request.prompt)
+            weights, first, attempts = call.weights, True, attempts + 1
             outputs = self._outputs_of(replica, Completion(*request), weights, streamed=streamed)
             try:
                 with replica.serving(weights):

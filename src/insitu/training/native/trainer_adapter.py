@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, Field
 
 from insitu.advantages.estimator import rows_by_part, training_rows
 from insitu.builder import Builder, builder_at_work
@@ -34,9 +33,9 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
+from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, gzip_lines
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.open_job import HEADERS, JOBS, OpenJob, gzip_lines
 from insitu.wire.connection import Connection, event_data, response_error
 
 logger = logging.getLogger(__name__)
@@ -47,22 +46,6 @@ BACKEND = "insitu"
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
-
-
-class Health(BaseModel):
-    policy_version: int
-    vocab_size: int | None = None
-    max_length: int | None = None
-    weights: str | None = None
-    logprob_tolerance: float | None = None
-
-
-class Model(BaseModel):
-    id: str
-
-
-class Models(BaseModel):
-    data: list[Model] = Field(min_length=1)
 
 
 @register_trainer_adapter(config_type=InsituAdapterConfig)
@@ -86,6 +69,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._best_version: int | None = None
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
+        self._needed_versions = 0
+        self._loaded_versions: int | None = None
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
         if adapter_config.model is not None:
@@ -177,8 +162,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             version,
             base_model=self.config.model,
             names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
-            and (self.config.sampler.kind == "embedded" or self.config.training.lora is not None),
-            **self._health.model_dump(exclude={"policy_version"}),
+            and (self._health.sampler == "embedded" or self.config.training.lora is not None),
+            **self._health.model_dump(exclude={"policy_version", "sampler"}),
         )
 
     async def _served_version(self) -> int:
@@ -218,15 +203,29 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def check_settings(self) -> None:
         try:
-            settings = orjson.dumps(self._job_settings(1, self._training.effective()))
-            headers = {"Content-Type": "application/json"}
-            parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
-            checked = await self._request("POST", "/v1/train/check", parse, settings, headers)
+            checked = await self._check_settings("/v1/train/check")
             for key, part in self._training.code.items():
                 part.sha256 = checked.code[key].sha256
         except RequestRefused as error:
             if error.status not in (404, 405):  # earlier releases refuse only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
+
+    async def _check_settings(self, path: str) -> Any:
+        settings = orjson.dumps(self._job_settings(1, self._training.effective()))
+        parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
+        return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
+
+    async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:
+        keep, self._needed_versions = self.config.keep, staleness + 2
+        if "last" in keep.model_fields_set and keep.last < self._needed_versions:
+            problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self._needed_versions}"
+            raise ConfigError(f"{problem}, or leave it out")
+        if pinned:
+            self._loaded_versions = staleness + 1
+            try:
+                await self._check_settings(f"/v1/train/check?versions={self._needed_versions}")
+            except RequestRefused as error:
+                raise ConfigError(str(error)) from error
 
     def _job_settings(self, epoch: int, options: dict[str, Any]) -> dict[str, Any]:
         epochs, seed = max(self.run_config.num_epochs, epoch), self._full_config.general.seed
@@ -306,12 +305,12 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
     async def _submit(
         self, parts: Sequence[Sequence[TrainingRow]], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
     ) -> TrainingJobRef:
-        rows, sizes = [*chain.from_iterable(parts)], [*map(len, parts)]
-        header = {"settings": settings, "num_rows": len(rows), "keep": self._keep().model_dump()}
+        rows, sizes, keep = [*chain.from_iterable(parts)], [*map(len, parts)], self._keep()
+        header = {"settings": settings, "num_rows": len(rows), "keep": keep.model_dump(exclude_none=True)}
         header |= {"parts": sizes} if len(parts) > 1 else {}
         open_job, self._open_job = self._open_job, None
         is_ours = open_job is not None and open_job.key == key
-        job = await open_job.close(sizes, self._keep()) if open_job is not None and is_ours else None
+        job = await open_job.close(sizes, keep) if open_job is not None and is_ours else None
         if job is None:
             body = await asyncio.to_thread(gzip_lines, header, rows)
             self._job = key, lambda: body
@@ -342,8 +341,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"last", "every", "optimizer"})
-        return Retention(**limits, versions=versions, after=self._first_version)
+        limits = keep.model_dump(include={"every", "optimizer"}) | {"last": max(keep.last, self._needed_versions)}
+        return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         try:

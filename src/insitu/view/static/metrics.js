@@ -79,6 +79,15 @@ const SPEED = [
     perSecond,
   ],
   ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, line.seconds?.train), perSecond],
+  ["Sampler idle", "of the epoch, without a model call", (line) => line.seconds?.idle?.sampler ?? null, duration],
+  ["Learner idle", "of the epoch, without a training job", (line) => line.seconds?.idle?.learner ?? null, duration],
+  [
+    "Groups in flight",
+    "of later epochs, when the epoch's job was submitted",
+    (line) => line.seconds?.groups_in_flight ?? null,
+    compact,
+  ],
+  ["Age of the episodes", "mean, in training jobs since their weights were the newest", meanAge, number],
 ];
 
 const KNOWN = new Set([
@@ -95,11 +104,22 @@ const KNOWN = new Set([
   "filtered_trajectories",
   "filtered_groups",
   "policy_version",
+  "sampled_version",
   "tokens",
   "rows",
   "steps",
   "episodes",
 ]);
+
+/** @param {any} line */
+function meanAge(line) {
+  const ages = Object.entries(line.age ?? {}).map(([age, episodes]) => [Number(age), Number(episodes)]);
+  const episodes = ages.reduce((sum, [, count]) => sum + count, 0);
+  return ratio(
+    ages.reduce((sum, [age, count]) => sum + age * count, 0),
+    episodes,
+  );
+}
 
 /** @param {any} amount @param {any} seconds */
 function ratio(amount, seconds) {

@@ -10,13 +10,14 @@ from pydantic import BaseModel
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
+from insitu.backend.learner.jobs import TrainingQueue
+from insitu.backend.learner.training_job import TrainingJob
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job, read_part
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
-from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event
+from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event, parse_count
 from insitu.wire.http_server import body_chunks, idempotency_key, metrics_response, parse_json, read_body
 
 BASE = "/v1/train/jobs"
@@ -37,7 +38,7 @@ class Health(BaseModel):
     """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
 
     A prompt and its completion may have `max_length` tokens together. `weights` is a digest of the latest weights, None
-    if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding.
+    if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding. `sampler` is what samples.
     """
 
     status: str
@@ -46,6 +47,7 @@ class Health(BaseModel):
     max_length: int
     weights: str | None
     logprob_tolerance: float
+    sampler: str
 
 
 def state_routes(services: Services) -> list[ApiRoute]:
@@ -57,6 +59,7 @@ def state_routes(services: Services) -> list[ApiRoute]:
         limits["logprob_tolerance"] = LOGPROB_TOLERANCES.get(services.loaded.dtype, LOGPROB_TOLERANCE)
         version = sampler.version
         weights = services.weights_digest(WeightVersion(version))
+        limits["sampler"] = services.options.sampler
         return _json(Health(status="ok", policy_version=version, weights=weights, **limits))
 
     async def metrics(request: web.Request) -> web.Response:
@@ -111,6 +114,8 @@ def job_routes(
     async def check(request: web.Request) -> web.Response:
         settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))
         await jobs.check(settings)
+        if (versions := parse_count(request.query.get("versions", ""))) is not None:
+            await jobs.check_memory(settings, versions)
         return _json(settings)
 
     async def state(request: web.Request) -> web.Response:
@@ -129,10 +134,18 @@ def job_routes(
     part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
     part_lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
     closing = "Close an open job that has all its parts; its retention policy may be given"
-    checking = "Check whether jobs with these settings can be trained; returns them with all defaults"
+    checking = (
+        "Check whether jobs with these settings can be trained, and so many versions be served side by side; returns "
+        "the settings with all defaults"
+    )
     return [
         ApiRoute("POST", BASE, submit, submission, response=JobState, headers=[IDEMPOTENCY_KEY], **lines),
-        ApiRoute("POST", "/v1/train/check", check, checking, request=[TrainingSettings], response=TrainingSettings),
+        ApiRoute(
+            *("POST", "/v1/train/check", check, checking),
+            request=[TrainingSettings],
+            response=TrainingSettings,
+            query=["versions"],
+        ),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
         ApiRoute("POST", f"{BASE}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **part_lines),

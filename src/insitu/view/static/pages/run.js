@@ -246,7 +246,8 @@ function remaining(run) {
 }
 
 /** @param {Record<string, number> | undefined} seconds */
-const total = (seconds) => Object.values(seconds ?? {}).reduce((sum, value) => sum + (value ?? 0), 0);
+const total = (seconds) =>
+  ["collect", "train", "validate"].reduce((sum, phase) => sum + (seconds?.[phase] ?? 0), 0);
 
 /** @param {Details} run */
 function throughput(run) {

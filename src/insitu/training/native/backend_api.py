@@ -1,4 +1,4 @@
-"""The open job of an epoch: its parts are sent as they are collected, and computed at once."""
+"""What the adapter and the backend exchange: its state, jobs as lines, and the open job of an epoch."""
 
 import asyncio
 import gzip
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, Field
 
 from insitu.errors import BackendError, InsituError
 from insitu.schemas.episodes import TrainingRow
@@ -18,6 +19,23 @@ JOBS = "/v1/train/jobs"
 HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson"}
 """Of requests with the lines of a job."""
 JSON = {"Content-Type": "application/json"}
+
+
+class Health(BaseModel):
+    policy_version: int
+    vocab_size: int | None = None
+    max_length: int | None = None
+    weights: str | None = None
+    logprob_tolerance: float | None = None
+    sampler: str = "embedded"
+
+
+class Model(BaseModel):
+    id: str
+
+
+class Models(BaseModel):
+    data: list[Model] = Field(min_length=1)
 
 
 def gzip_lines(header: dict[str, Any] | None, rows: Sequence[TrainingRow]) -> bytes:
@@ -68,7 +86,7 @@ class OpenJob:
             await self.cancel()
             return None
         try:
-            return await self._post(f"{self._path}/close", keep.model_dump_json().encode(), JSON)
+            return await self._post(f"{self._path}/close", keep.model_dump_json(exclude_none=True).encode(), JSON)
         except BackendError as error:
             self._give_up(error)
             return None
