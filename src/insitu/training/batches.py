@@ -4,9 +4,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from insitu.algorithms.budget import Spending
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of
@@ -26,12 +27,16 @@ Warn = Callable[[int, str], None]
 
 
 class Collected(NamedTuple):
-    """The groups of an epoch, what their episodes left over, their errors, and where they were sampled from."""
+    """The groups of an epoch, what their episodes left over, their errors, and where they were sampled from.
+
+    `spending` has the episodes that were planned and saved, if there is a rollout budget.
+    """
 
     collection: TrajectoryCollection
     leftovers: Leftovers
     errors: Counter[str]
     served: PolicyEndpoint | None
+    spending: dict[str, int]
 
 
 @dataclass
@@ -46,6 +51,7 @@ class _Batch:
     episodes: list[Episode] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    spending: Spending | None = None
 
 
 @dataclass
@@ -88,7 +94,8 @@ class BatchCollector:
         problems = [warning] if warning is not None else []
         for problem in problems + [f"{count} x {error}" for error, count in batch.errors.most_common(3)]:
             self.warn(epoch, problem)
-        return Collected(collection, leftovers, batch.errors, batch.served)
+        spending = asdict(batch.spending) if batch.spending is not None else {}
+        return Collected(collection, leftovers, batch.errors, batch.served, spending)
 
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the batches that are ahead."""
@@ -112,7 +119,8 @@ class BatchCollector:
             finally:
                 batch.all_begun.set()
 
-        await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather})
+        recorded = {"groups": self.durable.store.path / files.GROUPS, "lag": 1 + self.staleness}
+        await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather, **recorded})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
         finished, served = self.durable.finished(batch.epoch), batch.served
@@ -121,13 +129,18 @@ class BatchCollector:
         if self.staleness and served is not None:
             plan = replace(plan, options=replace(plan.options, sampled_from=served.model))
 
-        left = len(plan.members)
+        spending, ended = Spending.of(plan.budget, len(plan.members)), 0
+        batch.spending = spending if plan.budget is not None else None
+        self._note_spending(batch)
+
+        def check_begun() -> None:
+            if spending.episodes - ended <= plan.limit:
+                batch.all_begun.set()
 
         def on_episode(episode: Episode) -> None:
-            nonlocal left
-            left -= 1
-            if left <= plan.limit:
-                batch.all_begun.set()
+            nonlocal ended
+            ended += 1
+            check_begun()
             batch.traffic.add(episode)
             if batch.is_current:
                 self.report.advance()
@@ -136,12 +149,14 @@ class BatchCollector:
             if episode.key not in journaled and self.durable.store.keeps_token_ids:
                 self.durable.store.append(files.JOURNAL, [journal_record(episode)])
 
-        if left <= plan.limit:
-            batch.all_begun.set()
-        groups, rows = [], {str(row.id): row for row, _ in plan.members}
+        check_begun()
+        groups, rows = [], plan.rows
         async with aclosing(collect(plan, self.builder, run_of(self.builder), on_episode)) as completed:
             async for group in completed:
                 batch.errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
+                spending.add(group.saved, len(group.episodes) + group.saved if group.replaced_by is not None else 0)
+                check_begun()
+                self._note_spending(batch)
                 batch.held.append((group, rows.get(group.row_id)))
                 if batch.is_current:
                     self._write(batch)
@@ -154,7 +169,12 @@ class BatchCollector:
         for _ in batch.episodes:
             self.report.advance()
         batch.episodes.clear()
+        self._note_spending(batch)
         self._write(batch)
+
+    def _note_spending(self, batch: _Batch) -> None:
+        if batch.spending is not None and batch.is_current:
+            self.report.expect(batch.spending.episodes)
 
     def _write(self, batch: _Batch) -> None:
         for group, row in batch.held:

@@ -207,7 +207,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             newest = self._durable.progress.policy_version
             weights = endpoint.weights if newest == endpoint.version else None
             endpoint = replace(endpoint, version=newest, weights=weights)
-        collected, leftovers, _, endpoint = await self._collect(epoch, run_id, endpoint)
+        collected, leftovers, _, endpoint, spending = await self._collect(epoch, run_id, endpoint)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
@@ -229,6 +229,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             {
                 **statistics,
                 **leftovers._asdict(),
+                **spending,
                 "curriculum_percentile": state and state["current_percentile"],
                 "curriculum_state": state and {k: v for k, v in state.items() if k != "reward_sums"},
                 "filtered_trajectories": sum(map(len, collection.trajectories)),
@@ -375,6 +376,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         }
         if (shape := getattr(self.trajectory_builder, "shape", None)) is not None:
             settings["reward_shape"] = shape.settings
+        if (budget := getattr(self.trajectory_builder, "budget", None)) is not None:
+            settings["budget"] = budget.model_dump(exclude_none=True)
         if training := self.trainer_adapter.training_settings():
             settings["training"] = without_secrets(training)
         return settings
