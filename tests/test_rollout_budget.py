@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import run_project, start_project, wait_until
+from processes import run, run_project, start_project, wait_until
 
 from insitu.algorithms.budget import Budget, Spending, choose_rows, draw_reserve, lacks_variance
 from insitu.collect.rollouts import Member, PlayedGroup, Rollouts
@@ -235,8 +236,10 @@ def test_equal_groups_end_between_waves_and_are_replaced(tmp_path: Path) -> None
 def test_the_console_counts_what_was_saved(tmp_path: Path) -> None:
     code, out, err = run_project(project(tmp_path / "project", **ALL))
     assert code == 0, err
-    assert "budget: waves.0 2, " in (out + err) or "waves" in out + err
-    assert "saved episodes" in out + err
+    assert "  budget: waves [2, 2], replace 2, retry_solved 0.4\n" in out + err
+    assert re.search(
+        r" [1-9]\d* saved episodes, [1-9]\d* extra episodes, [1-9]\d* replaced groups, [1-9]\d* skipped rows", out + err
+    )
 
 
 @pytest.mark.parametrize("options", [(), STALE], ids=["synchronous", "stale"])
@@ -285,7 +288,18 @@ def test_a_budget_that_saves_nothing_changes_nothing(tmp_path: Path) -> None:
     (plain / "config.yml").write_text(yaml.safe_dump(config))
     runs = [whole_run(folder) for folder in (saving, plain)]
     assert differences(*runs, SPENDING | {"budget", "digest"}) == []
-    assert SPENDING.isdisjoint(*read_lines(runs[1] / "training_metrics.jsonl"))
+    assert all(SPENDING.isdisjoint(line) for line in read_lines(runs[1] / "training_metrics.jsonl"))
+
+
+def test_a_fork_plans_the_same_rows(tmp_path: Path) -> None:
+    folder = project(tmp_path / "project", **ALL)
+    first = whole_run(folder)
+    forked = run("runs", "fork", "run", "forked", "--epoch", "3", folder=folder)
+    assert forked.returncode == 0, forked.stderr
+    second = whole_run(folder, "-o", "finetuning.output_dir", "forked", "--resume").with_name("forked")
+    plans = [[(g["epoch"], g["row_id"], g["rewards"]) for g in groups_of(each)] for each in (first, second)]
+    assert sorted(plans[0]) == sorted(plans[1])
+    assert check_accounts(first)[-1]["skipped_rows"] == check_accounts(second)[-1]["skipped_rows"] > 0
 
 
 def test_validation_plays_all_of_its_rows(tmp_path: Path) -> None:
@@ -333,4 +347,4 @@ def test_combinations_that_contradict_are_refused(tmp_path: Path) -> None:
     code, _, err = run_project(folder, "-o", "trajectory_builders.episodes.episodes_from", "run")
     assert (code, "episodes.budget: with episodes_from" in err) == (2, True), err
     code, _, err = run_project(folder, "-o", "trajectory_builders.episodes._type", "dpo_from_groups")
-    assert (code, "episodes.budget" in err) == (2, True), err
+    assert (code, "episodes: key 'budget' does not exist" in err) == (2, True), err

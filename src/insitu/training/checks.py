@@ -109,11 +109,6 @@ def check_budget(trainer: Trainer, builder: EpisodesBuilder) -> None:
             f"{key} compares the rewards of episodes, but {name} has credit: {credit}, which compares those of steps; "
             "leave it out, or set credit: episode"
         )
-    if builder.budget.retry_solved < 1 and trainer.curriculum_config.enabled:
-        raise ConfigError(
-            f"{key}.retry_solved is {builder.budget.retry_solved:g}, but finetuning.curriculum_learning, which ranks "
-            "all rows by their rewards, is enabled; allowed: 1"
-        )
 
 
 async def check_staleness(trainer: Trainer, staleness: int) -> None:

@@ -109,9 +109,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
-        if self.budget is not None and (self.config.episodes_from is not None or self._evaluates):
-            what = "run_eval" if self._evaluates else "episodes_from"
-            raise ConfigError(f"{self.block}.budget: with {what} no episodes are planned, so leave it out")
+        if self.budget is not None:
+            self._check_budget(self.budget)
         if self.config.episodes_from is not None:
             self.stored = open_stored(self._builder, self.block, self.config.episodes_from)
             return
@@ -126,6 +125,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
                 )
+
+    def _check_budget(self, budget: BudgetConfig) -> None:
+        if self.config.episodes_from is not None or self._evaluates:
+            what = "run_eval" if self._evaluates else "episodes_from"
+            raise ConfigError(f"{self.block}.budget: with {what} no episodes are planned, so leave it out")
+        if budget.retry_solved < 1 and self._full_config.finetuning.curriculum_learning.enabled:
+            raise ConfigError(
+                f"{self.block}.budget.retry_solved is {budget.retry_solved:g}, but finetuning.curriculum_learning, "
+                "which ranks all rows by their rewards, is enabled; allowed: 1"
+            )
 
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
