@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from processes import run, run_project, start_project, wait_until
 
 from insitu.algorithms.budget import Budget, Spending, choose_rows, draw_reserve, lacks_variance
+from insitu.builder import Builder
 from insitu.collect.rollouts import Member, PlayedGroup, Rollouts
+from insitu.errors import ConfigError
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
-from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.evaluation import EvalInputItem, EvaluationRunOutput
 from insitu.training.budget import PlannedRows
+from insitu.training.episodes_builder import EpisodesBuilder, EpisodesBuilderConfig
 
 SPENDING = {"planned_episodes", "extra_episodes", "saved_episodes", "replaced_groups", "skipped_rows"}
 GENERATIONS, ROWS, EPOCHS = 4, 4, 4
@@ -338,6 +341,17 @@ def test_settings_that_do_not_fit_are_refused(
     code, _, err = run_project(folder)
     assert code == 2
     assert problem in err
+
+
+class OwnEvaluation(EpisodesBuilder):
+    async def run_eval(self) -> EvaluationRunOutput:
+        raise NotImplementedError
+
+
+def test_a_builder_that_plays_by_itself_has_no_budget() -> None:
+    config = EpisodesBuilderConfig(budget={"replace": 1})
+    with pytest.raises(ConfigError, match="budget: with run_eval no episodes are planned"):
+        OwnEvaluation(config, Builder())
 
 
 def test_combinations_that_contradict_are_refused(tmp_path: Path) -> None:
