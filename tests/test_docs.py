@@ -483,10 +483,13 @@ OPTIONAL = {
     "advantages.jsonl": {"sides"},
     "calls.jsonl.gz": {"continues", "continues_prompt"},
     "episodes.jsonl.gz": {"candidates", "source"},
-    "groups.jsonl": {"paired"},
+    "groups.jsonl": {"paired", "replaced_by", "saved"},
     "events.jsonl": {"epochs", "changes", "run", "run_id"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
-    "training_metrics.jsonl": {"masked_share", "non_finite_metrics", "sampled_version", "warnings"},
+    "training_metrics.jsonl": {
+        *("masked_share", "non_finite_metrics", "sampled_version", "warnings"),
+        *("planned_episodes", "extra_episodes", "saved_episodes", "replaced_groups", "skipped_rows"),
+    },
 }
 
 

@@ -18,12 +18,14 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from insitu.advantages.credit import TrainedCalls
+from insitu.algorithms.budget import Budget
 from insitu.builder import Builder
 from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import GroupRecord, scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.event_loop import doing
+from insitu.collect.rollouts import Member, Rollouts
 from insitu.collect.shared_run import RunState
 from insitu.errors import CaptureError, InsituError, WorkflowError
 from insitu.registry import EXECUTOR, LLM
@@ -41,9 +43,6 @@ R = TypeVar("R")
 PART_EPISODES, MAX_PARTS = 32, 16
 """A part of an epoch has at least so many planned episodes; an epoch has at most so many parts."""
 
-Member = tuple[EvalInputItem, int]
-"""A row and a generation: one episode of the row's group."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,7 +53,7 @@ class Plan:
     `finished` are episodes of these members that an earlier process has run. `recorded` are groups of an earlier run,
     used as they are instead of running `members`. `rewarded`: each episode needs a reward, and becomes a trajectory.
     `pairs` turns a group into one of preference pairs. `purpose` is added to the names of episodes that the run waits
-    for.
+    for. `budget`: the episodes of a row begin in waves, and other rows may take the place of some.
     """
 
     run_id: str
@@ -71,12 +70,17 @@ class Plan:
     finished: Sequence[Episode] = ()
     recorded: AsyncIterable[list[Episode]] | None = None
     purpose: str = ""
+    budget: Budget | None = None
 
-    def unfinished(self) -> list[tuple[EvalInputItem, EpisodeKey]]:
-        """The rows and keys of the episodes to run, in this order."""
-        finished = {episode.key.member for episode in self.finished}
-        keyed = ((row, EpisodeKey(self.run_id, self.epoch, str(row.id), number)) for row, number in self.members)
-        return [(row, key) for row, key in keyed if key.member not in finished]
+    @property
+    def rows(self) -> dict[str, EvalInputItem]:
+        """The rows that may be played, by id."""
+        reserve = self.budget.reserve if self.budget is not None else ()
+        return {str(row.id): row for row in (*(row for row, _ in self.members), *reserve)}
+
+    def trained_reward(self, episode: Episode) -> float | None:
+        """The reward of an episode with calls to train."""
+        return episode.reward if episode.reward is not None and self.trained.of(episode) else None
 
     def parts(self) -> dict[str, int] | None:
         """The part of the epoch's training job that each row belongs to, by row id; None if there is only one.
@@ -85,7 +89,7 @@ class Plan:
         the episodes turn out to be.
         """
         row_ids = sorted({str(row.id) for row, _ in self.members})
-        if not row_ids:
+        if not row_ids or (self.budget is not None and self.budget.reserve):
             return None
         size = max(-(-PART_EPISODES * len(row_ids) // len(self.members)), -(-len(row_ids) // MAX_PARTS))
         return {row_id: number // size for number, row_id in enumerate(row_ids)} if size < len(row_ids) else None
@@ -111,27 +115,35 @@ async def collect(
                     on_episode(episode)
             yield plan.group(group)
         return
-    sizes = Counter(str(row.id) for row, _ in plan.members)
-    incomplete: dict[str, list[Episode]] = {}
-    async with aclosing(_run_episodes(plan, builder, run)) as episodes:
+    rollouts = Rollouts(plan.members, plan.budget, plan.trained_reward)
+    async with aclosing(_run_episodes(rollouts, plan, builder, run)) as episodes:
         async for episode in episodes:  # each has an outcome: every group becomes complete
             if on_episode is not None:
                 on_episode(episode)
-            row_id = episode.key.row_id
-            incomplete.setdefault(row_id, []).append(episode)
-            if len(incomplete[row_id]) == sizes[row_id]:
-                yield plan.group(incomplete.pop(row_id))
+            if (played := rollouts.add(episode)) is not None:
+                record = plan.group(played.episodes)
+                yield record._replace(saved=played.saved, replaced_by=played.replaced_by)
+    if rollouts.groups:
+        rows = ", ".join(map(repr, rollouts.groups))
+        raise InsituError(f"the groups of these rows have not ended: {rows:.200}; this is a fault of insitu")
 
 
-async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGenerator[Episode, None]:
-    """The finished episodes of a plan and then the others, scored, in the order of completion."""
+async def _run_episodes(
+    rollouts: Rollouts, plan: Plan, builder: Builder, run: RunState
+) -> AsyncGenerator[Episode, None]:
+    """The episodes of a plan, scored, in the order of completion; those that are finished are not run."""
     evaluators = {name: await builder.get_evaluator(name) for name in plan.scoring.evaluators}
     scorer = Scorer(plan.scoring, evaluators, plan.trained, run.unscored)
-    for episode in plan.finished:
-        yield episode
+    finished = {episode.key.member: episode for episode in plan.finished}
+    ran = 0
 
-    async def run_task(task: tuple[EvalInputItem, EpisodeKey]) -> Episode:
-        row, key = task
+    async def run_member(member: Member) -> Episode:
+        nonlocal ran
+        row, generation = member
+        key = EpisodeKey(plan.run_id, plan.epoch, str(row.id), generation)
+        if (episode := finished.get(key.member)) is not None:
+            return episode
+        ran += 1
         slot = run.slot(key) if current_scope() is None else nullcontext()  # within an episode: that one's slot
         with run.watchdog.waiting(key.label() + plan.purpose, lambda: "all max_concurrency slots are taken"):
             async with slot:
@@ -146,12 +158,10 @@ async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGen
         return episode
 
     llms = plan.options.training if isinstance(plan.options.training, frozenset) else ()
-    tasks = plan.unfinished()
-    stray_before, outcomes = stray_completions(builder), Counter[Outcome]()
+    stray_before = stray_completions(builder)
     async with open_workflow(builder, plan.service, llms, run) as attempt:
-        async with aclosing(run_limited(tasks, run_task, plan.limit)) as episodes:
+        async with aclosing(run_limited(rollouts, run_member, plan.limit)) as episodes:
             async for episode in episodes:
-                outcomes[episode.outcome] += 1
                 yield episode
     for name, count in (stray_completions(builder) - stray_before).items():
         logger.warning(
@@ -159,12 +169,7 @@ async def _run_episodes(plan: Plan, builder: Builder, run: RunState) -> AsyncGen
             "recorded and not trained. A thread must enter the episode that it works for with Context.activate()",
             count,
             name,
-            len(tasks),
-        )
-    if outcomes.total() != len(tasks):
-        raise InsituError(
-            f"{len(tasks)} episodes were planned, but {outcomes.total()} have an outcome ({dict(outcomes)}): "
-            "this is a fault of insitu"
+            ran,
         )
 
 
@@ -212,8 +217,9 @@ async def run_limited(
 ) -> AsyncGenerator[R, None]:
     """Yields the results of `run(task)` in the order of completion, with at most `limit` in flight.
 
-    Consumes `tasks` lazily: a result that waits to be taken counts as in flight. An exception of `run`, or closing the
-    generator (`aclosing`), cancels what is in flight.
+    Consumes `tasks` lazily: a result that waits to be taken counts as in flight. An exhausted iterator may have more
+    tasks once a result was taken. An exception of `run`, or closing the generator (`aclosing`), cancels what is in
+    flight.
     """
     source = iter(tasks)
     running: dict[asyncio.Task[R], T] = {}
@@ -234,6 +240,7 @@ async def run_limited(
                 raise WorkflowError(f"{task!r:.200} was cancelled from inside")
             start()
             yield finished.result()
+            start()
     finally:
         for each in running:
             each.cancel()

@@ -178,12 +178,18 @@ def _normalized_tool_call(call: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class GroupRecord(NamedTuple):
-    """A completed group: all its episodes, and the trajectories of those that can be trained."""
+    """A completed group: all its episodes, and the trajectories of those that can be trained.
+
+    `saved` episodes were not played, as the rewards of the others are equal; `replaced_by` is the row that was played
+    instead.
+    """
 
     row_id: str
     episodes: list[Episode]
     trajectories: list[Trajectory]
     dropped: Counter[str]
+    saved: int = 0
+    replaced_by: str | None = None
 
 
 def scored_group(episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded: bool = True) -> GroupRecord:

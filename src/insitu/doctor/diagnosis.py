@@ -100,7 +100,8 @@ class Examination:
             evidence.episodes.append(episode)
 
         async def gather(plan: CollectionPlan) -> TrajectoryCollection:
-            plan = replace(plan, vocab_size=served.vocab_size if served is not None else None)
+            vocab_size = served.vocab_size if served is not None else None
+            plan = replace(plan, vocab_size=vocab_size, budget=None)  # its groups are judged whole
             async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
                 async for group in completed:
                     groups.append(group)  # at once: those of a collection that takes too long are judged, too

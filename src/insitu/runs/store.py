@@ -181,6 +181,8 @@ class RunStore:
             "rewards": [t.reward for t in record.trajectories],
             **({"paired": sorted(paired)} if paired else {}),
             "dropped": dict(record.dropped),
+            **({"saved": record.saved} if record.saved else {}),
+            **({"replaced_by": record.replaced_by} if record.replaced_by is not None else {}),
             **({"row": row_record(row)} if row is not None else {}),
             "blocks": blocks,
         }

@@ -5,9 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from insitu.algorithms.budget import Spending
 from insitu.builder import Builder
 from insitu.capture.ledger import Activity
 from insitu.collect.collector import Plan, collect
@@ -32,13 +33,15 @@ Warn = Callable[[int, str], None]
 class Collected(NamedTuple):
     """The groups of an epoch, what their episodes left over, their errors, and where they were sampled from.
 
-    The versions that they may have been sampled from are `oldest` and those up to that of `served`.
+    The versions that they may have been sampled from are `oldest` and those up to that of `served`. `spending` has the
+    episodes that were planned and saved, if there is a rollout budget.
     """
 
     collection: TrajectoryCollection
     leftovers: Leftovers
     errors: Counter[str]
     served: PolicyEndpoint | None
+    spending: dict[str, int]
     oldest: int | None = None
 
 
@@ -58,6 +61,7 @@ class _Batch:
     rows: Counter[str] = field(default_factory=Counter)
     """Finished episodes of each row."""
     complete_groups: int = 0
+    spending: Spending | None = None
 
 
 @dataclass
@@ -116,7 +120,8 @@ class BatchCollector:
         if (following := self._batches.get(epoch + 1)) is not None:  # what is left over while this epoch trains is its
             await following.traffic.start()
         oldest = self._planned_version(epoch) if self.staleness and served is not None else None
-        return Collected(collection, leftovers, batch.errors, batch.served if self.pinned else served, oldest)
+        spending = asdict(batch.spending) if batch.spending is not None else {}
+        return Collected(collection, leftovers, batch.errors, batch.served if self.pinned else served, spending, oldest)
 
     def settings(self) -> dict[str, Any]:
         """The settings of the batches, for the header of the run; none without staleness."""
@@ -196,7 +201,8 @@ class BatchCollector:
             finally:
                 batch.all_begun.set()
 
-        await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather})
+        recorded = {"groups": self.durable.store.path / files.GROUPS, "lag": 1 + self.staleness}
+        await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather, **recorded})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
         finished, served = self.durable.finished(batch.epoch), batch.served
@@ -205,14 +211,19 @@ class BatchCollector:
         if self.staleness and self.pinned and served is not None:
             plan = replace(plan, options=replace(plan.options, sampled_from=served.model))
 
-        left = len(plan.members)
+        spending, ended = Spending.of(plan.budget, len(plan.members)), 0
+        batch.spending = spending if plan.budget is not None else None
+        self._note_spending(batch)
+
+        def check_begun() -> None:
+            if spending.episodes - ended <= plan.limit:
+                batch.all_begun.set()
 
         def on_episode(episode: Episode) -> None:
-            nonlocal left
-            left -= 1
-            if left <= plan.limit:
-                batch.all_begun.set()
+            nonlocal ended
+            ended += 1
             batch.rows[episode.key.row_id] += 1
+            check_begun()
             batch.traffic.add(episode)
             if batch.is_current:
                 self.report.advance()
@@ -221,12 +232,14 @@ class BatchCollector:
             if episode.key not in journaled and self.durable.store.keeps_token_ids:
                 self.durable.store.append(files.JOURNAL, [journal_record(episode)])
 
-        if left <= plan.limit:
-            batch.all_begun.set()
-        groups, rows = [], {str(row.id): row for row, _ in plan.members}
+        check_begun()
+        groups, rows = [], plan.rows
         async with aclosing(collect(plan, self.builder, run_of(self.builder), on_episode)) as completed:
             async for group in completed:
                 batch.errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
+                spending.add(group.saved, len(group.episodes) + group.saved if group.replaced_by is not None else 0)
+                check_begun()
+                self._note_spending(batch)
                 batch.held.append((group, rows.get(group.row_id)))
                 batch.complete_groups += 1
                 if batch.is_current:
@@ -240,7 +253,12 @@ class BatchCollector:
         for _ in batch.episodes:
             self.report.advance()
         batch.episodes.clear()
+        self._note_spending(batch)
         self._write(batch)
+
+    def _note_spending(self, batch: _Batch) -> None:
+        if batch.spending is not None and batch.is_current:
+            self.report.expect(batch.spending.episodes)
 
     def _write(self, batch: _Batch) -> None:
         for group, row in batch.held:

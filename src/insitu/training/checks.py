@@ -57,6 +57,7 @@ def check_components(trainer: Trainer, method: str, *, computes_advantages: bool
             made, trained = (PAIRS, EPISODES) if builder.makes_pairs else (EPISODES, PAIRS)
             raise ConfigError(f"trajectory_builders: {builder.config.type} makes {made}, but {name} trains {trained}")
         check_group_size(trainer, builder)
+        check_budget(trainer, builder)
     configured = adapter.training_settings().get("method", method)
     if configured != method:
         raise ConfigError(
@@ -93,6 +94,20 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
         raise ConfigError(
             f"{builder.block}.num_generations is 1, but {trainer.trainer_config.type} compares the episodes of a row "
             "with one another; allowed: 2 or more"
+        )
+
+
+def check_budget(trainer: Trainer, builder: EpisodesBuilder) -> None:
+    """Raises ConfigError if a rollout budget would leave out episodes from which the trainer learns."""
+    if builder.budget is None:
+        return
+    key, name = f"{builder.block}.budget", trainer.trainer_config.type
+    if not isinstance(trainer, GroupTrainer):
+        raise ConfigError(f"{key}: {name} also trains rows whose episodes have equal rewards; leave it out")
+    if (credit := getattr(trainer.trainer_config, "credit", "episode")) != "episode":
+        raise ConfigError(
+            f"{key} compares the rewards of episodes, but {name} has credit: {credit}, which compares those of steps; "
+            "leave it out, or set credit: episode"
         )
 
 

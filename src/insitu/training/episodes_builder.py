@@ -6,13 +6,13 @@ trainers of plugins it collects the plan itself, as the documents describe.
 
 import asyncio
 import logging
-import random
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
@@ -30,6 +30,7 @@ from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows, shuffled
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.workflow.steps import calls_of_steps
 
@@ -56,6 +57,14 @@ class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder")
 
     num_generations: int = Field(default=8, ge=1)
     """Episodes per row and epoch (the group size)."""
+    budget: BudgetConfig | None = None
+    """Saves episodes that teach nothing; see [slow agents](../guides/slow-agents.md#a-rollout-budget)."""
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> "EpisodesBuilderConfig":
+        if self.budget is not None:
+            self.budget.check(self.num_generations)
+        return self
 
 
 async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
@@ -70,8 +79,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
     """Runs the workflow `num_generations` times on each row and groups the episodes by row.
 
     `start_run(run_id, meta)` reads from `meta` the `epoch`, by default the next one (the first is 1), and `gather`, the
-    function of a built-in trainer that collects a plan and records it. Failed and unscored episodes are counted by
-    reason and not returned.
+    function of a built-in trainer that collects a plan and records it, in the file `groups`. Failed and unscored
+    episodes are counted by reason and not returned.
     """
 
     needs = Needs.TOKEN_IDS
@@ -93,11 +102,15 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         """Turns scores into rewards."""
         self.stored: StoredRun | None = None
         """The run whose episodes are used instead of running the workflow."""
+        self.budget: BudgetConfig | None = getattr(trajectory_builder_config, "budget", None)
+        self._planned_rows: PlannedRows | None = None
         if self._given_builder is not None:
             self._check()
 
     def _check(self) -> None:
         """Raises ConfigError before an earlier run is moved aside and a backend is started."""
+        if self.budget is not None:
+            self._check_budget(self.budget)
         if self.config.episodes_from is not None:
             self.stored = open_stored(self._builder, self.block, self.config.episodes_from)
             return
@@ -112,6 +125,16 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
                 )
+
+    def _check_budget(self, budget: BudgetConfig) -> None:
+        if self.config.episodes_from is not None or self._evaluates:
+            what = "run_eval" if self._evaluates else "episodes_from"
+            raise ConfigError(f"{self.block}.budget: with {what} no episodes are planned, so leave it out")
+        if budget.retry_solved < 1 and self._full_config.finetuning.curriculum_learning.enabled:
+            raise ConfigError(
+                f"{self.block}.budget.retry_solved is {budget.retry_solved:g}, but finetuning.curriculum_learning, "
+                "which ranks all rows by their rewards, is enabled; allowed: 1"
+            )
 
     @property
     def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
@@ -157,20 +180,37 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         size = min(self.config.rows_per_epoch or total, total)
         positions = range((epoch - 1) * size, epoch * size)
         passes = {p // total for p in (positions[0], positions[-1])}
-        orders = {p: random.Random(f"{seed}|dataset|{p}").sample(self._rows, total) for p in passes}
+        orders = {p: shuffled(self._rows, p, seed) for p in passes}
         rows = [orders[p // total][p % total] for p in positions]
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
 
-    def plan(self, run_id: str, epoch: int) -> Plan:
-        """What an epoch collects."""
-        rows = self.rows_of_epoch(epoch) if self.stored is None and epoch else []
+    def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
+        """What an epoch collects. `groups` has the run's groups, those of epochs up to `lag` before it are known."""
+        planned = self._rows_under_budget(epoch, groups, lag) if self.budget is not None and epoch else None
+        rows = planned.rows if planned is not None else []
+        if planned is None and self.stored is None and epoch:
+            rows = self.rows_of_epoch(epoch)
+        size = self.config.num_generations
         return replace(
             self._every_epoch,
             run_id=run_id,
             epoch=epoch,
-            members=[(row, generation) for row in rows for generation in range(self.config.num_generations)],
+            members=[(row, generation) for row in rows for generation in range(size)],
             recorded=self.stored.replay(run_id, epoch) if self.stored is not None else None,
+            budget=self.budget.of_epoch(epoch, planned, self._rows, size) if self.budget and planned else None,
         )
+
+    def _rows_under_budget(self, epoch: int, groups: Path | None, lag: int) -> EpochRows:
+        assert self.budget is not None
+        seed, chance = self._every_epoch.options.seed, self.budget.retry_solved
+        if chance == 1 or (groups is None and epoch == 1):
+            return EpochRows(self.rows_of_epoch(epoch), epoch, seed)
+        if groups is None:
+            raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
+        if self._planned_rows is None:
+            size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
+            self._planned_rows = PlannedRows(self._rows, size, seed, chance, groups, lag)
+        return self._planned_rows.of_epoch(epoch)
 
     @cached_property
     def _every_epoch(self) -> Plan:
@@ -258,7 +298,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             task = asyncio.create_task(self._evaluated(run_id, epoch), name=f"evaluate {run_id}")
             self._started[run_id, epoch] = task
             return
-        plan, run = self.plan(run_id, epoch), run_of(self._builder)
+        plan = self.plan(run_id, epoch, meta.get("groups"), meta.get("lag", 1))
+        run = run_of(self._builder)
 
         async def gather(plan: Plan) -> TrajectoryCollection:
             groups: list[GroupRecord] = []

@@ -240,7 +240,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             newest = self._durable.progress.policy_version
             weights = endpoint.weights if newest == endpoint.version else None
             endpoint = replace(endpoint, version=newest, weights=weights)
-        collected, leftovers, _, endpoint, oldest = await self._collect(epoch, run_id, endpoint, stream)
+        collected, leftovers, _, endpoint, spending, oldest = await self._collect(epoch, run_id, endpoint, stream)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
@@ -262,9 +262,9 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         await asyncio.to_thread(self.store.sync)
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         credit = credit_by_function(credited_calls(advantages, self.run_config.target_functions))
-        statistics |= {**leftovers._asdict(), **selection_metrics(collection, state, credit), "policy_version": newest}
+        statistics |= {**leftovers._asdict(), **spending, **selection_metrics(collection, state, credit)}
         seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
-        self.results[epoch] = EpochResult(statistics | {"job": None, "seconds": seconds})
+        self.results[epoch] = EpochResult(statistics | {"policy_version": newest, "job": None, "seconds": seconds})
         if self._batches.staleness and newest is not None:
             self.results[epoch].metrics |= version_metrics(collected.trajectories, newest)
         self.results[epoch].add_reported("selection", reported)

@@ -95,6 +95,11 @@ class Report:
         if self._task is not None:
             self._progress.advance(self._task)
 
+    def expect(self, total: int) -> None:
+        """Changes the number of episodes of the phase in progress."""
+        if self._task is not None:
+            self._progress.update(self._task, total=total)
+
     def _schedule_line(self) -> None:
         if not self.console.is_terminal:
             self._line = asyncio.get_running_loop().call_later(self._interval, self._print_line)
@@ -137,6 +142,9 @@ class Report:
         if (state := m.get("curriculum_state")) is not None:
             share = f"{len(state['included_groups'])} of {state['total_groups']} examples"
             parts.append(f"curriculum {100 * state['current_percentile']:.0f} % ({share})")
+        spent = ("saved_episodes", "extra_episodes", "replaced_groups", "skipped_rows")
+        if budget := [f"{m[name]} {name.replace('_', ' ')}" for name in spent if m.get(name)]:
+            parts.append(", ".join(budget))
         if m["dropped"]:
             parts.append(f"dropped: {counts(m['dropped'])}")
         parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")

@@ -24,6 +24,8 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
     }
     if (shape := getattr(builder, "shape", None)) is not None:
         settings["reward_shape"] = shape.settings
+    if (budget := getattr(builder, "budget", None)) is not None:
+        settings["budget"] = budget.model_dump(exclude_none=True)
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)
     return settings

@@ -110,6 +110,9 @@ class EpochStreams:
             return self._compared
         if not isinstance(self._builder, EpisodesBuilder) or not self._builder.plans_episodes:
             return f"{self._builder.trajectory_builder_config.type} does not plan its episodes"
+        budget = self._builder.budget
+        if budget is not None and (budget.replace or budget.retry_solved < 1):
+            return f"{self._builder.block}.budget: which rows an epoch has depends on their rewards"
         if not isinstance(self._adapter, StreamingAdapter):
             return f"{self._adapter.adapter_config.type} takes whole epochs"
         return self._adapter.streaming_obstacle
