@@ -187,7 +187,7 @@ async def lost(since: float) -> bool:
 
 
 async def train(config: Config, staleness: int, order: Order, collected: list[int]) -> None:
-    """A run that trains nothing, continued if there is one; `collected` gets the epochs whose collection is complete."""
+    """A run that trains nothing, continued if there is one; `collected` gets the epochs that are complete."""
     request = FinetuneRunConfig(config_file=config, resume=True)
     folder, endpoint = config.folder / "run", PolicyEndpoint("http://127.0.0.1:1/v1", "policy", "none", 0)
     async with Builder(config, console=Console(quiet=True), request=request) as builder:
@@ -210,8 +210,10 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
                     collected.append(epoch)
                     check_complete(folder, epoch, batch, staleness)
                     await turns(order.job * IDLE)
+                    ahead = {member for member in journaled(folder) if member[0] > epoch}
                     await durable.commit(epoch=epoch, policy_version=epoch, journal=batches.journal())
                     _episodes.committed = epoch
+                    assert ahead <= journaled(folder), "nothing that was recorded is lost"
                     assert _episodes.held(lambda number, last=epoch: number <= last) == 0
                     assert _episodes.held(lambda number: True) <= staleness * PER_EPOCH
             finally:
@@ -302,7 +304,7 @@ async def check_run(
                 assert all(epoch < _episodes.stops[0] for epoch in collected[before:])
                 _episodes.stops = None
             assert not _episodes.waiting, "nothing runs after the end"
-            assert all(_episodes.plays[member] == 1 for member in played_once), "nothing that was recorded is lost"
+            assert all(_episodes.plays[member] == 1 for member in played_once), "nothing that was recorded is run again"
             played_once |= {member for member in journaled(run) if _episodes.plays[member] == 1}
         assert sorted({*collected}) == [*range(1, EPOCHS + 1)]
         assert _episodes.most_ahead <= staleness

@@ -119,7 +119,7 @@ class BatchCollector:
         journaled = {episode.key for episode in finished}
         plan = replace(plan, finished=finished, vocab_size=served.vocab_size if served is not None else None)
         if self.staleness and served is not None:
-            plan = replace(plan, options=replace(plan.options, sampled_from=served.model))
+            plan = replace(plan, options=replace(plan.options, sampled_from=(served.base_url, served.model)))
 
         left = len(plan.members)
 
