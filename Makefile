@@ -67,7 +67,7 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-chaos: $(VENV)/.installed-dev
-	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py
+	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py tests/test_staleness.py
 
 # schemathesis generates from the OpenAPI document of a backend in our environment.
 .venv-schemathesis/.installed: | $(BIN)/python

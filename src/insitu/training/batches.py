@@ -12,6 +12,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
+from insitu.errors import ConfigError
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.resume import ResumableRun
@@ -115,7 +116,14 @@ class BatchCollector:
         await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
-        finished, served = self.durable.finished(batch.epoch), batch.served
+        served = batch.served
+        journal = self.durable.finished(batch.epoch)
+        finished = [episode for episode in journal if _is_planned(episode, plan, served)]
+        if len(finished) < len(journal) and self.durable.progress.submitted_epoch == batch.epoch:
+            raise ConfigError(
+                f"--resume: staleness is {self.staleness}, but the job of epoch {batch.epoch} was submitted with "
+                "episodes of other weights: set staleness as it was until the epoch is complete"
+            )
         journaled = {episode.key for episode in finished}
         plan = replace(plan, finished=finished, vocab_size=served.vocab_size if served is not None else None)
         if self.staleness and served is not None:
@@ -160,6 +168,12 @@ class BatchCollector:
         for group, row in batch.held:
             self.durable.store.append_group(group, batch.epoch, row)
         batch.held.clear()
+
+
+def _is_planned(episode: Episode, plan: Plan, served: PolicyEndpoint | None) -> bool:
+    """Whether an episode of an earlier process was sampled as planned: `staleness` may have been another one then."""
+    versions = {episode.calls[index].policy_version for index in plan.trained.of(episode)}
+    return served is None or served.version is None or versions <= {served.version, None}
 
 
 def _pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:

@@ -106,6 +106,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 await asyncio.to_thread(self.validation.restore, progress)
         if self._durable.continues:
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
+            self._durable.check_versions(self._batches.staleness)
 
     def _open_run(self, folder: Path) -> list[str]:
         return self._durable.open(folder, self._builder, self._origin(folder))
