@@ -96,15 +96,23 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
         )
 
 
-async def check_staleness(trainer: Trainer, staleness: int) -> None:
-    """Raises ConfigError unless earlier weights are kept and served, and the loss takes them into account."""
+async def check_versions(trainer: Trainer, staleness: int) -> None:
+    """Raises ConfigError unless earlier weights are served."""
+    adapter, endpoint = trainer.trainer_adapter, await trainer.trainer_adapter.policy_endpoint()
+    if endpoint is None or not endpoint.names_versions:
+        kind = adapter.adapter_config.type
+        raise ConfigError(f"staleness is {staleness}, but {kind} serves the newest weights only; allowed: 0")
+
+
+def check_staleness(trainer: Trainer, staleness: int) -> None:
+    """Raises ConfigError unless episodes are planned, earlier weights are kept, and the loss takes them into account.
+
+    Called before an earlier run is moved aside.
+    """
     key, adapter = f"staleness is {staleness}", trainer.trainer_adapter
     builder = trainer.trajectory_builder
     if not isinstance(builder, EpisodesBuilder) or builder.stored is not None or builder.episodes_per_epoch is None:
         raise ConfigError(f"{key}, but {builder.trajectory_builder_config.type} does not plan its episodes; allowed: 0")
-    endpoint = await adapter.policy_endpoint()
-    if endpoint is None or not endpoint.names_versions:
-        raise ConfigError(f"{key}, but {adapter.adapter_config.type} serves the newest weights only; allowed: 0")
     keep = getattr(adapter.adapter_config, "keep", None)
     if keep is not None and keep.last < staleness + 2:
         raise ConfigError(f"{key}, but trainer_adapters keep.last is {keep.last}; allowed: from {staleness + 2}")

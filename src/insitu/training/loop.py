@@ -83,6 +83,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         await super().bind_components(trajectory_builder, trainer_adapter)
         self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
         checks.check_components(self, self.method, computes_advantages=self.computes_advantages)
+        if self._batches.staleness:
+            checks.check_staleness(self, self._batches.staleness)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -96,7 +98,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         if self._batches.staleness:
-            await checks.check_staleness(self, self._batches.staleness)
+            await checks.check_versions(self, self._batches.staleness)
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(progress.curriculum or fresh)
