@@ -94,7 +94,8 @@ class BatchCollector:
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the batches that are ahead."""
         for batch in self._batches.values():
-            yield from map(journal_record, batch.episodes if self.durable.store.keeps_token_ids else [])
+            episodes = batch.episodes or self.durable.finished(batch.epoch)  # it may not have begun
+            yield from map(journal_record, episodes if self.durable.store.keeps_token_ids else [])
 
     async def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None, *, is_current: bool) -> None:
         if self.staleness and served is not None:
