@@ -65,6 +65,8 @@ class Episodes:
     plays: Counter[Member] = field(default_factory=Counter)
     alive: "weakref.WeakSet[Output]" = field(default_factory=weakref.WeakSet)
     committed: int = 0
+    is_paused: bool = False
+    """Whether none ends."""
     most_ahead: int = 0
 
     async def play(self, member: Member) -> Output:
@@ -144,7 +146,7 @@ def project(folder: Path, concurrency: int) -> Config:
 
 
 class Order(NamedTuple):
-    """Which of the waiting episodes ends next, and how long jobs take.
+    """Which of the waiting episodes ends next, and how long jobs take; 0: none ends while an epoch is recorded.
 
     Of each process but the last after how many episodes it is cancelled, and its concurrency.
     """
@@ -170,7 +172,7 @@ async def clock(order: Order, cancel_after: int | None) -> AsyncIterator[None]:
             await turns(IDLE)
             if count == cancel_after:
                 body.cancel()
-            while not _episodes.waiting:
+            while _episodes.is_paused or not _episodes.waiting:  # noqa: ASYNC110 (turns of the loop are counted, not seconds)
                 await asyncio.sleep(0)
             _episodes.let_one_end(number)
 
@@ -198,7 +200,7 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
             await episodes.initialize(config.finetuning)
             durable = ResumableRun("run")
             durable.open(folder, builder, {})
-            _episodes.committed = durable.progress.epoch
+            _episodes.committed, _episodes.is_paused = durable.progress.epoch, False
             report = Report(builder.console)
             batches = BatchCollector(builder, episodes, durable, report, lambda *_: None, staleness)
             try:
@@ -212,8 +214,9 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
                     check_complete(folder, epoch, batch, staleness)
                     await turns(order.job * IDLE)
                     ahead = {member for member in journaled(folder) if member[0] > epoch}
+                    _episodes.is_paused = order.job == 0
                     await durable.commit(epoch=epoch, policy_version=epoch, journal=batches.journal())
-                    _episodes.committed = epoch
+                    _episodes.committed, _episodes.is_paused = epoch, False
                     assert ahead <= journaled(folder), "nothing that was recorded is lost"
                     assert _episodes.held(lambda number, last=epoch: number <= last) == 0
                     assert _episodes.held(lambda number: True) <= staleness * PER_EPOCH
