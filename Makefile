@@ -13,7 +13,7 @@ help:
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make example-python  train the same player from a Python script (about 2 minutes)"
 	@echo "make test         install what the tests need and run them"
-	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 100 kills (about 40 minutes)"
+	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 300 kills (about an hour)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
 	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 10 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"

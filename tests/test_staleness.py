@@ -4,6 +4,8 @@ import json
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,9 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
         epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
     ]
-    slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as load:
+        slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
+        load.kill()
     assert [line for line in differences(first, slow, {"digest"}) if "max_concurrency" not in line] == []
 
 
@@ -112,9 +116,10 @@ def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], problem: str) -> None:
-    code, _, err = run_project(project(tmp_path / "project"), *options)
+    code, _, err = run_project(folder := project(tmp_path / "project"), *options)
     assert code == 2
     assert problem in err
+    assert not (folder / "run").exists()
 
 
 def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
