@@ -21,6 +21,7 @@ from factories import read_lines, write_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from waiting import turns, until
 
 from insitu.collect.shared_run import share
 from insitu.config import Config, load_config
@@ -156,11 +157,6 @@ class Order(NamedTuple):
     processes: list[tuple[int, int]]
 
 
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 @asynccontextmanager
 async def clock(order: Order, cancel_after: int | None) -> AsyncIterator[None]:
     """Lets one episode end after the other, and cancels the body after a number of them."""
@@ -172,8 +168,7 @@ async def clock(order: Order, cancel_after: int | None) -> AsyncIterator[None]:
             await turns(IDLE)
             if count == cancel_after:
                 body.cancel()
-            while _episodes.is_paused or not _episodes.waiting:  # noqa: ASYNC110 (turns of the loop are counted, not seconds)
-                await asyncio.sleep(0)
+            await until(lambda: _episodes.waiting and not _episodes.is_paused, every=0)
             _episodes.let_one_end(number)
 
     ticking = asyncio.create_task(tick())

@@ -17,9 +17,9 @@ from test_staleness import EPOCHS, project, stale, whole_run
 from insitu.backend.model import load_model
 
 COMMAND = """
-import json, os, random, sys, time, urllib.request
+import json, os, random, select, sys, urllib.request
 question = json.load(sys.stdin)
-time.sleep(random.expovariate(1 / question["pause"]))
+select.select([], [], [], random.expovariate(1 / question["pause"]))
 body = {"model": "policy", "messages": [{"role": "user", "content": question["say"]}], "max_tokens": 6}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
