@@ -153,13 +153,14 @@ def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_pat
     assert code == 2
     assert "trainers.grpo.staleness was 1 and is 0" in err
     assert any(line["episode"]["epoch"] == 5 for line in read_lines(folder / "run/journal.jsonl")[1:])
-    is_submitted = json.loads((folder / "run/progress.json").read_text())["submitted_epoch"] == 4
+    progress = json.loads((folder / "run/progress.json").read_text())
+    following = progress["epoch"] + 1
     for staleness in (0, 2):
         shutil.copytree(folder, other := tmp_path / str(staleness))
-        if is_submitted:
+        if progress["submitted_epoch"] == following:
             code, _, err = run_project(other, *stale(staleness), "--resume", "--force")
             assert code == 2
-            assert f"staleness is {staleness}, but the job of epoch 4 was submitted with episodes of other" in err
+            assert f"staleness is {staleness}, but the job of epoch {following} was submitted with episodes of other" in err
             continue
         continued = whole_run(other, *stale(staleness), "--resume", "--force")
         sampled = [line.get("sampled_version") for line in read_lines(continued / "training_metrics.jsonl")][-2:]
