@@ -13,7 +13,7 @@ help:
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make example-python  train the same player from a Python script (about 2 minutes)"
 	@echo "make test         install what the tests need and run them"
-	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 100 kills (about 40 minutes)"
+	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 300 kills (about an hour)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
 	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 10 minutes)"
 	@echo "make test-art     tests the ART plugin with the official clients, each in its own environment, against the backend;"
@@ -67,7 +67,7 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-chaos: $(VENV)/.installed-dev
-	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py
+	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py tests/test_staleness.py
 
 # schemathesis generates from the OpenAPI document of a backend in our environment.
 .venv-schemathesis/.installed: | $(BIN)/python

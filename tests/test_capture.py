@@ -385,6 +385,21 @@ async def test_a_late_call_belongs_to_nobody(server: FakeOpenAI, caplog: pytest.
     assert "because r/1/x/0/0 had ended" in caplog.text
 
 
+def test_a_planned_version_gets_the_requests_to_the_policy_and_no_others() -> None:
+    scope = EpisodeScope(sampled_from=("http://127.0.0.1:8700/v1", "policy@3"))
+
+    def requested(server: str, model: str) -> str:
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        exchange = Recorder(server).begin("POST", "/v1/chat/completions", json.dumps(body).encode())
+        assert exchange is not None
+        return str(json.loads(exchange.content)["model"])
+
+    with scope.activate():
+        assert requested("http://localhost:8700/v1/", "policy") == "policy@3"
+        assert requested("http://127.0.0.1:8700/v1", "judge") == "judge"
+        assert requested("http://127.0.0.1:8701/v1", "policy") == "policy"
+
+
 async def test_messages_are_kept_and_not_copied(server: FakeOpenAI) -> None:
     recorder = Recorder("here")
     with EpisodeScope() as scope:

@@ -40,7 +40,17 @@ CREDIT_BY_STEP = (
     *("-o", "workflow", "{_type: converse, llm: player}"),
     *("-o", "trainers.grpo.credit", "step", "-o", "trainers.grpo.discount", "0.5"),
 )
-METHODS = {"grpo": (), "curriculum": CURRICULUM, "credit by step": CREDIT_BY_STEP, "dpo": DPO}
+STALENESS = (
+    *("-o", "trainers.grpo.staleness", "1"),
+    *("-o", "trainer_adapters.backend.training.old_logprobs", "rollout"),
+)
+METHODS = {
+    "grpo": (),
+    "curriculum": CURRICULUM,
+    "credit by step": CREDIT_BY_STEP,
+    "dpo": DPO,
+    "staleness": STALENESS,
+}
 """Checked by `is_exercised`."""
 
 
@@ -98,6 +108,7 @@ def is_exercised(method: str, ended: Outcome) -> bool:
         "curriculum": (ended.metrics[0]["curriculum_percentile"] or 1) < 1,
         "credit by step": any(len(each) > 1 for each in by_episode),
         "dpo": ended.metrics[0].get("pairs", 0) > 0,
+        "staleness": [metrics.get("sampled_version") for metrics in ended.metrics] == [0, 0, 1],
     }[method]
 
 

@@ -2,7 +2,10 @@
 
 import json
 import random
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 import yaml
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
-from processes import Process, run, run_project, start_project, wait_until
+from processes import HANGS, Process, run, run_project, start_project, wait_until
+from test_resume import SEEDS
 
 EPOCHS = 5
 ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
@@ -48,17 +52,21 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
         epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
     ]
-    slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as load:
+        slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
+        load.kill()
     assert [line for line in differences(first, slow, {"digest"}) if "max_concurrency" not in line] == []
 
 
-def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    whole = whole_run(project(tmp_path / "whole"), *stale(1, epochs=8))
-    killed, rng, at = project(tmp_path / "killed"), random.Random(0), []
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path, seed: int) -> None:
+    options = stale(staleness := 1 + seed % 2, epochs=8)
+    whole = whole_run(project(tmp_path / "whole"), *options)
+    killed, rng, at = project(tmp_path / "killed"), random.Random(seed), []
     journal = killed / "run/journal.jsonl"
     for number in range(7):
         seen, many = {changed(journal)}, rng.randint(2, 12)
-        with start_project(killed, *stale(1, epochs=8), *(["--resume"] if number else [])) as process:
+        with start_project(killed, *options, *(["--resume"] if number else [])) as process:
 
             def has_changed_often(seen: set[int] = seen, many: int = many, process: Process = process) -> bool:
                 seen.add(changed(journal))
@@ -68,9 +76,9 @@ def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: 
             process.send_signal(signal.SIGKILL)
             process.wait()
         at.append(sorted({line["episode"]["epoch"] for line in whole_lines(journal) if "episode" in line}))
-    assert any(len(epochs) == 2 for epochs in at), "episodes of two batches were in the journal"
+    assert any(len(epochs) > staleness for epochs in at), "episodes of several batches were in the journal"
     assert len({*map(str, at)}) > 2
-    whole_run(killed, *stale(1, epochs=8), "--resume")
+    whole_run(killed, *options, "--resume")
     told = ("events.jsonl: event resumed", "backend/jobs/")  # a job that was canceled has a record
     resumed = [line for line in differences(whole, killed / "run", {"digest"}) if not line.startswith(told)]
     assert resumed == []
@@ -108,9 +116,10 @@ def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], problem: str) -> None:
-    code, _, err = run_project(project(tmp_path / "project"), *options)
+    code, _, err = run_project(folder := project(tmp_path / "project"), *options)
     assert code == 2
     assert problem in err
+    assert not (folder / "run").exists()
 
 
 def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
@@ -135,3 +144,62 @@ def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
     (folder / "config.yml").write_text(yaml.safe_dump(config))
     run = whole_run(folder, "-o", "finetuning.num_epochs", "3")
     assert [line["sampled_version"] for line in read_lines(run / "training_metrics.jsonl")] == [0, 0, 1]
+
+
+def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_path: Path) -> None:
+    """Episodes that were sampled ahead from other versions than are planned now are run again."""
+    folder = interrupted(project(tmp_path / "project", pause=0.2), 1)
+    code, _, err = run_project(folder, *stale(0), "--resume")
+    assert code == 2
+    assert "trainers.grpo.staleness was 1 and is 0" in err
+    assert any(line["episode"]["epoch"] == 5 for line in read_lines(folder / "run/journal.jsonl")[1:])
+    progress = json.loads((folder / "run/progress.json").read_text())
+    following = progress["epoch"] + 1
+    for staleness in (0, 2):
+        shutil.copytree(folder, other := tmp_path / str(staleness))
+        if progress["submitted_epoch"] == following:
+            code, _, err = run_project(other, *stale(staleness), "--resume", "--force")
+            assert code == 2
+            assert f"staleness is {staleness}, but the job of epoch {following} was submitted with" in err
+            continue
+        continued = whole_run(other, *stale(staleness), "--resume", "--force")
+        sampled = [line.get("sampled_version") for line in read_lines(continued / "training_metrics.jsonl")][-2:]
+        assert sampled == ([None] * 2 if staleness == 0 else [EPOCHS - 2 - staleness, EPOCHS - 1 - staleness])
+
+
+def interrupted(folder: Path, staleness: int, *options: str) -> Path:
+    """A run that is interrupted in its fourth epoch, with episodes of the fifth that have ended."""
+    journal, metrics = folder / "run/journal.jsonl", folder / "run/training_metrics.jsonl"
+    with start_project(folder, *stale(staleness), *options) as process:
+
+        def is_ahead() -> bool:
+            if not metrics.exists() or len(whole_lines(metrics)) < 3:
+                return False
+            return any(line["episode"]["epoch"] == 5 for line in whole_lines(journal)[1:])
+
+        process.wait_until(is_ahead)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(HANGS)
+        assert (process.wait(), err.strip()) == (130, "interrupted")
+    return folder
+
+
+def test_weights_that_the_next_epochs_are_sampled_from_are_kept_by_prune_and_needed_by_fork(tmp_path: Path) -> None:
+    whole = whole_run(project(tmp_path / "whole", pause=0.2), *stale(2))
+    folder = interrupted(project(tmp_path / "project", pause=0.2), 2)
+    pruned = run("runs", "prune", "run", folder=folder)
+    assert pruned.returncode == 0, pruned.stderr
+    epoch = json.loads((folder / "run/progress.json").read_text())["epoch"]
+    shutil.copytree(folder, other := tmp_path / "other")
+    assert whole_run(folder, *stale(2), "--resume")
+    resumed = differences(whole, folder / "run", {"digest", "events.jsonl", "step_000001", "optimizer.safetensors"})
+    assert [line for line in resumed if "backend/" not in line] == []
+    shutil.rmtree(other / f"run/backend/checkpoints/step_{epoch - 1:06}")
+    code, _, err = run_project(other, *stale(2), "--resume")
+    assert code == 2
+    assert (
+        f"staleness is 2, so the epochs after {epoch} of run are sampled from earlier weights, of which version " in err
+    )
+    forked = run("runs", "fork", "run", "forked", "--epoch", str(epoch), folder=other)
+    assert forked.returncode == 2
+    assert "epochs that can be forked: " in forked.stderr

@@ -24,6 +24,7 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "on_failure": ("exclude", "number"),
     "curriculum": ("off", "on"),
     "processes": ("1", "2"),
+    "staleness": ("0", "1"),
 }
 """The first value of each is that of a run without the feature."""
 
@@ -42,9 +43,10 @@ REFUSED: Mapping[frozenset[Value], str] = {
     **dict.fromkeys(_pairs("method", PREFERENCES, "baseline", ("leave_one_out", "by rank")), "advantages"),
     **dict.fromkeys(_pairs("method", PREFERENCES, "curriculum", ["on"]), "curriculum_learning"),
     **dict.fromkeys(_pairs("adapter", ["url"], "processes", ["2"]), "learner"),
+    **dict.fromkeys(_pairs("keep", ["little"], "staleness", ["1"]), "keep.last"),
 }
 """Values that a file cannot have together, and the key that the error names."""
-ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes")
+ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes", "staleness")
 """What a block of ART or NeMo Customizer has no key for: their servers decide."""
 ABSENT: frozenset[frozenset[Value]] = frozenset(
     pair
@@ -120,4 +122,5 @@ def refused_cases() -> list[tuple[Case, str]]:
 
 def name(case: Case) -> str:
     """The values that differ from those of a plain run."""
-    return ", ".join(value for key, value in case.items() if value != DIMENSIONS[key][0]) or "plain"
+    values = {key: value for key, value in case.items() if value != DIMENSIONS[key][0]}
+    return ", ".join(f"{key} {value}" if value.isdigit() else value for key, value in values.items()) or "plain"

@@ -150,6 +150,8 @@ class Project:
             trainer["advantages"] = baselines.get(case["baseline"], {"baseline": case["baseline"]})
         if case["credit"] != "episode":
             trainer["credit"] = case["credit"]
+        if case["staleness"] != "0":
+            trainer["staleness"] = int(case["staleness"])
         if case["method"] == "warm-up":
             trainer["sft"] = {"rows": "shown.jsonl", "epochs": 30, "learning_rate": 1e-2}
         return trainer
@@ -173,6 +175,8 @@ class Project:
         training = {"method": methods.get(case["method"], "grpo"), "learning_rate": 1e-3, "mini_batch_size": 8}
         if case["weights"] == "lora":
             training["lora"] = {"rank": 4}
+        if case["staleness"] != "0" and case["method"] in GROUP_RELATIVE:
+            training["truncated_importance"] = 2.0
         adapter: dict[str, Any] = {"_type": "insitu_trainer_adapter", "training": training}
         if case["adapter"] == "url":
             adapter |= {"url": self._servers.enter_context(self._backend()), "api_key": TOKEN}

@@ -4,8 +4,6 @@ A row's question says what happens: {"say": text}; with "fails" an error in ever
 same answer in all episodes of the first epoch, which so trains nothing.
 """
 
-from pathlib import Path
-
 from insitu.plugin_api import (
     Builder,
     EvaluatorInfo,
@@ -17,12 +15,13 @@ from insitu.plugin_api import (
 )
 from insitu.schemas.components import FunctionBaseConfig, FunctionRef, LLMRef
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
-from insitu.workflow.context import Context
+from insitu.workflow.context import Context, current_scope
 from insitu.workflow.functions import FunctionInfo
 
 
 def is_first_epoch() -> bool:
-    return not Path("run/training_metrics.jsonl").exists()
+    scope = current_scope()
+    return scope is not None and scope.key is not None and scope.key.epoch <= 1
 
 
 def mean_digit(text: str) -> float:

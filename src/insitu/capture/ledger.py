@@ -116,7 +116,8 @@ class CallLedger:
 
     `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
     keys of `llms`; each must have what training `needs`. `on_call` is called with each recorded call.
-    `sampled_from` names the version of the policy that gets the requests to it. `in_flight` measures when calls are.
+    `sampled_from` is the URL of the policy's server, and the version there that gets the requests to the policy.
+    `in_flight` measures when calls are.
     """
 
     name: str = "the current run"
@@ -124,7 +125,7 @@ class CallLedger:
     training: bool | Collection[str] = False
     needs: Needs = Needs.TOKEN_IDS
     on_call: OnCall | None = None
-    sampled_from: str | None = None
+    sampled_from: tuple[str, str] | None = None
     in_flight: Activity | None = None
 
     def __post_init__(self) -> None:

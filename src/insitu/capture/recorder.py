@@ -29,7 +29,15 @@ from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.connection import choice_tokens, parse_lenient_json
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
+from insitu.wire.http_format import (
+    COMPACT,
+    JSON,
+    MALFORMED,
+    error_message,
+    error_param,
+    is_same_server,
+    parse_count,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +196,10 @@ class Exchange:
         body.update(recorder.forced_params)
         if recorder.current_model is not None:
             body["model"] = recorder.current_model()
-        elif ledger.sampled_from is not None and body.get("model") == ledger.sampled_from.rpartition("@")[0]:
-            body["model"] = ledger.sampled_from
+        elif ledger.sampled_from is not None:
+            server, version = ledger.sampled_from
+            if body.get("model") == version.rpartition("@")[0] and is_same_server(recorder.server, server):
+                body["model"] = version
         if self._is_trained:
             if self._strips_logprobs:
                 body["logprobs"] = True if request.route == CHAT else 0

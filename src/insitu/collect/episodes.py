@@ -59,8 +59,8 @@ class EpisodeOptions:
 
     `seed` is the configured one. `training` names the llms (True: all) whose calls are trained, and must have
     what training `needs`. `target_functions` are those whose calls are trained. `result` is the JSONPath of
-    the output within the workflow's result; it must match exactly one value. `sampled_from`, such as `policy@3`, is the
-    version of the policy that gets the requests to `policy`; None: the newest one.
+    the output within the workflow's result; it must match exactly one value. `sampled_from` is the URL of the
+    policy's server and the version there, such as `policy@3`, that gets the requests to `policy`; None: the newest one.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -72,7 +72,7 @@ class EpisodeOptions:
     result: str = "$"
     needs: Needs = Needs.TOKEN_IDS
     target_functions: tuple[str, ...] = (WORKFLOW,)
-    sampled_from: str | None = None
+    sampled_from: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> "EpisodeOptions":

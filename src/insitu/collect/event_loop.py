@@ -313,9 +313,8 @@ class Watchdog:
                     if not task.done():
                         self._check()
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # also if this is cancelled just after it has failed
         return task.result()
 
     def _check(self) -> None:

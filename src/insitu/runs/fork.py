@@ -51,12 +51,17 @@ class _Origin:
         self.states = self.reader.history(progress)
 
     def epochs(self) -> list[int]:
-        """The epochs with a checkpoint and its optimizer state, or with the initial weights."""
-        return [epoch for epoch, state in sorted(self.states.items()) if self._has(state.policy_version)]
+        """The epochs with a checkpoint and its optimizer state, or with the initial weights.
 
-    def _has(self, version: int | None) -> bool:
+        The weights of earlier epochs are needed too, with `staleness`.
+        """
+        return [epoch for epoch, state in sorted(self.states.items()) if self._has(epoch, state.policy_version)]
+
+    def _has(self, epoch: int, version: int | None) -> bool:
         folder = self.checkpoints.get(version) if version else None
-        return version == 0 or (folder is not None and (folder / OPTIMIZER_FILE).is_file())
+        if version != 0 and (folder is None or not (folder / OPTIMIZER_FILE).is_file()):
+            return False
+        return self.reader.sampled_versions(self.states, epoch) <= {0, *self.checkpoints}
 
 
 def fork_run(run: Path, target: Path, epoch: int) -> Fork:

@@ -1,7 +1,8 @@
 """Deletes checkpoints and job records of runs that have ended, but nothing that a later command may need.
 
 Kept are the best and the latest checkpoint, those with an optimizer state, from which `--resume` and forks continue,
-those that another run has started from, and the job records of these. Runs are looked for beside the folders that are
+those from which a run with `staleness` samples then, those that another run has started from, and the job records of
+these. Runs are looked for beside the folders that are
 searched; checkpoints have the same name there as in a copy, or through a link.
 """
 
@@ -64,14 +65,15 @@ def _surplus_of(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus
 def _surplus(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus:
     reader = RunReader(run)
     progress, saved = reader.progress(), reader.checkpoints()
-    served = progress.policy_version if progress is not None else None
-    if not reader.own_backend or served is None:
+    if not reader.own_backend or progress is None or (served := progress.policy_version) is None:
         return Surplus(run)
+    sampled = reader.sampled_versions(reader.history(progress), progress.epoch)
     best = Path((reader.object(files.BEST) or {}).get("checkpoint") or "none").name
     surplus = {
         record.version: path
         for path, record in saved[:-1]
         if record.version < served
+        and record.version not in sampled
         and path.name != best
         and not (path / OPTIMIZER_FILE).exists()
         and not path.is_symlink()

@@ -1,7 +1,7 @@
 """The only reader of the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -148,6 +148,12 @@ class RunReader:
                 raise InsituError(problem) from None
             states[state.epoch] = state  # a warm-up comes after the first line of epoch 0
         return states | {progress.epoch: EpochState.of(progress)}
+
+    def sampled_versions(self, states: Mapping[int, EpochState], epoch: int, staleness: int | None = None) -> set[int]:
+        """The policy versions from which the epochs after `epoch` are sampled; `staleness`: by default the run's."""
+        ages = range((self.settings().get("staleness", 0) if staleness is None else staleness) + 1)
+        found = (states.get(max(epoch - age, 0)) for age in ages)
+        return {state.policy_version for state in found if state is not None and state.policy_version is not None}
 
     def journal(self, epoch: int) -> list[Episode]:
         """The finished episodes of an epoch, and of later ones, whose groups may be incomplete."""

@@ -202,6 +202,18 @@ class ResumableRun:
                 f"version {version}: it has lost weights of this run, or another run has trained it"
             )
 
+    def check_versions(self, staleness: int) -> None:
+        """Raises ConfigError if weights from which the next epochs are sampled have been deleted."""
+        reader = RunReader(self.store.folder)
+        sampled = reader.sampled_versions(reader.history(self.progress), self.progress.epoch, staleness)
+        missing = sorted(sampled - {0, *(record.version for _, record in reader.checkpoints())})
+        if reader.own_backend and missing:
+            raise ConfigError(
+                f"--resume: staleness is {staleness}, so the epochs after {self.progress.epoch} of {self.store.folder} "
+                f"are sampled from earlier weights, of which version {missing[-1]} was deleted (see `keep` of the "
+                "trainer adapter); set staleness as it was, or lower"
+            )
+
     async def record_submission(self, epoch: int) -> bool:
         """Records that the epoch's job is about to be submitted; returns whether an earlier process may have done so.
 

@@ -78,10 +78,13 @@ class RunStore:
         self._files: dict[str, LineFile] = {}
         self._index: RunIndex | None = None
         self._indexes = True
+        self._is_closed = False
         self.keeps_token_ids = True
         """Whether calls are recorded with the ids of their tokens."""
 
     def close(self) -> None:
+        """Unlocks the folder. Episodes that still run are not written: another process may continue the run."""
+        self._is_closed = True
         while self._files:
             _, file = self._files.popitem()
             try:
@@ -115,7 +118,9 @@ class RunStore:
         return file.append(dump_lines(records), compressed=compressed)
 
     def _open(self, name: str, size: int | None = None) -> LineFile:
-        """Blocks are appended to a new file, or to one of known `size`."""
+        """Blocks are appended to a new file, or to one of known `size`. Raises InsituError after `close`."""
+        if self._is_closed:
+            raise InsituError(f"{self.path / name} is not written: the run has ended")
         if name not in self._files:
             path = self.path / name
             if name in files.BLOCKS and size is None and path.exists():
@@ -146,7 +151,7 @@ class RunStore:
 
     def sync(self) -> None:
         """Makes all lines appended so far survive a power failure."""
-        for file in self._files.values():
+        for file in [*self._files.values()]:  # in a thread, while episodes of batches ahead open others
             file.sync()
 
     def write(self, name: str, data: Any) -> Path:

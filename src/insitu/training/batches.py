@@ -15,6 +15,7 @@ from insitu.collect.collector import Plan, collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
+from insitu.errors import ConfigError
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.resume import ResumableRun
@@ -170,7 +171,8 @@ class BatchCollector:
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the batches that are ahead."""
         for batch in self._batches.values():
-            yield from map(journal_record, batch.episodes if self.durable.store.keeps_token_ids else [])
+            episodes = batch.episodes or self.durable.finished(batch.epoch)  # it may not have begun
+            yield from map(journal_record, episodes if self.durable.store.keeps_token_ids else [])
 
     async def abandon(self, run_id: str) -> int:
         """Cancels the batches that are ahead; returns how many of their episodes have ended and are not trained."""
@@ -205,11 +207,18 @@ class BatchCollector:
         await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather, **recorded})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
-        finished, served = self.durable.finished(batch.epoch), batch.served
+        served = batch.served
+        journal = self.durable.finished(batch.epoch)
+        finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
+        if len(finished) < len(journal) and self.durable.progress.submitted_epoch == batch.epoch:
+            raise ConfigError(
+                f"--resume: staleness is {self.staleness}, but the job of epoch {batch.epoch} was submitted with "
+                "episodes of other weights: set staleness as it was until the epoch is complete"
+            )
         journaled = {episode.key for episode in finished}
         plan = replace(plan, finished=finished, vocab_size=served.vocab_size if served is not None else None)
         if self.staleness and self.pinned and served is not None:
-            plan = replace(plan, options=replace(plan.options, sampled_from=served.model))
+            plan = replace(plan, options=replace(plan.options, sampled_from=(served.base_url, served.model)))
 
         spending, ended = Spending.of(plan.budget, len(plan.members)), 0
         batch.spending = spending if plan.budget is not None else None
@@ -266,6 +275,12 @@ class BatchCollector:
             if batch.stream is not None:
                 batch.stream.add(group)
         batch.held.clear()
+
+
+def _is_planned(episode: Episode, plan: Plan, served: PolicyEndpoint | None) -> bool:
+    """Whether an episode of an earlier process was sampled as planned: `staleness` may have been another one then."""
+    versions = {episode.calls[index].policy_version for index in plan.trained.of(episode)}
+    return served is None or served.version is None or versions <= {served.version, None}
 
 
 def pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:

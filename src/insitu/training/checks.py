@@ -111,15 +111,12 @@ def check_budget(trainer: Trainer, builder: EpisodesBuilder) -> None:
         )
 
 
-async def check_staleness(trainer: Trainer, name: str, staleness: int, *, pinned: bool) -> None:
-    """Raises ConfigError unless the loss takes earlier weights into account, and they are served if they are `pinned`.
-
-    `name` is the trainer's key in the file.
-    """
+async def check_versions(trainer: Trainer, config: Config, staleness: int, *, pinned: bool) -> None:
+    """Raises ConfigError unless earlier weights are kept, and served if they are `pinned`."""
+    if not staleness:
+        return
+    name = config.finetuning.trainer
     key, adapter = f"trainers.{name}.staleness is {staleness}", trainer.trainer_adapter
-    builder = trainer.trajectory_builder
-    if not isinstance(builder, EpisodesBuilder) or builder.stored is not None or builder.episodes_per_epoch is None:
-        raise ConfigError(f"{key}, but {builder.trajectory_builder_config.type} does not plan its episodes; allowed: 0")
     endpoint = await adapter.policy_endpoint()
     if endpoint is None or endpoint.version is None:
         raise ConfigError(f"{key}, but {adapter.adapter_config.type} does not say which version it serves; allowed: 0")
@@ -128,6 +125,27 @@ async def check_staleness(trainer: Trainer, name: str, staleness: int, *, pinned
             f"{key} and versions is pinned, but {adapter.adapter_config.type} serves the newest weights only here: set "
             f"trainers.{name}.versions to latest (such a run does not repeat), or staleness to 0"
         )
+    try:
+        await adapter.prepare_staleness(staleness, pinned=pinned)
+    except ConfigError as error:
+        raise ConfigError(f"{key}, but {error}") from None
+
+
+def check_staleness(trainer: Trainer, config: Config, staleness: int) -> None:
+    """Raises ConfigError unless episodes are planned, earlier weights are kept, and the loss takes them into account.
+
+    Called before an earlier run is moved aside.
+    """
+    if not staleness:
+        return
+    key, adapter = f"trainers.{config.finetuning.trainer}.staleness is {staleness}", trainer.trainer_adapter
+    builder = trainer.trajectory_builder
+    if not isinstance(builder, EpisodesBuilder) or builder.stored is not None or builder.episodes_per_epoch is None:
+        raise ConfigError(f"{key}, but {builder.trajectory_builder_config.type} does not plan its episodes; allowed: 0")
+    keep = getattr(adapter.adapter_config, "keep", None)
+    if keep is not None and "last" in keep.model_fields_set and keep.last < staleness + 2:
+        problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {staleness + 2}, or leave it out"
+        raise ConfigError(f"{key}, but {problem}")
     settings = adapter.training_settings()
     if settings.get("method", "grpo") == "grpo" and settings.get("old_logprobs", "recomputed") == "recomputed":
         corrections = ("truncated_importance", "token_mask", "sequence_mask")
@@ -136,10 +154,6 @@ async def check_staleness(trainer: Trainer, name: str, staleness: int, *, pinned
                 f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout, or one of "
                 f"{', '.join(corrections)}"
             )
-    try:
-        await adapter.prepare_staleness(staleness, pinned=pinned)
-    except ConfigError as error:
-        raise ConfigError(f"{key}, but {error}") from None
 
 
 async def check_beside(adapter: TrainerAdapter) -> None:

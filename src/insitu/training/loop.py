@@ -81,11 +81,13 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self._warm_up: WarmUp | None = None
         self._last_epoch: int | None = None
+        self._staleness: int = getattr(trainer_config, "staleness", 0)
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
         checks.check_components(self, self.method, computes_advantages=self.computes_advantages)
+        checks.check_staleness(self, self._full_config, self._staleness)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         folder = Path(run_config.output_dir)
@@ -98,9 +100,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.note("starting the backend ...")
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
-        if self._batches.staleness:
-            name, pinned = str(self._full_config.finetuning.trainer), self._batches.pinned
-            await checks.check_staleness(self, name, self._batches.staleness, pinned=pinned)
+        await checks.check_versions(self, self._full_config, self._staleness, pinned=self._batches.pinned)
         self.report.notes(self._durable.check_code(self._run_settings(run_config.num_epochs)))
         fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
         self._curriculum_state = dict(progress.curriculum or fresh)
@@ -112,6 +112,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
                 await asyncio.to_thread(self.validation.restore, progress)
         if self._durable.continues:
             self._durable.check_served(await self._served_version(), warms_up=self._warm_up is not None)
+            self._durable.check_versions(self._staleness if self._batches.pinned else 0)
 
     def _open_run(self, folder: Path) -> list[str]:
         return self._durable.open(folder, self._builder, origin_of(self._builder, self.trajectory_builder, folder))
@@ -265,7 +266,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         statistics |= {**leftovers._asdict(), **spending, **selection_metrics(collection, state, credit)}
         seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
         self.results[epoch] = EpochResult(statistics | {"policy_version": newest, "job": None, "seconds": seconds})
-        if self._batches.staleness and newest is not None:
+        if self._staleness and newest is not None:
             self.results[epoch].metrics |= version_metrics(collected.trajectories, newest)
         self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
@@ -294,11 +295,10 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     @cached_property
     def _batches(self) -> BatchCollector:
-        staleness = getattr(self.trainer_config, "staleness", 0)
         validation, pinned = self.run_config.validation, getattr(self.trainer_config, "versions", "pinned") == "pinned"
         beside = validation is not None and validation.beside
         parts = self._builder, self.trajectory_builder, self._durable, self.report, self._warn
-        return BatchCollector(*parts, staleness, pinned, shares_policy=beside)
+        return BatchCollector(*parts, self._staleness, pinned, shares_policy=beside)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

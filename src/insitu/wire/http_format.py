@@ -33,6 +33,7 @@ BODY_DIFFERS = "Body-Differs"
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 """Exceptions raised by reading JSON of an unexpected shape, and by `orjson.loads`."""
 
+_LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1", "::")
 _TOKEN_ID = "token_id:"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
@@ -44,6 +45,17 @@ def url_host(host: str) -> str:
 
 def http_url(host: str, port: int) -> str:
     return f"http://{url_host(host)}:{port}"
+
+
+def is_same_server(url: str | None, other: str) -> bool:
+    """Whether two URLs have the same host and port."""
+    return url is not None and _address(url) == _address(other)
+
+
+def _address(url: str) -> tuple[str, int | None]:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "localhost" if host in _LOCAL else host, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def split_userinfo(url: str) -> tuple[str, str | None]:

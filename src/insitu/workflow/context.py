@@ -218,7 +218,7 @@ class EpisodeScope:
     training: bool | Collection[str] = False
     needs: Needs = Needs.TOKEN_IDS
     target_functions: Collection[str] = (WORKFLOW,)
-    sampled_from: str | None = None
+    sampled_from: tuple[str, str] | None = None
     in_flight: Activity | None = None
 
     def __post_init__(self) -> None:

@@ -23,7 +23,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import orjson
 from pydantic import Field, SecretStr
@@ -33,6 +32,7 @@ from insitu.errors import CaptureError, ConfigError
 from insitu.registry import LLM, register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.wire.http_format import is_same_server
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1", "::")
 _FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_body", "extra_headers", "extra_query"))
 
 
@@ -296,14 +295,3 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
 
 def _model_of(block: Any) -> str | None:
     return getattr(block, "model_name", None)
-
-
-def is_same_server(url: str | None, other: str) -> bool:
-    """Whether two URLs have the same host and port."""
-    return url is not None and _address(url) == _address(other)
-
-
-def _address(url: str) -> tuple[str, int | None]:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return "localhost" if host in _LOCAL else host, parts.port or {"http": 80, "https": 443}.get(parts.scheme)

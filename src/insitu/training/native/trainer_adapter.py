@@ -216,10 +216,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
 
     async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:
-        keep, self._needed_versions = self.config.keep, staleness + 2
-        if "last" in keep.model_fields_set and keep.last < self._needed_versions:
-            problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self._needed_versions}"
-            raise ConfigError(f"{problem}, or leave it out")
+        self._needed_versions = staleness + 2
         if pinned:
             self._loaded_versions = staleness + 1
             try:
