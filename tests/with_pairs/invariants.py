@@ -14,7 +14,7 @@ from urllib.parse import quote
 import polars
 from factories import read_lines
 from processes import run, serving
-from projects import FAILURE, GENERATIONS, ROWS, SECRETS, Project, metrics_of
+from projects import FAILURE, GENERATIONS, SECRETS, Project, metrics_of
 
 GAP = 1e-4
 """Nats by which a log-probability of the learner may differ from that of the sampler, in float32."""
@@ -52,7 +52,7 @@ def check_accounting(project: Project, folder: Path) -> None:
     assert not errors, "only what the agent does by itself fails"
     assert {(g["epoch"], g["row_id"]): g["num_episodes"] for g in groups} == episodes
     assert set(episodes.values()) == {GENERATIONS}
-    assert set(Counter(epoch for epoch, _ in episodes).values()) == {ROWS}
+    assert set(Counter(epoch for epoch, _ in episodes).values()) == {project.rows}
     for group in groups:
         if project.makes_pairs:
             of_row = [e for e in recorded if (e["epoch"], e["row_id"]) == (group["epoch"], group["row_id"])]

@@ -16,7 +16,7 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "executor": ("local", "service", "two services", "ray"),
     "adapter": ("child", "url", "art", "customizer"),
     "front": ("file", "python", "resumed", "forked"),
-    "validation": ("none", "every epoch"),
+    "validation": ("none", "every epoch", "beside"),
     "keep": ("default", "all", "little"),
     "report_to": ("none", "recording"),
     "weights": ("all", "lora"),
@@ -25,6 +25,7 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "curriculum": ("off", "on"),
     "processes": ("1", "2"),
     "staleness": ("0", "1"),
+    "stream": ("whole", "streamed"),
 }
 """The first value of each is that of a run without the feature."""
 
@@ -46,7 +47,7 @@ REFUSED: Mapping[frozenset[Value], str] = {
     **dict.fromkeys(_pairs("keep", ["little"], "staleness", ["1"]), "keep.last"),
 }
 """Values that a file cannot have together, and the key that the error names."""
-ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes", "staleness")
+ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes", "staleness", "stream")
 """What a block of ART or NeMo Customizer has no key for: their servers decide."""
 ABSENT: frozenset[frozenset[Value]] = frozenset(
     pair
@@ -69,8 +70,13 @@ ABSENT: frozenset[frozenset[Value]] = frozenset(
 """NeMo Customizer trains all pairs in one job; ART has one method. Forks need the checkpoints, which are elsewhere."""
 
 
-TRIPLES: Sequence[Case] = [{"method": "warm-up", "validation": "every epoch", "episodes": "alike at first"}]
-"""Values of which more than two have to meet: the weights of the warm-up are scored, and are the best."""
+TRIPLES: Sequence[Case] = [
+    {"method": "warm-up", "validation": "every epoch", "episodes": "alike at first"},
+    {"stream": "streamed", "staleness": "1", "validation": "beside"},
+    {"stream": "streamed", "staleness": "1", "validation": "beside", "front": "resumed"},
+]
+"""Values of which more than two have to meet: the weights of the warm-up are scored, and are the best; all that
+overlaps."""
 
 
 def go_together(values: Sequence[str]) -> bool:

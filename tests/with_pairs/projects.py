@@ -15,7 +15,7 @@ from matrix import GROUP_RELATIVE, Case
 from processes import HANGS, forked_python, run, serving, start, wait_until
 from tiny_models import save_tiny_model
 
-ROWS, GENERATIONS, EPOCHS = 4, 4, 2
+GENERATIONS, EPOCHS = 4, 2
 FAILURE = "this row fails in half of its episodes"
 TOKEN = "token-of-the-backend-7Qd2"
 PASSWORD = "password-of-the-user-9Kx4"
@@ -53,7 +53,7 @@ class Project:
         shutil.copy(HERE / "talk_plugin.py", folder)
         fails = {"fails": True} if case["episodes"] == "failing" else {}
         alike = {"alike": True} if case["episodes"] == "alike at first" else {}
-        for name, count in {"rows.jsonl": ROWS, "held_out.jsonl": 3}.items():
+        for name, count in {"rows.jsonl": self.rows, "held_out.jsonl": 3}.items():
             rows = [
                 {
                     "id": f"{name[0]}{i}",
@@ -152,6 +152,8 @@ class Project:
             trainer["credit"] = case["credit"]
         if case["staleness"] != "0":
             trainer["staleness"] = int(case["staleness"])
+        if case["stream"] == "streamed":
+            trainer["stream"] = True
         if case["method"] == "warm-up":
             trainer["sft"] = {"rows": "shown.jsonl", "epochs": 30, "learning_rate": 1e-2}
         return trainer
@@ -173,6 +175,8 @@ class Project:
             }
         methods = {"dpo of turns": "dpo", "dpo of episodes": "dpo", "kto": "kto", "sft": "sft"}
         training = {"method": methods.get(case["method"], "grpo"), "learning_rate": 1e-3, "mini_batch_size": 8}
+        if case["stream"] == "streamed":
+            del training["mini_batch_size"]
         if case["weights"] == "lora":
             training["lora"] = {"rank": 4}
         if case["staleness"] != "0" and case["method"] in GROUP_RELATIVE:
@@ -201,6 +205,7 @@ class Project:
         }
         if case["validation"] != "none":
             section["validation"] = {"dataset": "held_out.jsonl", "interval": 1}
+            section["validation"] |= {"beside": True} if case["validation"] == "beside" else {}
         if case["curriculum"] == "on":
             section["curriculum_learning"] = {
                 "enabled": True,
@@ -280,9 +285,10 @@ class Project:
         """The runs that `train` has made."""
         return [self.run, self.folder / "forked"] if self.case["front"] == "forked" else [self.run]
 
-    def played(self, epoch: int) -> int:
-        """The number of episodes that an epoch has."""
-        return ROWS * GENERATIONS
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch; those of a streamed one are two parts."""
+        return 12 if self.case["stream"] == "streamed" else 4
 
     @property
     def makes_pairs(self) -> bool:
