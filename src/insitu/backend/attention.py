@@ -96,6 +96,7 @@ class Nodes:
             by_length = by_length[count:]
 
 
+@torch.compiler.disable
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
+from insitu.backend.learner.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
 from insitu.backend.model import LoadedModel, check_patterns, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
@@ -43,16 +44,28 @@ class TrainablePolicy:
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        layers: list[Any] = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if enabled and not layers:
-            model = type(self.loaded.module).__name__
-            raise BackendError(f"gradient_checkpointing is true, but transformers does not support it for {model}")
-        for layer in layers:
+        for layer in self._layers("gradient_checkpointing", enabled):
             layer.gradient_checkpointing = enabled
             layer._gradient_checkpointing_func = _recompute
             layer.training = enabled  # of this module only: the modules in it stay in evaluation mode
+
+    def compile_layers(self, enabled: bool) -> None:
+        """Whether the layers are compiled, for any number of tokens; copies of the module are not."""
+        for layer in self._layers("compile", enabled):
+            if enabled and layer._compiled_call_impl is None:
+                layer.compile(dynamic=True)
+            elif not enabled:
+                layer._compiled_call_impl = None
+
+    def _layers(self, key: str, required: bool) -> list[Any]:
+        """Those that transformers marks. Raises BackendError if there are none but a setting requires them."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if required and not layers:
+            model = type(self.loaded.module).__name__
+            raise BackendError(f"{key} is true, but transformers does not support it for {model}")
+        return layers
 
     def served(self, ranks: Ranks = ALONE) -> nn.Module | None:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors; None on all ranks but 0.
@@ -124,6 +137,8 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
     for name, parameter in module.named_parameters():
         if lora is None or "lora_" in name:
             parameter.requires_grad_(True)
+    if lora is not None:
+        speed_up(module)
     return TrainablePolicy(module, lora, loaded)
 
 
