@@ -1,6 +1,9 @@
-"""The layers of a policy being trained beside those of peft."""
+"""The layers of a policy being trained, beside those of peft, and compiled."""
 
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +11,20 @@ import numpy as np
 import pytest
 import torch
 from peft.tuners.lora.layer import Linear
+from pydantic import ValidationError
+from test_learner import train
 from tiny_models import save_tiny_model
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import MicroBatch, Row, collate
+from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.policy import TrainablePolicy, build_policy
 from insitu.backend.model import LoadedModel, load_model
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.errors import RequestRefused
+from insitu.integrations.torchrun.group import RankGroup
+from insitu.schemas.backend_processes import LearnerOptions
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 CPU = torch.device("cpu")
 LORA = LoRASettings(rank=4, alpha=12)
@@ -82,3 +91,65 @@ def test_adapters_are_served_as_by_peft(tmp_path: Path) -> None:
     assert trained_layers(loaded) == []
     with torch.inference_mode():
         assert torch.equal(served(tokens).logits, loaded(tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # some that torch.compile provokes and hides
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+def test_compiled_layers_train_to_the_same_weights(tmp_path: Path, lora: LoRASettings | None) -> None:
+    loaded = load_model(str(save_tiny_model(tmp_path / "model", num_hidden_layers=1)), "cpu")
+    rng, results = np.random.default_rng(0), []
+    prompt = rng.integers(0, 256, 20)
+    rows = [
+        Row(
+            np.concatenate([prompt, rng.integers(0, 256, 5 + number)]).astype(np.int32),
+            np.arange(20, 25 + number),
+            np.full(5 + number, -5, np.float32),
+            np.full(5 + number, number - 1.5, np.float32),
+        )
+        for number in range(4)
+    ]
+    for compiles in (False, True):
+        learner = Learner(loaded, tmp_path / str(compiles))
+        options = {"lora": lora, "compile": compiles, "attention": "packed", "kl_rows": 0}
+        results.append(train(learner, rows, num_iterations=2, mini_batch_size=2, learning_rate=1e-3, **options)[0])
+        assert learner._state is not None
+        layers = [*learner._state.policy.module.get_decoder().layers]
+        assert {layer._compiled_call_impl is not None for layer in layers} == {compiles}
+    expected, found = results
+    assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=1e-5)
+    assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-5)
+    for (name, one), two in zip(expected.module.named_parameters(), found.module.parameters(), strict=True):
+        assert (one - two).norm() <= 1e-5 * one.norm(), name
+        assert type(two) is torch.nn.Parameter
+    assert not any(module._compiled_call_impl for module in found.module.modules())
+
+
+def test_layers_are_not_compiled_without_a_compiler(tmp_path: Path) -> None:
+    """Refused before a job, with the reason; in a process that has found none."""
+    save_tiny_model(tmp_path / "model")
+    script = f"""
+from pathlib import Path
+from insitu.backend.learner.learner import Learner
+from insitu.backend.model import load_model
+from insitu.errors import RequestRefused
+from insitu.schemas.training_jobs import TrainingSettings
+
+learner = Learner(load_model({str(tmp_path / "model")!r}, "cpu"), Path({str(tmp_path)!r}))
+try:
+    learner.verify(TrainingSettings(compile=True))
+except RequestRefused as error:
+    print(error)
+"""
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "compile is true, but torch.compile fails: " in done.stdout
+    assert "no-such-compiler" in done.stdout
+
+
+def test_compiling_excludes_what_it_was_not_tested_with(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="compile is true, which excludes gradient_checkpointing: true"):
+        TrainingSettings(compile=True, gradient_checkpointing=True)
+    loaded = load_model(str(save_tiny_model(tmp_path / "model")), "cpu")
+    group = RankGroup(LearnerOptions(processes=2), loaded, tmp_path)
+    with pytest.raises(RequestRefused, match="compile is true, but several processes train"):
+        Learner(loaded, tmp_path, group=group).verify(TrainingSettings(compile=True))

@@ -37,8 +37,7 @@ def _trained_layer() -> Any:
             (name,), base = self.active_adapters, self.base_layer
             dtype = base.weight.dtype
             factors = (self.lora_A[name].weight.to(dtype), self.lora_B[name].weight.to(dtype), self.scaling[name])
-            output = _AdaptedLinear.apply(x.to(dtype), base.weight, base.bias, *factors)
-            return output
+            return _AdaptedLinear.apply(x.to(dtype), base.weight, base.bias, *factors)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
     return TrainedLinear
 

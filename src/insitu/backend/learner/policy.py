@@ -7,6 +7,7 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 import copy
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,11 @@ class TrainablePolicy:
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def prepare_layers(self, settings: TrainingSettings) -> None:
+        """As a job asks for them. Raises BackendError if they cannot be."""
+        self.checkpoint_activations(settings.gradient_checkpointing)
+        self.compile_layers(settings.compile)
+
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
         for layer in self._layers("gradient_checkpointing", enabled):
@@ -50,7 +56,12 @@ class TrainablePolicy:
             layer.training = enabled  # of this module only: the modules in it stay in evaluation mode
 
     def compile_layers(self, enabled: bool) -> None:
-        """Whether the layers are compiled, for any number of tokens; copies of the module are not."""
+        """Whether the layers are compiled, for any number of tokens; copies of the module are not.
+
+        Raises BackendError if they cannot be.
+        """
+        if enabled:
+            check_compiler(self.loaded.device)
         for layer in self._layers("compile", enabled):
             if enabled and layer._compiled_call_impl is None:
                 layer.compile(dynamic=True)
@@ -241,6 +252,15 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in plain_tensors(getattr(tensor, name))]
+
+
+@functools.cache
+def check_compiler(device: torch.device) -> None:
+    """Compiles a small function. Raises BackendError with the reason if torch.compile does not work here."""
+    with warnings.catch_warnings(), wrap_errors("compile is true, but torch.compile fails"):
+        warnings.simplefilter("ignore")  # of torch's own modules
+        values = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(lambda each: each.sin().exp() + 1, dynamic=True)(values).sum().backward()
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
