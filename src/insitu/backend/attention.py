@@ -121,7 +121,7 @@ def attend(
     return _attend_to_tree(query, key, value, tree, scaling), None
 
 
-@torch.compiler.disable  # its loops depend on the tree
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loops depend on the tree
 def _attend_to_tree(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scaling: float | None) -> Tensor:
     if query.device.type != "cpu":
         return by_blocks(query, key, value, tree, scaling).transpose(1, 2)

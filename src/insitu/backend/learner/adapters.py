@@ -34,10 +34,11 @@ def _trained_layer() -> Any:
             if args or kwargs or not _is_simple(self):
                 output: Tensor = super().forward(x, *args, **kwargs)
                 return output
-            (name,), base = self.active_adapters, self.base_layer
+            base: Any = self.base_layer
+            (name,) = self.active_adapters
             dtype = base.weight.dtype
             factors = (self.lora_A[name].weight.to(dtype), self.lora_B[name].weight.to(dtype), self.scaling[name])
-            return _AdaptedLinear.apply(x.to(dtype), base.weight, base.bias, *factors)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+            return _AdaptedLinear.apply(x.to(dtype), base.weight, base.bias, *factors)  # type: ignore[no-untyped-call]
 
     return TrainedLinear
 
