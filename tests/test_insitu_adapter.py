@@ -54,12 +54,14 @@ OPTIONS: dict[str, Any] = {
     "micro_batch_tokens": 999,
     "attention": "packed",
     "gradient_checkpointing": True,
+    "compile": False,
     "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.0, "target_modules": ["q_proj"]},
     "dpo": None,
     "kto": None,
 }
 UNCORRECTED = dict.fromkeys(("truncated_importance", "token_mask", "sequence_mask"))
 OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", **UNCORRECTED}
+OTHERS |= {"gradient_checkpointing": False, "compile": True}
 DPO: dict[str, Any] = {
     "method": "dpo",
     "dpo": {

@@ -118,13 +118,18 @@ def attend(
     if attention_mask is not None and attention_mask.numel() > 1:
         raise ValueError("the model builds its own attention mask")
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
+    return _attend_to_tree(query, key, value, tree, scaling), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loops depend on the tree
+def _attend_to_tree(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scaling: float | None) -> Tensor:
     if query.device.type != "cpu":
-        return by_blocks(query, key, value, tree, scaling).transpose(1, 2), None
+        return by_blocks(query, key, value, tree, scaling).transpose(1, 2)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (each.transpose(1, 2).repeat_interleave(repeats, 2).transpose(1, 2) for each in (key, value))
     result: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]
-    return result.transpose(1, 2), None
+    return result.transpose(1, 2)
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: float | None) -> Tensor:

@@ -262,12 +262,17 @@ class TrainingOptions(LossSettings):
     gradient_checkpointing: bool = False
     """Keeps the inputs of each layer only and recomputes its activations in the backward pass: needs less memory and
     about a third more time, with the same result."""
+    compile: bool = False
+    """Compiles the layers of the policy with `torch.compile`: the first micro-batch takes minutes, later ones may take
+    less time; the result is the same up to rounding. Needs a C++ compiler (on a GPU: Triton)."""
     lora: LoRASettings | None = None
     """Low-rank adapters instead of all weights; fixed by the first job of a backend."""
 
     @model_validator(mode="after")
     def _check_method(self) -> "TrainingOptions":
         """Refuses what the method ignores, and fills in the defaults of its block."""
+        if self.compile and self.gradient_checkpointing:
+            raise ValueError("compile is true, which excludes gradient_checkpointing: true; allowed: one of them")
         for method, block in (("dpo", DPOSettings), ("kto", KTOSettings)):
             if self.method == method and getattr(self, method) is None:
                 self.__dict__[method] = block()

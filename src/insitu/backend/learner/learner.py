@@ -167,16 +167,15 @@ class Learner:
         return self._lora if self._lora_fixed else (settings and settings.lora) or self.default_lora
 
     def verify(self, settings: TrainingSettings) -> None:
-        """Raises RequestRefused if no job with these settings can be trained, regardless of its rows.
-
-        Runs in the compute thread.
-        """
+        """In the compute thread. Raises RequestRefused if no job with these settings can be trained."""
         self.check(settings)
         lora = self.adapters(settings)
         try:
             is_new = (lora is not None and not self._lora_fixed) or self.loaded.quantization is not None
-            if is_new or settings.gradient_checkpointing:
-                build_policy(self.loaded, lora, settings.seed).checkpoint_activations(settings.gradient_checkpointing)
+            if settings.compile and self.group is not None:
+                raise BackendError("compile is true, but several processes train; allowed: compile: false")
+            if is_new or settings.gradient_checkpointing or settings.compile:
+                build_policy(self.loaded, lora, settings.seed).prepare_layers(settings)
             reference_module(self.code, settings, self._references)
             load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self.code)
             self.code.function("schedule", settings.schedule)
@@ -271,7 +270,7 @@ class Learner:
             yield from in_another_thread(self._check_files, lambda _: None)
             self._state = self._restore(settings)
         state = self._state
-        state.policy.checkpoint_activations(settings.gradient_checkpointing)
+        state.policy.prepare_layers(settings)
         for group in state.optimizer.param_groups:
             if "decays" in group:  # AdamW
                 decay = settings.weight_decay if group["decays"] else 0.0

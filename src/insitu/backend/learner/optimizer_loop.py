@@ -150,7 +150,8 @@ class OptimizerLoop:
         own = self._ranks.deal(batches)
         if not own and self._ranks.shards_weights:
             fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
-        return [*zip(own, self._state.workers.map(fn, own), strict=True)]
+        each = map if self._settings.compile else self._state.workers.map  # torch.compile is not for several threads
+        return [*zip(own, each(fn, own), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ A checkpoint folder is a model that `insitu backend --model` loads, plus the sta
 import copy
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
+from insitu.backend.learner.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
 from insitu.backend.model import LoadedModel, check_patterns, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
@@ -41,18 +43,40 @@ class TrainablePolicy:
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def prepare_layers(self, settings: TrainingSettings) -> None:
+        """As a job asks for them. Raises BackendError if they cannot be."""
+        self.checkpoint_activations(settings.gradient_checkpointing)
+        self.compile_layers(settings.compile)
+
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        layers: list[Any] = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if enabled and not layers:
-            model = type(self.loaded.module).__name__
-            raise BackendError(f"gradient_checkpointing is true, but transformers does not support it for {model}")
-        for layer in layers:
+        for layer in self._layers("gradient_checkpointing", enabled):
             layer.gradient_checkpointing = enabled
             layer._gradient_checkpointing_func = _recompute
             layer.training = enabled  # of this module only: the modules in it stay in evaluation mode
+
+    def compile_layers(self, enabled: bool) -> None:
+        """Whether the layers are compiled, for any number of tokens; copies of the module are not.
+
+        Raises BackendError if they cannot be.
+        """
+        if enabled:
+            check_compiler(self.loaded.device)
+        for layer in self._layers("compile", enabled):
+            if enabled and layer._compiled_call_impl is None:
+                layer.compile(dynamic=True)
+            elif not enabled:
+                layer._compiled_call_impl = None
+
+    def _layers(self, key: str, required: bool) -> list[Any]:
+        """Those that transformers marks. Raises BackendError if there are none but a setting requires them."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if required and not layers:
+            model = type(self.loaded.module).__name__
+            raise BackendError(f"{key} is true, but transformers does not support it for {model}")
+        return layers
 
     def served(self, ranks: Ranks = ALONE) -> nn.Module | None:
         """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors; None on all ranks but 0.
@@ -132,6 +156,8 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
     for name, parameter in module.named_parameters():
         if lora is None or "lora_" in name:
             parameter.requires_grad_(True)
+    if lora is not None:
+        speed_up(module)
     return TrainablePolicy(module, lora, loaded)
 
 
@@ -234,6 +260,15 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in plain_tensors(getattr(tensor, name))]
+
+
+@functools.cache
+def check_compiler(device: torch.device) -> None:
+    """Compiles a small function. Raises BackendError with the reason if torch.compile does not work here."""
+    with warnings.catch_warnings(), wrap_errors("compile is true, but torch.compile fails"):
+        warnings.simplefilter("ignore")  # of torch's own modules
+        values = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(lambda each: each.sin().exp() + 1, dynamic=True)(values).sum().backward()
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:

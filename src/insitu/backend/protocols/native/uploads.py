@@ -83,7 +83,7 @@ class JobHeader(BaseModel):
 
         Left out are those that do not change the result, and `schedule_range`, because a run may be made longer.
         """
-        left_out = {"schedule_range", "micro_batch_tokens", "gradient_checkpointing", "attention", "kl_rows"}
+        left_out = {"schedule_range", "micro_batch_tokens", "gradient_checkpointing", "compile", "attention", "kl_rows"}
         settings = self.settings.model_dump_json(exclude_defaults=True, exclude=left_out)
         return hashlib.blake2b(settings.encode(), digest_size=16)
 
