@@ -96,21 +96,6 @@ def job_routes(
         job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest or None)
         return _json(job.state.model_copy(update={"body_differs": bool(digest) and job.differs_from(digest)}))
 
-    async def add_part(request: web.Request) -> web.Response:
-        job, number = jobs.get_open(request.match_info["id"]), request.match_info["number"]
-        if not number.isdecimal() or int(number) >= job.rows.count:
-            problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
-            raise RequestRefused(problem, param="number", code="part_not_found", status=404)
-        encoding, method = request.headers.get("Content-Encoding", ""), job.method
-        room = limits._replace(max_bytes=limits.max_bytes - job.rows.size)
-        rows, lines = await read_part(body_chunks(request), encoding, method, room, tokenizer)
-        return _json(jobs.add_part(job.state.id, int(number), rows, lines).state)
-
-    async def close(request: web.Request) -> web.Response:
-        body = await read_body(request, MAX_SETTINGS_BYTES)
-        retention = Retention.model_validate(parse_json(body)) if body.strip() else None
-        return _json(jobs.close_job(request.match_info["id"], retention).state)
-
     async def check(request: web.Request) -> web.Response:
         settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))
         await jobs.check(settings)
@@ -131,9 +116,6 @@ def job_routes(
 
     submission = "Submit a training job: gzipped JSON lines, the settings, then the rows"
     lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
-    part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
-    part_lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
-    closing = "Close an open job that has all its parts; its retention policy may be given"
     checking = (
         "Check whether jobs with these settings can be trained, and so many versions be served side by side; returns "
         "the settings with all defaults"
@@ -148,9 +130,35 @@ def job_routes(
         ),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
-        ApiRoute("POST", f"{BASE}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **part_lines),
-        ApiRoute("POST", f"{BASE}/{{id}}/close", close, closing, request=[Retention], response=JobState),
+        *open_job_routes(jobs, limits, tokenizer),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
+    ]
+
+
+def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) -> list[ApiRoute]:
+    """What jobs take whose rows come in parts."""
+
+    async def add_part(request: web.Request) -> web.Response:
+        job, number = jobs.get_open(request.match_info["id"]), request.match_info["number"]
+        if not number.isdecimal() or int(number) >= job.rows.count:
+            problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
+            raise RequestRefused(problem, param="number", code="part_not_found", status=404)
+        encoding, method = request.headers.get("Content-Encoding", ""), job.method
+        room = limits._replace(max_bytes=limits.max_bytes - job.rows.size)
+        rows, lines = await read_part(body_chunks(request), encoding, method, room, tokenizer)
+        return _json(jobs.add_part(job.state.id, int(number), rows, lines).state)
+
+    async def close(request: web.Request) -> web.Response:
+        body = await read_body(request, MAX_SETTINGS_BYTES)
+        retention = Retention.model_validate(parse_json(body)) if body.strip() else None
+        return _json(jobs.close_job(request.match_info["id"], retention).state)
+
+    part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
+    lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
+    closing = "Close an open job that has all its parts; its retention policy may be given"
+    return [
+        ApiRoute("POST", f"{BASE}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **lines),
+        ApiRoute("POST", f"{BASE}/{{id}}/close", close, closing, request=[Retention], response=JobState),
     ]
 
 
