@@ -1,8 +1,8 @@
 """The tic-tac-toe example: its rules and exact values, the talk with the player, its scores, its data and its model."""
 
 import importlib
-import json
 import itertools
+import json
 import random
 import sys
 from contextlib import asynccontextmanager
