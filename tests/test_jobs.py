@@ -60,7 +60,7 @@ async def serving(loaded, folder):
         assert weights.version is not None
         published.append(weights.version)
 
-    sampler = SimpleNamespace(publish=publish, check=lambda lora: None)
+    sampler = SimpleNamespace(publish=publish, check=lambda lora: None, keep_loaded=lambda count: None)
     jobs = TrainingQueue(learner, compute, sampler, folder)
     app = web.Application(middlewares=[guard(AccessPolicy())])
     limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)

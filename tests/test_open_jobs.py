@@ -24,7 +24,10 @@ from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.parts import PartedRows
 from insitu.backend.model import LoadedModel, load_model
-from insitu.schemas.training_jobs import TrainingSettings
+from insitu.disk.model_files import OPTIMIZER_FILE
+from insitu.errors import BackendError
+from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
+from insitu.training.native.backend_api import OpenJob
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def train(learner: Learner, rows: PartedRows | Sequence[Row], arrivals: Any = ()
 
 def arriving(rows: PartedRows, parts: Sequence[Sequence[Row]], order: Sequence[int]) -> Any:
     for number in order:
-        rows.add(number, parts[number], [])
+        rows.add(number, parts[number], b"")
         yield number
     rows.close()
     yield None
@@ -70,6 +73,9 @@ SETTINGS = [
     {"method": "sft", "gradient_checkpointing": True},
     {"mini_batch_size": 100},
     {"steps_per_iteration": 1, "mini_batch_size": 5, "attention": "packed"},
+    {"mini_batch_size": 20},
+    {"num_iterations": 2, "mini_batch_size": 10, "kl": {"beta": 0.1}, "logprobs_ahead": True},
+    {"mini_batch_size": 10, "old_logprobs": "rollout", "kl": {"beta": 0.1}, "lora": LORA, "logprobs_ahead": True},
 ]
 
 
@@ -78,13 +84,15 @@ def test_an_open_job_trains_the_weights_of_one_that_is_sent_whole(
     loaded: LoadedModel, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     parts = parts_of(make_rows(loaded.module, 30))
-    whole = train(Learner(loaded, tmp_path / "whole"), PartedRows.whole(parts), **settings)
+    ahead = {"logprobs_ahead": settings.get("logprobs_ahead", False)}
+    settings = {key: value for key, value in settings.items() if key not in ahead}
+    whole = train(Learner(loaded, tmp_path / "whole"), PartedRows.whole(parts, **ahead), **settings)
     single = train(Learner(loaded, tmp_path / "single"), [*chain(*parts)], **settings)
     assert whole.module is not None
     assert single.module is not None
     seconds = {"seconds": 0, "seconds_ahead": 0}
     for number in range(3):
-        rows, order = PartedRows(len(parts)), random.Random(number).sample(range(len(parts)), len(parts))
+        rows, order = PartedRows(len(parts), **ahead), random.Random(number).sample(range(len(parts)), len(parts))
         trained = train(Learner(loaded, tmp_path / str(number)), rows, arriving(rows, parts, order), **settings)
         assert trained.module is not None
         assert same(weights(trained.module), weights(whole.module))
@@ -206,6 +214,35 @@ async def test_an_open_job_delays_no_other_policy_and_is_replaced_by_its_client(
         assert (await backend.events(whole["id"]))[-1]["policy_version"] == 2
 
 
+async def test_what_is_kept_comes_with_the_end_of_the_upload(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with serving(loaded, tmp_path) as backend:
+        for _ in range(4):
+            _, job = await backend.post(OPEN)
+            for number in range(3):
+                await backend.post(part_lines(number), f"{JOBS}/{job['id']}/parts/{number}")
+            keep = json.dumps({"last": 9, "optimizer": 9}).encode()
+            await backend.post(keep, f"{JOBS}/{job['id']}/close", Content_Type="application/json")
+            await backend.events(job["id"])
+    checkpoints = await asyncio.to_thread(lambda: [*tmp_path.glob(f"checkpoints/*/{OPTIMIZER_FILE}")])
+    assert len(checkpoints) == 4
+
+
+async def test_parts_after_a_failed_one_wait_for_the_whole_job() -> None:
+    sent: list[str] = []
+
+    async def request(method: str, path: str, *_: Any, **__: Any) -> JobState:
+        sent.append(path)
+        if path.endswith("/parts/0"):
+            raise BackendError("it was restarted")
+        return JobState(id="j", status="running", open=True)
+
+    job = OpenJob("run/1", 3, request)
+    await job.open({}, logprobs_ahead=False)
+    await asyncio.gather(*(job.add(number, []) for number in range(3)))
+    assert await job.close("run/1", [0, 0, 0], Retention()) is None
+    assert {*sent} <= {JOBS, *(f"{JOBS}/j/parts/{number}" for number in range(3))}
+
+
 async def test_an_open_job_whose_client_is_gone_is_canceled(loaded: LoadedModel, tmp_path: Path) -> None:
     async with serving(loaded, tmp_path) as backend:
         backend.jobs.open_seconds = 0.5
@@ -265,14 +302,37 @@ def test_a_streamed_run_is_an_unstreamed_run(unstreamed: Path, tmp_path: Path) -
     assert min(seconds_ahead(run)) > 0
 
 
-def test_several_steps_differ_by_rounding(tmp_path: Path) -> None:
+def test_several_steps_differ_by_rounding_and_repeat(tmp_path: Path) -> None:
     first = whole_run(project(tmp_path / "a"))
     second = whole_run(project(tmp_path / "b"), *STREAM)
     assert min(seconds_ahead(second)) > 0
     one, two = ([line["loss"] for line in read_lines(run / "training_metrics.jsonl")] for run in (first, second))
     assert one == pytest.approx(two, rel=1e-3)
-    again = whole_run(project(tmp_path / "c"), *STREAM, "-o", "eval.general.max_concurrency", "5")
-    assert [line for line in differences_from(second, again) if "max_concurrency" not in line] == []
+    killed = project(tmp_path / "c")
+    with start_project(killed, *STREAM) as process:  # the job is submitted, so that it is sent whole later
+        process.wait_until(lambda: progress_of(killed).get("submitted_epoch") == 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    again = whole_run(killed, *STREAM, "--resume")
+    assert differences_from(second, again, "backend/jobs/") == []
+
+
+def progress_of(folder: Path) -> dict[str, Any]:
+    path = folder / "run/progress.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path) -> None:
+    for options, reason in (
+        (("-o", "finetuning.curriculum_learning.enabled", "true"), "no: finetuning.curriculum_learning"),
+        (("-o", "trajectory_builders.episodes.rows_per_epoch", "8"), "no: an epoch of 32 episodes is trained in one"),
+        (("-o", "trainer_adapters.backend.learner.processes", "2"), "no: several learner processes take whole jobs"),
+        (("-o", "trainer_adapters.backend.training.old_logprobs", "rollout"), "no: several optimizer steps, whose"),
+        (("-o", "trajectory_builders.episodes.budget.replace", "1"), "no: trajectory_builders.episodes.budget: which"),
+    ):
+        folder = project(tmp_path / str(len(options[1])))
+        run = whole_run(folder, *STREAM, *options, "-o", "finetuning.num_epochs", "1")
+        assert json.loads((run / "run.json").read_text())["stream"].startswith(reason)
 
 
 @pytest.mark.parametrize("moment", [0.2, 0.5, 0.8])

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.001
 
 
 class Parked:
-    """What a generator yields that can continue only after `ComputeThread.resume`."""
+    """Yielded by a generator that waits for `ComputeThread.resume`."""
 
 
 PARKED = Parked()

@@ -43,14 +43,14 @@ _generations = count()
 class EvaluationRun:
     """Runs an evaluation, on the components of `builder` or of the current finetuning run if there is one.
 
-    `on_episode` is called with each finished episode. `sampled_from`, such as `policy@3`, is the version of the policy
-    to evaluate; None: the newest one.
+    `on_episode` is called with each finished episode. `sampled_from` is the URL of the policy's server and the version
+    to evaluate, such as `policy@3`; None: the newest one.
     """
 
     config: EvaluationRunConfig
     builder: Builder | None = None
     on_episode: Callable[[Episode], None] | None = None
-    sampled_from: str | None = None
+    sampled_from: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -188,7 +188,7 @@ async def validate(
     builder: Builder | None = None,
     on_episode: Callable[[Episode], None] | None = None,
     on_scores: Callable[[dict[str, list[float]]], None] | None = None,
-    sampled_from: str | None = None,
+    sampled_from: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Scores the held-out dataset in the run of `builder`, or in the current finetuning run.
 

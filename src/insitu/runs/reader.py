@@ -151,7 +151,9 @@ class RunReader:
 
     def sampled_versions(self, states: Mapping[int, EpochState], epoch: int, staleness: int | None = None) -> set[int]:
         """The policy versions from which the epochs after `epoch` are sampled; `staleness`: by default the run's."""
-        ages = range((self.settings().get("staleness", 0) if staleness is None else staleness) + 1)
+        settings = self.settings()
+        recorded = 0 if settings.get("versions") == "latest" else settings.get("staleness", 0)
+        ages = range((recorded if staleness is None else staleness) + 1)
         found = (states.get(max(epoch - age, 0)) for age in ages)
         return {state.policy_version for state in found if state is not None and state.policy_version is not None}
 

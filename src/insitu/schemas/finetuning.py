@@ -384,8 +384,8 @@ class TrajectoryCollection(BaseModel):
     """Trajectory id -> why it was dropped after collection."""
     mean_reward: float | None = None
     """Mean over all collected trajectories, including those dropped since."""
-    parts: dict[str, int] | None = Field(default=None, exclude=True)
-    """Row id -> the part of the epoch's job that has the rows of its group; None for a job in one part."""
+    parts: dict[str, int] | None = Field(default=None, exclude=True)  # row id -> the part of the job with its group
+    streamed: int | None = Field(default=None, exclude=True)  # the planned episodes, if the epoch is streamed
 
     def without(self, reasons: Mapping[int, str]) -> "TrajectoryCollection":
         """A copy without the trajectories whose id() has a reason, which are counted, and without empty groups."""

@@ -305,6 +305,10 @@ class TrainingOptions(LossSettings):
         ignored = set() if self.method == "grpo" else set(LossSettings.model_fields)
         return self.model_dump(mode="json", exclude_none=True, exclude=ignored)
 
+    def may_be_one_step(self, episodes: int) -> bool:
+        """Whether a job of so many episodes is a single optimizer step, unless they have more rows."""
+        return self.num_iterations == 1 and (self.mini_batch_size is None or self.mini_batch_size >= episodes)
+
 
 class TrainingSettings(TrainingOptions):
     """Everything that determines a job's result, except its rows and starting weights."""

@@ -203,10 +203,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
     def _rows_under_budget(self, epoch: int, groups: Path | None, lag: int) -> EpochRows:
         assert self.budget is not None
         seed, chance = self._every_epoch.options.seed, self.budget.retry_solved
-        if chance == 1 or (groups is None and epoch == 1):
+        if chance == 1 or groups is None:
             return EpochRows(self.rows_of_epoch(epoch), epoch, seed)
-        if groups is None:
-            raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
         if self._planned_rows is None:
             size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
             self._planned_rows = PlannedRows(self._rows, size, seed, chance, groups, lag)
@@ -298,6 +296,8 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             task = asyncio.create_task(self._evaluated(run_id, epoch), name=f"evaluate {run_id}")
             self._started[run_id, epoch] = task
             return
+        if self.budget is not None and self.budget.retry_solved < 1 and "groups" not in meta:
+            raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
         plan = self.plan(run_id, epoch, meta.get("groups"), meta.get("lag", 1))
         run = run_of(self._builder)
 

@@ -183,14 +183,13 @@ class StreamingAdapter(TrainerAdapter):
     sends the epoch whole, which trains the same weights.
     """
 
-    @property
     @abstractmethod
-    def streaming_obstacle(self) -> str | None:
-        """Why nothing of a job can be computed before the epoch is complete; None if something can."""
+    def streaming_obstacle(self, episodes: int) -> str | None:
+        """Why nothing of a job of so many episodes can be computed before they are complete; None if something can."""
 
     @abstractmethod
-    async def open_job(self, run_id: str, epoch: int, num_parts: int) -> None:
-        """Opens the job of an epoch."""
+    async def open_job(self, run_id: str, epoch: int, num_parts: int, episodes: int) -> None:
+        """Opens the job of an epoch with so many planned episodes."""
 
     @abstractmethod
     async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:

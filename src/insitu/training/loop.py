@@ -276,6 +276,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self._warn(epoch, "; ".join([dropped, *self._causes]))
             return None
         resumed = await self._durable.record_submission(epoch)
+        collection.streamed = self._streams.episodes
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins: the settings in its header, where it comes from, and `run.json`."""
+"""The header of a run, its origin and the content of `run.json`."""
 
 from collections.abc import Mapping
 from pathlib import Path

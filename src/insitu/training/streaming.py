@@ -12,6 +12,7 @@ from typing import Any
 
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.errors import InsituError
 from insitu.schemas.finetuning import TrajectoryCollection
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
@@ -20,7 +21,8 @@ from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, Traject
 class EpochStream:
     """Selects, estimates and sends each part of an epoch once its groups are complete.
 
-    `parts` has the part of each planned row; `select` decides what is trained, within a group.
+    `parts` has the part of each planned row; `select` decides what is trained, within a group. What it raises ends the
+    collection.
     """
 
     def __init__(
@@ -40,8 +42,8 @@ class EpochStream:
         self._selected: dict[int, EstimatedEpoch] = {}
         self._sending: list[asyncio.Task[None]] = []
 
-    async def open(self) -> None:
-        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing))
+    async def open(self, episodes: int) -> None:
+        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), episodes)
 
     def add(self, group: GroupRecord) -> None:
         """Takes a complete group; the last one of a part is sent with the others."""
@@ -58,6 +60,8 @@ class EpochStream:
     async def finish(self, collected: TrajectoryCollection) -> EstimatedEpoch:
         """Waits until all parts are sent; returns what is trained of the epoch."""
         await asyncio.gather(*self._sending)
+        if missing := sum(self._missing.values()):
+            raise InsituError(f"epoch {self._epoch} is complete, but {missing} of its groups were not streamed")
         parts = [self._selected[part] for part in sorted(self._selected)]
         collections = [part.collection for part in parts]
         untrained = sum((Counter(part.metrics.get("untrained_calls", {})) for part in parts), Counter[str]())
@@ -99,23 +103,35 @@ class EpochStreams:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For the header of the run."""
+        """The setting in the header of the run."""
         obstacle = self._obstacle
         return {"stream": True if obstacle is None else f"no: {obstacle}"} if self._is_chosen else {}
+
+    @property
+    def episodes(self) -> int | None:
+        """The planned episodes of an epoch that is streamed; None if epochs are not."""
+        return self._builder.episodes_per_epoch if self._is_chosen and self._obstacle is None else None
 
     @property
     def _obstacle(self) -> str | None:
         """Why an epoch must be complete before anything of its job is computed; None if it need not be."""
         if self._compared is not None:
             return self._compared
-        if not isinstance(self._builder, EpisodesBuilder) or not self._builder.plans_episodes:
-            return f"{self._builder.trajectory_builder_config.type} does not plan its episodes"
-        budget = self._builder.budget
+        if not getattr(self._select, "__module__", "").startswith("insitu."):
+            return f"{getattr(self._select, '__qualname__', self._select)} may compare groups"
+        kind, builder = self._builder.trajectory_builder_config.type, self._builder
+        if not isinstance(builder, EpisodesBuilder) or not builder.plans_episodes:
+            return f"{kind} does not plan its episodes"
+        if (type(builder).start_run, type(builder).finalize) != (EpisodesBuilder.start_run, EpisodesBuilder.finalize):
+            return f"{kind} collects its episodes itself"
+        budget = builder.budget
         if budget is not None and (budget.replace or budget.retry_solved < 1):
-            return f"{self._builder.block}.budget: which rows an epoch has depends on their rewards"
+            return f"{builder.block}.budget: which rows an epoch has depends on their rewards"
         if not isinstance(self._adapter, StreamingAdapter):
             return f"{self._adapter.adapter_config.type} takes whole epochs"
-        return self._adapter.streaming_obstacle
+        if builder.plan("", 1).parts() is None:
+            return f"an epoch of {builder.episodes_per_epoch} episodes is trained in one part"
+        return self._adapter.streaming_obstacle(builder.episodes_per_epoch or 0)
 
     @asynccontextmanager
     async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochStream | None]:
@@ -132,7 +148,7 @@ class EpochStreams:
             return
         stream = EpochStream(adapter, self._select, run_id, epoch, parts)
         try:
-            await stream.open()
+            await stream.open(builder.episodes_per_epoch or 0)
             yield stream
         finally:
             await stream.close()

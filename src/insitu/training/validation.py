@@ -155,14 +155,14 @@ class Validation:
         if endpoint is not None and beside is not None:
             endpoint = pinned(endpoint, beside)
         version = endpoint.version if endpoint is not None else None
-        name = endpoint.model if endpoint is not None and beside is not None else None
+        sampled = (endpoint.base_url, endpoint.model) if endpoint is not None and beside is not None else None
         episodes, digest = await asyncio.to_thread(self._read_rows)
         scores: dict[str, list[float]] = {}
-        advance = (lambda _: self._report.advance()) if name is None else None
-        with self._report.phase(f"epoch {epoch}: validating", episodes) if name is None else nullcontext():
+        advance = (lambda _: self._report.advance()) if sampled is None else None
+        with self._report.phase(f"epoch {epoch}: validating", episodes) if sampled is None else nullcontext():
             try:
                 request, builder = self._builder.request, self._builder
-                record = await validate(self._run_config, request, epoch, builder, advance, scores.update, name)
+                record = await validate(self._run_config, request, epoch, builder, advance, scores.update, sampled)
             except (ConfigError, Stalled):
                 raise
             except InsituError as error:

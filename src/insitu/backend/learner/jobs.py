@@ -61,7 +61,7 @@ class TrainingQueue:
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
         states = [
-            JobState(**trained.job.model_dump(include={"id", "key", "digest"}), **completed(trained))
+            JobState(**trained.job.model_dump(include={"id", "key"}), **completed(trained))
             for trained in self.learner.earlier_jobs
         ]
         for path in (self.output_dir / "jobs").glob("job-*.json"):
@@ -127,6 +127,8 @@ class TrainingQueue:
             digest = repeats.state.digest
         state = JobState(id=f"job-{uuid.uuid4().hex}", status="pending", key=idempotency_key, digest=digest)
         parts = rows if isinstance(rows, PartedRows) else PartedRows.whole([rows])
+        if not parts.closed and learner.group is not None:
+            raise RequestRefused("several processes train here: they take whole jobs", status=409, param="num_parts")
         job = TrainingJob(state, learner, parts, settings.method, keep, unserved=unserved)
         job.update(emit=False, open=job.is_open)
         self._add(job)
@@ -143,7 +145,7 @@ class TrainingQueue:
         job.rows.heard_at = time.monotonic()
         return job
 
-    def add_part(self, job_id: str, number: int, rows: Sequence[Row], lines: Sequence[bytes]) -> TrainingJob:
+    def add_part(self, job_id: str, number: int, rows: Sequence[Row], lines: bytes) -> TrainingJob:
         """Adds a part to an open job, which may have it already. Raises RequestRefused if it has another one."""
         if not (job := self.get_open(job_id)).rows.add(number, rows, lines):
             raise RequestRefused(f"part {number} of job {job_id} has other rows", status=409, code="part_differs")
@@ -161,14 +163,21 @@ class TrainingQueue:
             raise RequestRefused(
                 "no part has a row with a trained token (loss_mask 1)", param="loss_mask", code="empty_job"
             )
+        if (episode := job.rows.split_episode) is not None:
+            problem = f"the rows of episode {episode!r} are in several parts"
+            raise RequestRefused(problem, param="parts", code="invalid_job")
         job.keep = keep or job.keep
+        self._apply(job)
         job.was_closed = True
         job.rows.close()
-        job.update(
-            emit=False, open=False, digest=job.rows.hexdigest, metrics=job.state.metrics | {"rows": len(job.rows)}
-        )
+        job.update(emit=False, open=False, metrics=job.state.metrics | {"rows": len(job.rows)})
         self._resume(job)
         return job
+
+    def _apply(self, job: TrainingJob) -> None:
+        if job.keep is not None:
+            job.learner.kept_optimizer_states = job.keep.optimizer
+            self.sampler.keep_loaded(job.keep.loaded)
 
     def _resume(self, job: TrainingJob) -> None:
         if job.steps is not None:
@@ -224,7 +233,7 @@ class TrainingQueue:
                 job.task.cancel()
             await asyncio.wait([job.task])
             if not job.ended:  # canceled before its task started
-                job.update(status="canceled", message="canceled before it started")
+                job.update(status="canceled", open=False, message="canceled before it started")
         return job
 
     async def close(self) -> None:
@@ -239,9 +248,8 @@ class TrainingQueue:
 
         def train() -> Generator[Progress | Parked | None, None, None]:
             nonlocal trained
-            if job.keep is not None:
-                job.learner.kept_optimizer_states = job.keep.optimizer
-                self.sampler.keep_loaded(job.keep.loaded)
+            if not job.is_open:  # otherwise what is kept comes when it is closed
+                self._apply(job)
             trained = yield from job.learner.run(settings, job.rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:

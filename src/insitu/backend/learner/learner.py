@@ -19,7 +19,7 @@ from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, 
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.optimizer_loop import Progress
-from insitu.backend.learner.parts import PartedRows, closed, train_parts
+from insitu.backend.learner.parts import PartedRows, train_parts, wait_until_closed
 from insitu.backend.learner.policy import ReferenceWeights, build_policy, check_finite, loaded_adapter, same_adapters
 from insitu.backend.learner.state import TrainState, Workers, reference_module
 from insitu.backend.model import LoadedModel, load_model
@@ -208,8 +208,8 @@ class Learner:
                     except StopIteration as end:
                         return end.value
                 yield progress
-        except BaseException:  # an interrupted job leaves invalid state in memory; re-raised
-            self._state = None
+        except BaseException:  # an interrupted job leaves invalid state, except while it is open; re-raised
+            self._state = self._state if not parts.closed else None
             raise
 
     def load_version(self, version: int) -> nn.Module:
@@ -255,7 +255,7 @@ class Learner:
     def _train_in_group(self, settings: TrainingSettings, rows: PartedRows, job: JobRecord) -> Training:
         """The ranks hold the weights being trained; those to serve in this process are read from their checkpoint."""
         assert self.group is not None
-        every = yield from closed(rows)
+        every = yield from wait_until_closed(rows)
         job = job.model_copy(update={"digest": job.digest or rows.hexdigest})
         done = yield from self.group.train(self._folder.parent, self.policy_name, settings, every, job)
         checkpoint = self._folder_of(self.version + 1)

@@ -35,21 +35,23 @@ class PartedRows:
     all rows continue.
     """
 
-    def __init__(self, count: int, digest: blake2b | None = None) -> None:
+    def __init__(self, count: int, digest: blake2b | None = None, *, logprobs_ahead: bool = False) -> None:
         self.count = count
+        self.logprobs_ahead = logprobs_ahead
+        """Whether the log-probabilities under fixed weights are computed by part, before the optimizer steps."""
         self.closed_at: float | None = None
         self.heard_at = time.monotonic()
         self.size = 0
-        """Bytes of the lines that have arrived."""
+        """Bytes of the parts that have arrived, and of those that are read."""
         self._digest = digest
         self._parts: dict[int, list[Row]] = {}
         self._lines: dict[int, bytes] = {}
 
     @classmethod
-    def whole(cls, parts: Iterable[Sequence[Row]]) -> "PartedRows":
+    def whole(cls, parts: Iterable[Sequence[Row]], *, logprobs_ahead: bool = False) -> "PartedRows":
         """The rows of a job that is sent whole."""
         held = {number: [*rows] for number, rows in enumerate(parts)}
-        rows = cls(len(held))
+        rows = cls(len(held), logprobs_ahead=logprobs_ahead)
         rows._parts, rows.closed_at = held, 0.0
         return rows
 
@@ -67,13 +69,11 @@ class PartedRows:
     def __len__(self) -> int:
         return sum(map(len, self._parts.values()))
 
-    def add(self, number: int, rows: Sequence[Row], lines: Sequence[bytes]) -> bool:
-        """Adds a part; returns False if it has another one of this number, and leaves that as it is."""
-        text = b"".join(line + b"\n" for line in lines)
+    def add(self, number: int, rows: Sequence[Row], lines: bytes) -> bool:
+        """Adds a part with its lines, compressed; returns False if it has another one of this number, which stays."""
         if number in self._parts:
-            return zlib.decompress(self._lines[number]) == text
-        self.size += len(text)
-        self._lines[number] = zlib.compress(text, 1)
+            return self._lines[number] == lines
+        self._lines[number] = lines
         self._parts[number] = [*rows]
         return True
 
@@ -104,11 +104,11 @@ class PartedRows:
 
     @property
     def rows(self) -> list[Row]:
-        """Those of all parts, in their order."""
+        """The rows of all parts, in the order of the parts."""
         return [*itertools.chain(*(self._parts[number] for number in range(self.count)))]
 
 
-def closed(rows: PartedRows) -> Steps:
+def wait_until_closed(rows: PartedRows) -> Steps:
     """Waits until a job is closed; returns its rows."""
     while not rows.closed:
         yield PARKED
@@ -118,15 +118,15 @@ def closed(rows: PartedRows) -> Steps:
 def train_parts(state: TrainState, settings: TrainingSettings, rows: PartedRows) -> Steps:
     """Trains a job; returns its metrics. Raises JobFailed if a loss is not finite.
 
-    What is computed of an open job before it is closed: the gradients of a job that is a single optimizer step, the
-    log-probabilities under fixed weights of one with several. The metric `seconds_ahead` is how long that took.
+    Parts of an open job are computed before it is closed: the gradients of a single optimizer step, or with
+    `logprobs_ahead` the log-probabilities under fixed weights. The metric `seconds_ahead` is how long that took.
     """
     ahead: _Gradients | _FixedPasses | None = None
     if state.ranks is ALONE and rows.count > 1:
-        if _adds_up(settings) and not (rows.closed and _steps(rows, settings) > 1):
-            ahead = _Gradients(state, settings)
-        elif not rows.closed:
+        if rows.logprobs_ahead:
             ahead = _FixedPasses(state, settings)
+        elif _adds_up(settings) and not (rows.closed and _steps(rows, settings) > 1):
+            ahead = _Gradients(state, settings)
     waiting, seconds = [*range(rows.count)] if ahead is not None else [], 0.0
     while waiting and ahead is not None:
         number = next((n for n in waiting if rows.part(n) is not None and ahead.has_room(n)), None)
@@ -140,7 +140,7 @@ def train_parts(state: TrainState, settings: TrainingSettings, rows: PartedRows)
         seconds += max(0.0, (time.monotonic() if rows.closed_at is None else rows.closed_at) - started)
         if _steps(rows, settings) > 1 and isinstance(ahead, _Gradients):  # mini_batch_size is less than the job
             ahead, waiting = None, []
-    every = yield from closed(rows)
+    every = yield from wait_until_closed(rows)
     if not every:
         return {}
     loop = OptimizerLoop(state, settings, every)
@@ -190,7 +190,7 @@ class _Gradients:
     def add(self, number: int, rows: Sequence[Row]) -> Steps:
         self._held[number] = (yield from self._compute(rows)) if rows else self._none
         while (part := self._held.pop(self._next, None)) is not None:
-            self._total = _added(self._total, part)
+            self._total = _sum(self._total, part)
             self._next += 1
 
     def _compute(self, rows: Sequence[Row]) -> Generator[Progress, None, _Part]:
@@ -211,7 +211,7 @@ class _Gradients:
         return loop.finish_step(total.sums | {"loss": total.sums["loss"] / weight})
 
 
-def _added(total: _Part, part: _Part) -> _Part:
+def _sum(total: _Part, part: _Part) -> _Part:
     """Adds to the gradients of `total`, which is not used any more."""
     gradients = [
         two if one is None else one if two is None else one.add_(two)

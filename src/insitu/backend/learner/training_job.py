@@ -76,8 +76,9 @@ class TrainingJob:
 
 
 def completed(trained: TrainedVersion) -> dict[str, Any]:
-    """What a job's state says of its result."""
+    """The state of a completed job."""
     return {
+        "digest": trained.job.digest,
         "status": "completed",
         "progress": 100.0,
         "policy_version": trained.version,

@@ -1,4 +1,4 @@
-"""What the adapter and the backend exchange: its state, jobs as lines, and the open job of an epoch."""
+"""Requests and responses of the backend: its state, jobs as lines, and the open job of an epoch."""
 
 import asyncio
 import gzip
@@ -11,13 +11,13 @@ from pydantic import BaseModel, Field
 
 from insitu.errors import BackendError, InsituError
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.training_jobs import JobState, Retention
+from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
 
 logger = logging.getLogger(__name__)
 
 JOBS = "/v1/train/jobs"
 HEADERS = {"Content-Encoding": "gzip", "Content-Type": "application/x-ndjson"}
-"""Of requests with the lines of a job."""
+"""Headers of an upload of rows."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -50,6 +50,14 @@ def gzip_lines(header: dict[str, Any] | None, rows: Sequence[TrainingRow]) -> by
     return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
 
 
+def steps_obstacle(options: TrainingOptions, episodes: int) -> str | None:
+    """Why nothing of a job can be computed ahead that has several optimizer steps; None if something can."""
+    uses_fixed = options.method == "grpo" and (options.old_logprobs == "recomputed" or options.kl.beta > 0)
+    if options.may_be_one_step(episodes) or uses_fixed:
+        return None
+    return "several optimizer steps, whose loss needs no log-probabilities under fixed weights"
+
+
 class OpenJob:
     """A job of the backend that takes parts. Once a request for it has failed, it is left to its end: `close` returns
     None, and the job is to be sent whole. `request` sends one that is retried.
@@ -62,8 +70,9 @@ class OpenJob:
         self._path: str | None = None
         self._has_failed = False
 
-    async def open(self, settings: dict[str, Any]) -> None:
-        body = gzip_lines({"settings": settings, "num_parts": len(self._sizes)}, [])
+    async def open(self, settings: dict[str, Any], *, logprobs_ahead: bool) -> None:
+        first = {"settings": settings, "num_parts": len(self._sizes), "logprobs_ahead": logprobs_ahead}
+        body = gzip_lines(first, [])
         try:
             state = await self._post(JOBS, body, HEADERS | {"Idempotency-Key": self.key})
         except BackendError as error:
@@ -72,17 +81,18 @@ class OpenJob:
         self._path = f"{JOBS}/{state.id}" if state.open else None  # else an earlier process has submitted it
 
     async def add(self, number: int, rows: Sequence[TrainingRow]) -> None:
-        if self._path is not None:
+        path = self._path
+        if path is not None:
             lines = await asyncio.to_thread(gzip_lines, None, rows)
             try:
-                await self._post(f"{self._path}/parts/{number}", lines, HEADERS)
+                await self._post(f"{path}/parts/{number}", lines, HEADERS)
             except BackendError as error:
                 self._give_up(error)
         self._sizes[number] = len(rows)
 
-    async def close(self, sizes: Sequence[int], keep: Retention) -> JobState | None:
-        """Closes the job if it has these parts; returns its state, None if the job must be sent whole."""
-        if self._path is None or self._sizes != [*sizes]:
+    async def close(self, key: str, sizes: Sequence[int], keep: Retention) -> JobState | None:
+        """Closes the job of `key` if it has these parts; returns its state, None if it must be sent whole."""
+        if self._path is None or self.key != key or self._sizes != [*sizes]:
             await self.cancel()
             return None
         try:
@@ -95,7 +105,7 @@ class OpenJob:
         path, self._path = self._path, None
         if path is not None:
             try:
-                await self._post(f"{path}/cancel", b"", {})
+                await self._post(f"{path}/cancel", b"", {}, retried=False)
             except InsituError as error:  # the backend cancels a job whose client is gone
                 logger.info("%s is not canceled: %s", path, error)
 
@@ -106,8 +116,8 @@ class OpenJob:
             except BackendError as error:
                 self._give_up(error)
 
-    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> JobState:
-        return await self._request("POST", path, JobState.model_validate_json, body, headers)
+    async def _post(self, path: str, body: bytes, headers: dict[str, str], **options: Any) -> JobState:
+        return await self._request("POST", path, JobState.model_validate_json, body, headers, **options)
 
     def _give_up(self, error: BackendError) -> None:
         if not self._has_failed:

@@ -33,7 +33,7 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
-from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, gzip_lines
+from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, gzip_lines, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.wire.connection import Connection, event_data, response_error
@@ -255,25 +255,24 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         has_tokens = [bool(t.rows or t.trained_calls) for group in trajectories.trajectories for t in group]
         if not has_tokens or not all(has_tokens):  # a plugin's: their calls are those behind their messages
             trajectories = recover_collection(trajectories)
-        parts = await asyncio.to_thread(rows_by_part, trajectories)
-        self._submissions += 1
+        parts, self._submissions = await asyncio.to_thread(rows_by_part, trajectories), self._submissions + 1
         if trajectories.epoch is None:
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        return await self._submit(parts, self._job_settings(epoch, self._options), trajectories.run_id, key, epoch)
+        settings, planned = self._job_settings(epoch, self._options), trajectories.streamed
+        ahead = planned is not None and not self._training.may_be_one_step(planned)
+        return await self._submit(parts, settings, trajectories.run_id, key, epoch, logprobs_ahead=ahead)
 
-    @property
-    def streaming_obstacle(self) -> str | None:
-        options = self._training
-        is_single = options.num_iterations == 1 and options.mini_batch_size is None
-        if is_single or options.method != "grpo" or options.old_logprobs == "recomputed" or options.kl.beta > 0:
-            return None
-        return "several optimizer steps with old_logprobs: rollout"
+    def streaming_obstacle(self, episodes: int) -> str | None:
+        if self.config.learner.total > 1:
+            return "several learner processes take whole jobs"
+        return steps_obstacle(self._training, episodes)
 
-    async def open_job(self, run_id: str, epoch: int, num_parts: int) -> None:
+    async def open_job(self, run_id: str, epoch: int, num_parts: int, episodes: int) -> None:
         self._open_job = OpenJob(f"{run_id}/{epoch}", num_parts, self._request)
-        await self._open_job.open(self._job_settings(epoch, self._options))
+        settings = self._job_settings(epoch, self._options)
+        await self._open_job.open(settings, logprobs_ahead=not self._training.may_be_one_step(episodes))
 
     async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:
         assert self._open_job is not None
@@ -300,22 +299,27 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return None
 
     async def _submit(
-        self, parts: Sequence[Sequence[TrainingRow]], settings: dict[str, Any], run_id: str, key: str, epoch: int | None
+        self,
+        parts: Sequence[Sequence[TrainingRow]],
+        settings: dict[str, Any],
+        run_id: str,
+        key: str,
+        epoch: int | None,
+        **header: bool,
     ) -> TrainingJobRef:
-        rows, sizes, keep = [*chain.from_iterable(parts)], [*map(len, parts)], self._keep()
-        header = {"settings": settings, "num_rows": len(rows), "keep": keep.model_dump(exclude_none=True)}
-        header |= {"parts": sizes} if len(parts) > 1 else {}
-        open_job, self._open_job = self._open_job, None
-        is_ours = open_job is not None and open_job.key == key
-        job = await open_job.close(sizes, keep) if open_job is not None and is_ours else None
+        rows, sizes, keep = [*chain(*parts)], [*map(len, parts)], self._keep()
+        first = {"settings": settings, "num_rows": len(rows), "keep": keep.model_dump(exclude_none=True)}
+        first |= {"parts": sizes, **header} if len(parts) > 1 else {}
+        opened, self._open_job = self._open_job, None
+        job = await opened.close(key, sizes, keep) if opened is not None else None
         if job is None:
-            body = await asyncio.to_thread(gzip_lines, header, rows)
+            body = await asyncio.to_thread(gzip_lines, first, rows)
             self._job = key, lambda: body
             job = await self._post_job(*self._job)
         else:  # sent again only if the backend loses the job
-            self._job = key, partial(gzip_lines, header, rows)
-        metadata = {"job_id": job.id, "key": key, "epoch": epoch}
-        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=metadata)
+            self._job = key, partial(gzip_lines, first, rows)
+        about = {"job_id": job.id, "key": key, "epoch": epoch}
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=about)
 
     async def _post_job(self, key: str, body: Callable[[], bytes]) -> JobState:
         headers, sent = HEADERS | {"Idempotency-Key": key}, await asyncio.to_thread(body)

@@ -136,16 +136,15 @@ def job_routes(
 
 
 def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) -> list[ApiRoute]:
-    """What jobs take whose rows come in parts."""
+    """Routes of open jobs: to add a part, and to close them."""
 
     async def add_part(request: web.Request) -> web.Response:
         job, number = jobs.get_open(request.match_info["id"]), request.match_info["number"]
         if not number.isdecimal() or int(number) >= job.rows.count:
             problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
             raise RequestRefused(problem, param="number", code="part_not_found", status=404)
-        encoding, method = request.headers.get("Content-Encoding", ""), job.method
-        room = limits._replace(max_bytes=limits.max_bytes - job.rows.size)
-        rows, lines = await read_part(body_chunks(request), encoding, method, room, tokenizer)
+        encoding = request.headers.get("Content-Encoding", "")
+        rows, lines = await read_part(body_chunks(request), encoding, job, int(number), limits, tokenizer)
         return _json(jobs.add_part(job.state.id, int(number), rows, lines).state)
 
     async def close(request: web.Request) -> web.Response:

@@ -7,6 +7,8 @@ chat completions.
 import asyncio
 import hashlib
 import itertools
+import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
@@ -20,6 +22,7 @@ from insitu.backend.inference.sampler import Temperature
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.parts import PartedRows
+from insitu.backend.learner.training_job import TrainingJob
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
@@ -57,7 +60,8 @@ class JobHeader(BaseModel):
     """The first line of a job; without `keep` the backend's own retention policy applies.
 
     With `num_parts` instead of rows, the job is open: its rows come in so many parts, of which each can be computed
-    when it has arrived. `parts` has the number of rows in each part of a job that is sent whole.
+    when it has arrived. `parts` has the number of rows in each part of a job that is sent whole. `logprobs_ahead`: of a
+    job with several optimizer steps, the log-probabilities under fixed weights are computed by part.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,6 +70,7 @@ class JobHeader(BaseModel):
     num_rows: int | None = Field(default=None, ge=0, le=MAX_ROWS)
     parts: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_PARTS)
     num_parts: int | None = Field(default=None, ge=1, le=MAX_PARTS)
+    logprobs_ahead: bool = False
     keep: Retention | None = None
 
     @model_validator(mode="after")
@@ -101,7 +106,7 @@ async def read_job(
     if header.num_parts is not None:
         if await anext(lines, None) is not None:
             raise refused("an open job has no rows (num_parts); they come in parts", "num_parts")
-        return header, PartedRows(header.num_parts, digest), ""
+        return header, PartedRows(header.num_parts, digest, logprobs_ahead=header.logprobs_ahead), ""
     reader = RowReader(header.settings.method, limits, tokenizer)
     sizes = header.parts or [header.num_rows or 0]
     part_of = [*itertools.chain(*([part] * size for part, size in enumerate(sizes)))]
@@ -116,7 +121,7 @@ async def read_job(
     if number < len(part_of):
         raise refused(f"the upload ends after {number} of {header.num_rows} rows (num_rows)", "num_rows", "truncated")
     reader.check()
-    rows = PartedRows.whole(parts)
+    rows = PartedRows.whole(parts, logprobs_ahead=header.logprobs_ahead)
     if not len(rows):
         raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
     if (episode := rows.split_episode) is not None:
@@ -125,16 +130,23 @@ async def read_job(
 
 
 async def read_part(
-    chunks: AsyncIterator[bytes], encoding: str, method: str, limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[list[Row], list[bytes]]:
-    """Returns the rows with trained tokens of a part of an open job, and its lines. Raises like `read_job`."""
-    reader, rows, text = RowReader(method, limits, tokenizer), list[Row](), list[bytes]()
+    chunks: AsyncIterator[bytes], encoding: str, job: TrainingJob, part: int, limits: Limits, tokenizer: ChatTokenizer
+) -> tuple[list[Row], bytes]:
+    """Returns the rows with trained tokens of a part of an open job, and its lines, compressed.
+
+    Raises like `read_job`; the limits are those of all parts.
+    """
+    reader = RowReader(job.method, limits, tokenizer, f"part {part} ")
+    rows, text, held = list[Row](), list[bytes](), job.rows
     async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
-        text.append(line.strip())
+        text.append(line.strip() + b"\n")
+        held.size += len(text[-1])
+        held.heard_at = time.monotonic()
         rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
-        if len(text) > MAX_ROWS:
-            raise refused(f"the part has more than {MAX_ROWS} rows", "num_rows")
-    return rows, text
+        if held.size > limits.max_bytes or len(held) + len(rows) > MAX_ROWS:
+            problem = f"the parts of the job have more than {limits.max_bytes} bytes or {MAX_ROWS} rows"
+            raise refused(problem, "num_rows", status=413)
+    return rows, await asyncio.to_thread(lambda: zlib.compress(b"".join(text), 1))
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
@@ -209,6 +221,8 @@ class RowReader:
     method: str
     limits: Limits
     tokenizer: ChatTokenizer
+    prefix: str = ""
+    """Before the names of dialogues without an episode."""
     sides: dict[str, dict[bool, _Side]] = field(default_factory=dict, init=False)
     """By pair (dpo) or episode (kto), then `preferred`."""
 
@@ -268,7 +282,7 @@ class RowReader:
 
     def _rendered(self, sent: RowLine, number: int) -> list[Row]:
         assert sent.messages is not None
-        episode = sent.episode or f"\0row {number}"
+        episode = sent.episode or f"\0{self.prefix}row {number}"
         rows = render_dialogue(sent.messages, sent.tools or None, sent.trained_messages, self.tokenizer, episode)
         for row in rows:
             self._check_tokens(row.token_ids, "messages")
