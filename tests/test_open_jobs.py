@@ -9,12 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
 from processes import HANGS, run_project, start_project
+from test_finetune import backend_of
 from test_jobs import JOBS, lines, row, serving
 from test_learner import LORA, make_rows, same, weights
 from tiny_models import save_tiny_model
@@ -322,17 +322,18 @@ def progress_of(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path) -> None:
-    for options, reason in (
-        (("-o", "finetuning.curriculum_learning.enabled", "true"), "no: finetuning.curriculum_learning"),
-        (("-o", "trajectory_builders.episodes.rows_per_epoch", "8"), "no: an epoch of 32 episodes is trained in one"),
-        (("-o", "trainer_adapters.backend.learner.processes", "2"), "no: several learner processes take whole jobs"),
-        (("-o", "trainer_adapters.backend.training.old_logprobs", "rollout"), "no: several optimizer steps, whose"),
-        (("-o", "trajectory_builders.episodes.budget.replace", "1"), "no: trajectory_builders.episodes.budget: which"),
-    ):
-        folder = project(tmp_path / str(len(options[1])))
-        run = whole_run(folder, *STREAM, *options, "-o", "finetuning.num_epochs", "1")
-        assert json.loads((run / "run.json").read_text())["stream"].startswith(reason)
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("finetuning.curriculum_learning.enabled", "true", "finetuning.curriculum_learning"),
+        ("trajectory_builders.episodes.rows_per_epoch", "8", "an epoch of 32 episodes is trained in one part"),
+        ("trainer_adapters.backend.training.old_logprobs", "rollout", "several optimizer steps, whose loss"),
+        ("trajectory_builders.episodes.budget.replace", "1", "trajectory_builders.episodes.budget: which rows"),
+    ],
+)
+def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path, option: str, value: str, reason: str) -> None:
+    run = whole_run(project(tmp_path / "project"), *STREAM, "-o", option, value, "-o", "finetuning.num_epochs", "1")
+    assert json.loads((run / "run.json").read_text())["stream"].startswith(f"no: {reason}")
 
 
 @pytest.mark.parametrize("moment", [0.2, 0.5, 0.8])
@@ -352,8 +353,7 @@ def test_a_backend_that_is_killed_while_a_job_is_open_gets_it_whole(unstreamed: 
     log = folder / "run/journal.jsonl"
     with start_project(folder, *ONE_STEP, *STREAM) as process:
         process.wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 60)
-        [backend] = psutil.Process(process.pid).children()
-        backend.kill()
+        backend_of(process).kill()
         _, err = process.communicate(HANGS)
         assert process.wait() == 0, err
     assert "the epoch is sent whole once it is collected: POST /v1/train/jobs/job-" in err

@@ -170,7 +170,8 @@ class Validation:
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
         self.history.append(record)
         self._report.validation(record)
-        if scores:
+        recorded = scores and {(line.epoch, line.policy_version) for line in RunReader(self._store.path).scores()}
+        if scores and (epoch, version) not in recorded:  # else the process was killed before it wrote the history
             reward = self._run_config.reward_function
             line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores)
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
