@@ -360,7 +360,7 @@ def test_other_paths_methods_and_tokens(served):
     status, answer, _ = post(address, None, token="", path="/health", method="GET")
     assert status == 200
     assert re.fullmatch(r"[0-9a-f]{16}", answer.pop("weights"))
-    limits = {"vocab_size": 320, "max_length": 256, "logprob_tolerance": 0.005}
+    limits = {"vocab_size": 320, "max_length": 256, "logprob_tolerance": 0.005, "sampler": "embedded"}
     assert answer == {"status": "ok", "policy_version": 0, **limits}
     assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
 
@@ -378,7 +378,7 @@ def test_the_openapi_document_covers_every_route(served):
     assert document["openapi"].startswith("3.1")
     operations = {(m.upper(), path): o for path, methods in document["paths"].items() for m, o in methods.items()}
     assert {("GET", "/health"), ("POST", "/v1/train/jobs"), ("POST", "/_train_model")} <= set(operations)
-    assert len(operations) == 35
+    assert len(operations) == 37
     assert all(operation["summary"] for operation in operations.values())
     schemas = document["components"]["schemas"]
     referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}

@@ -71,7 +71,7 @@ async def test_finished_episodes_are_not_run_again(config: Config, plan: Plan) -
     kept = Episode(EpisodeKey("run", 1, "row 2", 1), Outcome.OK, output="kept", reward=0.5)
     seen: list[str] = []
     groups = await collected(config, replace(plan, finished=[kept]), seen=seen)
-    assert seen[0] == kept.key.text()
+    assert kept.key.text() in seen
     assert len([name for name in seen if "/" in name]) == len(plan.members)
     assert [episode.output for episode in groups[-1].episodes] == ["FINE", "kept"]
 

@@ -480,11 +480,12 @@ def keys_in(path: Path) -> set[str]:
 
 
 OPTIONAL = {
+    "progress.json": {"stop", "due_validation"},
     "advantages.jsonl": {"sides"},
     "calls.jsonl.gz": {"continues", "continues_prompt"},
     "episodes.jsonl.gz": {"candidates", "source"},
     "groups.jsonl": {"paired", "replaced_by", "saved"},
-    "events.jsonl": {"epochs", "changes", "run", "run_id"},
+    "events.jsonl": {"epochs", "changes", "run", "run_id", "best_epoch", "patience", "untrained_episodes"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
     "training_metrics.jsonl": {
         *("masked_share", "non_finite_metrics", "sampled_version", "warnings"),

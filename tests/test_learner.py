@@ -19,8 +19,8 @@ from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
 from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
+from insitu.backend.learner.optimizer_loop import learning_rate
 from insitu.backend.learner.policy import build_policy
-from insitu.backend.learner.state import learning_rate
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.model_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused

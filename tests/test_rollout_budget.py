@@ -18,7 +18,7 @@ from processes import run, run_project, start_project, wait_until
 
 from insitu.algorithms.budget import Budget, Spending, choose_rows, draw_reserve, lacks_variance
 from insitu.builder import Builder
-from insitu.collect.rollouts import Member, PlayedGroup, Rollouts
+from insitu.collect.collector import Member, PlayedGroup, Rollouts
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunOutput

@@ -95,8 +95,7 @@ def test_adapters_are_served_as_by_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # some that torch.compile provokes and hides
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_compiled_layers_train_to_the_same_weights(tmp_path: Path, lora: LoRASettings | None) -> None:
+def test_compiled_layers_train_to_the_same_weights(tmp_path: Path, lora: LoRASettings = LORA) -> None:
     loaded = load_model(str(save_tiny_model(tmp_path / "model", num_hidden_layers=1)), "cpu")
     rng, results = np.random.default_rng(0), []
     prompt = rng.integers(0, 256, 20)

@@ -50,7 +50,7 @@ class RunState:
     is_checked: bool = False
     needs: Needs = Needs.TOKEN_IDS
     unscored: set[str] = field(default_factory=set)
-    calls: Activity = field(default_factory=Activity)
+    calls: Activity | None = None
     episodes_in_flight: set[EpisodeKey] = field(default_factory=set)
 
     @classmethod

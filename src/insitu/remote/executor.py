@@ -75,7 +75,8 @@ class RemoteExecutor(Executor):
                             async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
                                 session = service.sessions[workflow]
                                 activity = partial(session.activity, number := session.new_number())
-                                with run.calls.in_progress() if run is not None else nullcontext():
+                                calls = run.calls if run is not None else None
+                                with calls.in_progress() if calls is not None else nullcontext():
                                     answer = await session.attempt(number, request | {"policy": policy()})
                                 return read_result(key, answer)
                         except ServiceLost as loss:

@@ -132,7 +132,10 @@ class BatchCollector:
         return {"staleness": self.staleness, **({} if self.pinned else latest)}
 
     def begin_epoch(self) -> None:
-        """Starts the clocks of an epoch."""
+        """Starts the clocks of an epoch; without staleness nothing overlaps."""
+        run = run_of(self.builder)
+        if self.staleness and run.calls is None:
+            run.calls = Activity()
         self._began, self._groups_in_flight = self._clocks(), None
 
     @contextmanager
@@ -156,7 +159,8 @@ class BatchCollector:
 
     def _clocks(self) -> tuple[float, float, float]:
         """Seconds: the time, those with a model call of an episode in flight, and those with a job in progress."""
-        return time.monotonic(), run_of(self.builder).calls.seconds, self._jobs.seconds
+        calls = run_of(self.builder).calls
+        return time.monotonic(), calls.seconds if calls is not None else 0.0, self._jobs.seconds
 
     def _incomplete_groups(self, batch: _Batch) -> int:
         """Groups of a batch that have begun and are not complete."""
@@ -171,8 +175,9 @@ class BatchCollector:
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the batches that are ahead."""
         for batch in self._batches.values():
-            episodes = batch.episodes or self.durable.finished(batch.epoch)  # it may not have begun
-            yield from map(journal_record, episodes if self.durable.store.keeps_token_ids else [])
+            earlier = self.durable.finished(batch.epoch)  # not all of them may have passed the collector again
+            episodes = {episode.key.member: episode for episode in (*earlier, *batch.episodes)}
+            yield from map(journal_record, episodes.values() if self.durable.store.keeps_token_ids else [])
 
     async def abandon(self, run_id: str) -> int:
         """Cancels the batches that are ahead; returns how many of their episodes have ended and are not trained."""
@@ -220,19 +225,22 @@ class BatchCollector:
         if self.staleness and self.pinned and served is not None:
             plan = replace(plan, options=replace(plan.options, sampled_from=(served.base_url, served.model)))
 
-        spending, ended = Spending.of(plan.budget, len(plan.members)), 0
-        batch.spending = spending if plan.budget is not None else None
-        self._note_spending(batch)
+        ended, is_next_waiting = 0, self.staleness > 0
+        if plan.budget is not None:
+            batch.spending = Spending.of(plan.budget, len(plan.members))
+            self._note_spending(batch)
 
         def check_begun() -> None:
-            if spending.episodes - ended <= plan.limit:
+            planned = len(plan.members) if batch.spending is None else batch.spending.episodes
+            if planned - ended <= plan.limit:
                 batch.all_begun.set()
 
         def on_episode(episode: Episode) -> None:
             nonlocal ended
             ended += 1
             batch.rows[episode.key.row_id] += 1
-            check_begun()
+            if is_next_waiting:
+                check_begun()
             batch.traffic.add(episode)
             if batch.is_current:
                 self.report.advance()
@@ -246,9 +254,11 @@ class BatchCollector:
         async with aclosing(collect(plan, self.builder, run_of(self.builder), on_episode)) as completed:
             async for group in completed:
                 batch.errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
-                spending.add(group.saved, len(group.episodes) + group.saved if group.replaced_by is not None else 0)
-                check_begun()
-                self._note_spending(batch)
+                if batch.spending is not None:
+                    extra = len(group.episodes) + group.saved if group.replaced_by is not None else 0
+                    batch.spending.add(group.saved, extra)
+                    check_begun()
+                    self._note_spending(batch)
                 batch.held.append((group, rows.get(group.row_id)))
                 batch.complete_groups += 1
                 if batch.is_current:

@@ -4,8 +4,7 @@
 epoch is planned: a resumed run or a fork plans the same rows.
 """
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -72,7 +71,14 @@ class PlannedRows:
     """
 
     def __init__(
-        self, rows: Sequence[EvalInputItem], size: int, seed: int, chance: float, groups: Path, lag: int
+        self,
+        rows: Sequence[EvalInputItem],
+        order: Callable[[int], list[EvalInputItem]],
+        size: int,
+        seed: int,
+        chance: float,
+        groups: Path,
+        lag: int,
     ) -> None:
         self._rows, self._size, self._seed, self._chance, self._lag = rows, size, seed, chance, lag
         self._path, self._lines = groups, AppendedLines(groups)
@@ -81,7 +87,7 @@ class PlannedRows:
         self._settled: set[str] = set()
         self._start = self._epoch = 0
         self._planned = EpochRows([], 0, seed)
-        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._order = lru_cache(maxsize=2)(order)
 
     def of_epoch(self, epoch: int) -> EpochRows:
         """The rows of an epoch that is not before the last one asked for."""
@@ -102,9 +108,6 @@ class PlannedRows:
         number, place = divmod(position, len(self._rows))
         return self._order(number)[place]
 
-    def _shuffled(self, number: int) -> list[EvalInputItem]:
-        return shuffled(self._rows, number, self._seed)
-
     def _read_outcomes(self, last: int) -> None:
         """Takes the outcomes of the epochs up to `last` into account."""
         for line in self._lines.read():
@@ -114,8 +117,3 @@ class PlannedRows:
         for _, row, is_settled in (outcome for outcome in self._ahead if outcome[0] <= last):
             (self._settled.add if is_settled else self._settled.discard)(row)
         self._ahead = [outcome for outcome in self._ahead if outcome[0] > last]
-
-
-def shuffled(rows: Sequence[EvalInputItem], number: int, seed: int) -> list[EvalInputItem]:
-    """The order of the rows in a pass over the dataset."""
-    return random.Random(f"{seed}|dataset|{number}").sample(rows, len(rows))

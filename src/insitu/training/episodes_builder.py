@@ -6,6 +6,7 @@ trainers of plugins it collects the plan itself, as the documents describe.
 
 import asyncio
 import logging
+import random
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
-from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows, shuffled
+from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.workflow.steps import calls_of_steps
 
@@ -176,13 +177,18 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     def rows_of_epoch(self, epoch: int) -> list[EvalInputItem]:
         """At most `rows_per_epoch` rows in the order they are run: shuffled passes over the dataset."""
-        total, seed = len(self._rows), self._every_epoch.options.seed
+        total = len(self._rows)
         size = min(self.config.rows_per_epoch or total, total)
         positions = range((epoch - 1) * size, epoch * size)
         passes = {p // total for p in (positions[0], positions[-1])}
-        orders = {p: shuffled(self._rows, p, seed) for p in passes}
+        orders = {p: self._order(p) for p in passes}
         rows = [orders[p // total][p % total] for p in positions]
         return list({str(row.id): row for row in rows}.values())  # the last row of a pass may be the first of the next
+
+    def _order(self, number: int) -> list[EvalInputItem]:
+        """The order of the rows in a pass over the dataset."""
+        seed = self._every_epoch.options.seed
+        return random.Random(f"{seed}|dataset|{number}").sample(self._rows, len(self._rows))
 
     def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
         """What an epoch collects. `groups` has the run's groups, those of epochs up to `lag` before it are known."""
@@ -207,7 +213,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             return EpochRows(self.rows_of_epoch(epoch), epoch, seed)
         if self._planned_rows is None:
             size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
-            self._planned_rows = PlannedRows(self._rows, size, seed, chance, groups, lag)
+            self._planned_rows = PlannedRows(self._rows, self._order, size, seed, chance, groups, lag)
         return self._planned_rows.of_epoch(epoch)
 
     @cached_property

@@ -24,14 +24,13 @@ from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
 from insitu.schemas.finetuning import (
     FinetuneConfig,
-    PolicyEndpoint,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
     TrajectoryCollection,
 )
 from insitu.training import checks
-from insitu.training.batches import BatchCollector, Collected
+from insitu.training.batches import BatchCollector
 from insitu.training.interfaces import GroupTrainer, PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import (
@@ -230,6 +229,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
+        if self._streams is None:
+            return await self._collect_and_submit(epoch, run_id, None)
         async with self._streams.opened(epoch, run_id, whole=self._durable.may_be_submitted(epoch)) as stream:
             return await self._collect_and_submit(epoch, run_id, stream)
 
@@ -241,16 +242,16 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             newest = self._durable.progress.policy_version
             weights = endpoint.weights if newest == endpoint.version else None
             endpoint = replace(endpoint, version=newest, weights=weights)
-        collected, leftovers, _, endpoint, spending, oldest = await self._collect(epoch, run_id, endpoint, stream)
+        batch = await self._batches.collect(epoch, run_id, endpoint, self._last_epoch, stream)
+        collected, leftovers, errors, endpoint, spending, oldest = batch
+        checks.check_collected(self, epoch, collected, errors, self.store.folder)
         statistics = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": run_id}
         statistics |= collected_metrics(collected.trajectories)
         rewards = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
         self.reward_history.append({key: statistics[key] for key in rewards})
         checks.check_sampled(self, collected, endpoint, oldest)
-        if stream is None:
-            collection, advantages, reported = self.select(self.apply_curriculum_learning(collected, epoch))
-        else:
-            collection, advantages, reported = await stream.finish(collected)
+        chosen = self.apply_curriculum_learning(collected, epoch)
+        collection, advantages, reported = self.select(chosen) if stream is None else await stream.finish(chosen)
         if isinstance(self, GroupTrainer):
             trained = {str(t.id) for t, _ in advantages}
             statistics["frac_reward_zero_std"] = teaches_nothing(collected, trained, collection.drop_reasons)
@@ -270,29 +271,22 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self.results[epoch].metrics |= version_metrics(collected.trajectories, newest)
         self.results[epoch].add_reported("selection", reported)
         if not any(collection.trajectories):
-            alike = without_variance(collected, collection.drop_reasons)
-            self._causes = [str(cause) for cause in (*likely_causes(alike), *untrained)]
+            causes = likely_causes(without_variance(collected, collection.drop_reasons))
+            self._causes = [*map(str, (*causes, *untrained))]
             dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
             self._warn(epoch, "; ".join([dropped, *self._causes]))
             return None
         resumed = await self._durable.record_submission(epoch)
-        collection.streamed = self._streams.episodes
+        collection.streamed = self._streams.episodes if self._streams is not None else None
         return await submit_once(self.trainer_adapter, collection, self._durable.progress.policy_version, resumed)
 
     @cached_property
-    def _streams(self) -> EpochStreams:
+    def _streams(self) -> EpochStreams | None:
+        if not getattr(self.trainer_config, "stream", False):
+            return None
         compared = "finetuning.curriculum_learning" if self.curriculum_config.enabled else self.compared
         parts = self.trajectory_builder, self.trainer_adapter, self.select
-        is_chosen = getattr(self.trainer_config, "stream", False)
-        return EpochStreams(*parts, is_chosen=is_chosen, compared=compared or next(iter(self._selections), None))
-
-    async def _collect(
-        self, epoch: int, run_id: str, served: PolicyEndpoint | None, stream: EpochStream | None = None
-    ) -> Collected:
-        """The groups of an epoch. Raises InsituError if none of its episodes can be trained."""
-        collected = await self._batches.collect(epoch, run_id, served, self._last_epoch, stream)
-        checks.check_collected(self, epoch, collected.collection, collected.errors, self.store.folder)
-        return collected
+        return EpochStreams(*parts, compared=compared or next(iter(self._selections), None))
 
     @cached_property
     def _batches(self) -> BatchCollector:
@@ -396,5 +390,5 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self.report.header(self.run_id, settings)
 
     def _run_settings(self, num_epochs: int) -> dict[str, Any]:
-        ahead = self._batches.settings() | self._streams.settings
+        ahead = self._batches.settings() | (self._streams.settings if self._streams is not None else {})
         return settings_of(self, self._full_config, num_epochs, self._selection_settings() | ahead)

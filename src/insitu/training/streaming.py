@@ -95,22 +95,21 @@ class EpochStreams:
         adapter: TrainerAdapter,
         select: Callable[[TrajectoryCollection], EstimatedEpoch],
         *,
-        is_chosen: bool,
         compared: str | None,
     ) -> None:
         self._builder, self._adapter, self._select = builder, adapter, select
-        self._is_chosen, self._compared = is_chosen, compared
+        self._compared = compared
 
     @property
     def settings(self) -> dict[str, Any]:
         """The setting in the header of the run."""
         obstacle = self._obstacle
-        return {"stream": True if obstacle is None else f"no: {obstacle}"} if self._is_chosen else {}
+        return {"stream": True if obstacle is None else f"no: {obstacle}"}
 
     @property
     def episodes(self) -> int | None:
         """The planned episodes of an epoch that is streamed; None if epochs are not."""
-        return self._builder.episodes_per_epoch if self._is_chosen and self._obstacle is None else None
+        return self._builder.episodes_per_epoch if self._obstacle is None else None
 
     @property
     def _obstacle(self) -> str | None:
@@ -137,7 +136,7 @@ class EpochStreams:
     async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochStream | None]:
         """The stream of an epoch; None if it is sent whole, as one that an earlier process may have submitted."""
         builder, adapter = self._builder, self._adapter
-        if whole or not self._is_chosen or self._obstacle is not None:
+        if whole or self._obstacle is not None:
             yield None
             return
         assert isinstance(builder, EpisodesBuilder)

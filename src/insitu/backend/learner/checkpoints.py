@@ -1,4 +1,6 @@
-"""Writes checkpoints: rank 0 the model, and every rank the parts of the optimizer's state that it holds, into one file.
+"""The state that is kept from job to job, and its checkpoints.
+
+Rank 0 writes the model, and every rank the parts of the optimizer's state that it holds, into one file.
 
 The format of that file is https://github.com/huggingface/safetensors: a length, a JSON header with the dtype, shape and
 offsets of each tensor, and the tensors row by row. So the number of ranks may change between jobs.
@@ -6,21 +8,92 @@ offsets of each tensor, and the tensors row by row. So the number of ranks may c
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from insitu.backend.learner.batches import Ranks, is_sharded
-from insitu.backend.learner.state import TrainState
-from insitu.backend.model import wrap_errors
+from insitu.backend.learner.batches import ALONE, MicroBatch, Ranks, is_sharded
+from insitu.backend.learner.code import NO_CODE, CodeFolder
+from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
+from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
+from insitu.backend.model import LoadedModel, wrap_errors
 from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
 from insitu.errors import BackendError, JobFailed
+from insitu.schemas.parts import Part
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+SMALL_MODEL = 5_000_000
+"""Parameters below which operations are too short to be split over threads."""
+
+
+class Workers:
+    """Uses a CPU's cores: `count` micro-batches in parallel for a small model, else threads within each operation."""
+
+    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
+        cores = max(1, (os.cpu_count() or 1) // ranks.count)
+        self.is_small = sum(parameter.numel() for parameter in loaded.module.parameters()) < SMALL_MODEL
+        self.count = cores if self.is_small and loaded.device.type == "cpu" and not ranks.shards_weights else 1
+        self._threads = cores // self.count if loaded.device.type == "cpu" else None
+        self._pool = ThreadPoolExecutor(self.count, "insitu-training") if self.count > 1 else None
+
+    def map(self, fn: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Results in the order of `items`, at most `count` of them."""
+        if self._pool is None or len(items) < 2:
+            return [fn(item) for item in items]
+
+        def run(item: T) -> R:
+            with self.threads():
+                return fn(item)
+
+        return list(self._pool.map(run, items))
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Sets torch's thread count for training within the block."""
+        before = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+@dataclass
+class TrainState:
+    """State kept from job to job; `reference` loads the weights that a job can be compared with.
+
+    `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
+    `optimizer` was made by `optimizer_part`.
+    """
+
+    policy: TrainablePolicy
+    forward: Callable[[MicroBatch], TokenLogprobs]
+    optimizer: torch.optim.Optimizer
+    compute_logprobs: LogprobComputer
+    workers: Workers
+    reference: Callable[[], ReferenceWeights]
+    ranks: Ranks = ALONE
+    code: CodeFolder = NO_CODE
+    optimizer_part: str | Part | None = None
+
+    @property
+    def optimizer_prefix(self) -> str:
+        """Before the names of the optimizer's state in a checkpoint; "" for AdamW."""
+        part = self.optimizer_part
+        name = part if part is None or isinstance(part, str) else part.function or part.type
+        return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
 
 
 def write_checkpoint(

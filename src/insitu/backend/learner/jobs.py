@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,90 @@ from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.parts import PartedRows
 from insitu.backend.learner.policy import served_bytes
-from insitu.backend.learner.training_job import TrainingJob, completed
 from insitu.disk.files import available_memory, readable_bytes, write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 15.0
+"""`TrainingJob.events` yields None after this long without an event, so that the caller can send a keep-alive."""
 VERSIONS_SHARE = 0.5
 """Share of the free memory for the versions that are served; the rest is for training and for the caches of prompts."""
+
+
+@dataclass(eq=False)
+class TrainingJob:
+    """A training job: its current `state` and `history`, the states emitted as events."""
+
+    state: JobState
+    learner: Learner
+    rows: PartedRows
+    method: str = "grpo"
+    keep: Retention | None = None
+    steps: Generator[Any, None, None] | None = None
+    """The generator that trains it, once it has started."""
+    task: asyncio.Task[None] | None = None
+    expiry: asyncio.Task[None] | None = None  # of an open job
+    reason: str | None = None  # why it is canceled, unless its client has asked for it
+    was_closed: bool = False
+    diverged: bool = False
+    """Whether the job failed because of its rows or settings: they made the loss or a weight infinite."""
+    recording: bool = False
+    """Whether new weights are being published and the outcome written to disk: it is too late to cancel."""
+    unserved: TrainedVersion | None = None
+    """The result of a failed job that could not be served: the same job sent again serves it."""
+
+    def __post_init__(self) -> None:
+        self.history = [self.state]
+        self._changed = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return not self.rows.closed and not self.ended
+
+    @property
+    def ended(self) -> bool:
+        return self.state.status in ("completed", "failed", "canceled")
+
+    def differs_from(self, digest: str) -> bool:
+        """Whether it is known to have been submitted with other settings or rows."""
+        return self.state.digest not in (None, digest)
+
+    def update(self, *, emit: bool = True, **changes: Any) -> None:
+        """Changes the state; with `emit`, also appends it to `history` and wakes `events()`."""
+        self.state = self.state.model_copy(update=changes)
+        if emit:
+            self.history.append(self.state)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def events(self) -> AsyncIterator[JobState | None]:
+        """Yields the states in `history` until the job ends; None after each `HEARTBEAT_SECONDS` without a new one."""
+        next_index = 0
+        while True:
+            changed = self._changed
+            while next_index < len(self.history):
+                yield self.history[next_index]
+                next_index += 1
+            if self.ended:
+                return
+            try:
+                await asyncio.wait_for(changed.wait(), HEARTBEAT_SECONDS)
+            except TimeoutError:
+                yield None
+
+
+def completed(trained: TrainedVersion) -> dict[str, Any]:
+    """The state of a completed job."""
+    return {
+        "digest": trained.job.digest,
+        "status": "completed",
+        "progress": 100.0,
+        "policy_version": trained.version,
+        "checkpoint": str(trained.checkpoint),
+        "metrics": trained.job.metrics,
+    }
 
 
 @dataclass(eq=False)
@@ -110,7 +184,7 @@ class TrainingQueue:
     ) -> TrainingJob:
         """Queues the job, or returns the existing job with this idempotency key, which may have another `digest`.
 
-        Rows that are not closed make an open job (`add_part`, `close_job`). A job that was trained and not served
+        Rows that are not closed make an open job (see the native protocol). A job that was trained and not served
         (`repeats`, or that of the key) is only served. Once it has completed, the checkpoints that `keep` does not keep
         are deleted; None: all are kept.
         """
@@ -133,66 +207,12 @@ class TrainingQueue:
         job.update(emit=False, open=job.is_open)
         self._add(job)
         job.task = asyncio.create_task(self._train(job, settings), name=job.state.id)
-        if job.is_open:
-            job.expiry = asyncio.create_task(self._expire(job), name=f"expiry of {job.state.id}")
         return job
 
-    def get_open(self, job_id: str) -> TrainingJob:
-        """An open job, whose client is heard of. Raises RequestRefused if it is not open."""
-        if not (job := self.get(job_id)).is_open:
-            state = "closed" if job.state.status in ("pending", "running") else job.state.status
-            raise RequestRefused(f"job {job_id} is {state}: it takes no rows", status=409, code="job_not_open")
-        job.rows.heard_at = time.monotonic()
-        return job
-
-    def add_part(self, job_id: str, number: int, rows: Sequence[Row], lines: bytes) -> TrainingJob:
-        """Adds a part to an open job, which may have it already. Raises RequestRefused if it has another one."""
-        if not (job := self.get_open(job_id)).rows.add(number, rows, lines):
-            raise RequestRefused(f"part {number} of job {job_id} has other rows", status=409, code="part_differs")
-        self._resume(job)
-        return job
-
-    def close_job(self, job_id: str, keep: Retention | None) -> TrainingJob:
-        """Ends the upload of an open job, which becomes one like others. Raises RequestRefused if parts are missing."""
-        if (job := self.get(job_id)).was_closed:
-            return job
-        job = self.get_open(job_id)
-        if missing := job.rows.missing:
-            raise RequestRefused(f"job {job_id} lacks the parts {missing[:20]}", status=409, code="parts_missing")
-        if not len(job.rows):
-            raise RequestRefused(
-                "no part has a row with a trained token (loss_mask 1)", param="loss_mask", code="empty_job"
-            )
-        if (episode := job.rows.split_episode) is not None:
-            problem = f"the rows of episode {episode!r} are in several parts"
-            raise RequestRefused(problem, param="parts", code="invalid_job")
-        job.keep = keep or job.keep
-        self._apply(job)
-        job.was_closed = True
-        job.rows.close()
-        job.update(emit=False, open=False, metrics=job.state.metrics | {"rows": len(job.rows)})
-        self._resume(job)
-        return job
-
-    def _apply(self, job: TrainingJob) -> None:
+    def apply_keep(self, job: TrainingJob) -> None:
         if job.keep is not None:
             job.learner.kept_optimizer_states = job.keep.optimizer
             self.sampler.keep_loaded(job.keep.loaded)
-
-    def _resume(self, job: TrainingJob) -> None:
-        if job.steps is not None:
-            self.compute.resume(job.steps)
-
-    async def _expire(self, job: TrainingJob) -> None:
-        """Cancels an open job whose client is gone."""
-        while job.is_open:
-            left = job.rows.heard_at + self.open_seconds - time.monotonic()
-            if left <= 0:
-                job.reason = f"its client has not been heard of for {self.open_seconds:g} s"
-                logger.warning("job %s is canceled: %s", job.state.id, job.reason)
-                await self.cancel(job.state.id)
-                return
-            await asyncio.sleep(left)
 
     def _add(self, job: TrainingJob) -> None:
         self._jobs[job.state.id] = job
@@ -249,7 +269,7 @@ class TrainingQueue:
         def train() -> Generator[Progress | Parked | None, None, None]:
             nonlocal trained
             if not job.is_open:  # otherwise what is kept comes when it is closed
-                self._apply(job)
+                self.apply_keep(job)
             trained = yield from job.learner.run(settings, job.rows, job.state.id, job.state.key, job.state.digest)
 
         def report(event: Progress) -> None:

@@ -15,13 +15,12 @@ from torch import nn
 from insitu.backend.compute import Parked, in_another_thread
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.batches import ALONE, Ranks, Row, TrainsJobs
-from insitu.backend.learner.checkpoints import check_optimizer, open_optimizer, write_checkpoint
+from insitu.backend.learner.checkpoints import TrainState, Workers, check_optimizer, open_optimizer, write_checkpoint
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
-from insitu.backend.learner.optimizer_loop import Progress
+from insitu.backend.learner.optimizer_loop import Progress, reference_module
 from insitu.backend.learner.parts import PartedRows, train_parts, wait_until_closed
 from insitu.backend.learner.policy import ReferenceWeights, build_policy, check_finite, loaded_adapter, same_adapters
-from insitu.backend.learner.state import TrainState, Workers, reference_module
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.files import delete_drafts, delete_folder
 from insitu.disk.model_files import (

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.learner.batches import MicroBatch, Packer, Row, Sizes, group_rows, optimizer_steps, whole
+from insitu.backend.learner.checkpoints import TrainState
+from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
-from insitu.backend.learner.state import TrainState, learning_rate, reference_module
+from insitu.backend.learner.policy import ReferenceWeights
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
@@ -45,6 +47,45 @@ class Progress(NamedTuple):
 
     percent: float
     metrics: dict[str, Any] | None = None
+
+
+def constant(part: float) -> float:
+    """The factor of the peak learning rate when a `part` of the run, from 0 to 1, is over; the warmup not counted."""
+    return 1.0
+
+
+def linear(part: float) -> float:
+    return 1 - part
+
+
+def cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+def learning_rate(settings: TrainingSettings, schedule: Callable[[float], float], step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`, each an equal part of the job's `schedule_range`."""
+    first, last = settings.schedule_range
+    start, end = (first + (last - first) * number / steps for number in (step, step + 1))
+    if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
+        return settings.learning_rate * min(1.0, end / settings.warmup)
+    part = (start - settings.warmup) / (1 - settings.warmup)
+    factor = schedule(part)
+    if not (math.isfinite(factor) and factor >= 0):
+        raise BackendError(f"schedule: it returned {factor!r} for {part:g}; allowed: finite numbers from 0")
+    return settings.learning_rate * factor
+
+
+def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
+    """The model that the loss compares with; None for the weights at the start of the job, or if it compares with none.
+
+    Raises BackendError if it cannot be loaded.
+    """
+    if settings.reference is None:
+        return None
+    module = code.function("reference", settings.reference)(weights)
+    if module is not None and not isinstance(module, nn.Module):
+        raise BackendError(f"reference: it returned {type(module).__name__}; allowed: a torch module, or None")
+    return module
 
 
 class OptimizerLoop:

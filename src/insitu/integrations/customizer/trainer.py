@@ -30,6 +30,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
+from insitu.training import checks
 from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
 from insitu.training.loop import LoopTrainer
@@ -144,7 +145,9 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             started = time.perf_counter()
             try:
                 endpoint = await self.trainer_adapter.policy_endpoint()
-                collection = single_pairs((await self._collect(number, run_id, endpoint)).collection)
+                batch = await self._batches.collect(number, run_id, endpoint)
+                checks.check_collected(self, number, batch.collection, batch.errors, self.store.folder)
+                collection = single_pairs(batch.collection)
             except Exception as error:  # a plugin's builder or agent may raise anything
                 self.log_progress(number, {"error": describe_error(error), "seconds": time.perf_counter() - started})
                 if not self.trainer_config.continue_on_collection_error or isinstance(error, ConfigError | Stalled):

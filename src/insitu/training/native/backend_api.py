@@ -1,17 +1,16 @@
 """Requests and responses of the backend: its state, jobs as lines, and the open job of an epoch."""
 
 import asyncio
-import gzip
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import orjson
 from pydantic import BaseModel, Field
 
 from insitu.errors import BackendError, InsituError
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
+from insitu.wire.http_format import gzip_lines
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +35,6 @@ class Model(BaseModel):
 
 class Models(BaseModel):
     data: list[Model] = Field(min_length=1)
-
-
-def gzip_lines(header: dict[str, Any] | None, rows: Sequence[TrainingRow]) -> bytes:
-    """A job, or without a header a part of one, as gzipped JSON lines. Level 1 pays off even on loopback."""
-    lines = [] if header is None else [orjson.dumps(header)]
-    for row in rows:
-        if row.__pydantic_extra__:
-            values = row.model_dump()
-        else:  # much faster
-            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
-        lines.append(orjson.dumps(values))
-    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)
 
 
 def steps_obstacle(options: TrainingOptions, episodes: int) -> str | None:

@@ -33,10 +33,11 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
-from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, gzip_lines, steps_obstacle
+from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.wire.connection import Connection, event_data, response_error
+from insitu.wire.http_format import gzip_lines
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +319,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             job = await self._post_job(*self._job)
         else:  # sent again only if the backend loses the job
             self._job = key, partial(gzip_lines, first, rows)
-        about = {"job_id": job.id, "key": key, "epoch": epoch}
-        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata=about)
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": job.id, "key": key, "epoch": epoch})
 
     async def _post_job(self, key: str, body: Callable[[], bytes]) -> JobState:
         headers, sent = HEADERS | {"Idempotency-Key": key}, await asyncio.to_thread(body)

@@ -1,5 +1,6 @@
 """The native protocol: the server's state, and training jobs, uploaded as JSON lines and followed by events."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -10,11 +11,10 @@ from pydantic import BaseModel
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.learner.jobs import TrainingQueue
-from insitu.backend.learner.training_job import TrainingJob
+from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job, read_part
-from insitu.errors import RequestRefused
+from insitu.backend.protocols.native.open_jobs import expire, open_job_routes
+from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event, parse_count
@@ -94,6 +94,8 @@ def job_routes(
         if earlier is not None and earlier.is_open:  # its client has begun anew
             await jobs.cancel(earlier.state.id)
         job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest or None)
+        if job.is_open and job.expiry is None:
+            job.expiry = asyncio.create_task(expire(jobs, job), name=f"expiry of {job.state.id}")
         return _json(job.state.model_copy(update={"body_differs": bool(digest) and job.differs_from(digest)}))
 
     async def check(request: web.Request) -> web.Response:
@@ -130,34 +132,8 @@ def job_routes(
         ),
         ApiRoute("GET", f"{BASE}/{{id}}", state, "State of a job", response=JobState),
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
-        *open_job_routes(jobs, limits, tokenizer),
+        *open_job_routes(jobs, limits, tokenizer, BASE),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
-    ]
-
-
-def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer) -> list[ApiRoute]:
-    """Routes of open jobs: to add a part, and to close them."""
-
-    async def add_part(request: web.Request) -> web.Response:
-        job, number = jobs.get_open(request.match_info["id"]), request.match_info["number"]
-        if not number.isdecimal() or int(number) >= job.rows.count:
-            problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
-            raise RequestRefused(problem, param="number", code="part_not_found", status=404)
-        encoding = request.headers.get("Content-Encoding", "")
-        rows, lines = await read_part(body_chunks(request), encoding, job, int(number), limits, tokenizer)
-        return _json(jobs.add_part(job.state.id, int(number), rows, lines).state)
-
-    async def close(request: web.Request) -> web.Response:
-        body = await read_body(request, MAX_SETTINGS_BYTES)
-        retention = Retention.model_validate(parse_json(body)) if body.strip() else None
-        return _json(jobs.close_job(request.match_info["id"], retention).state)
-
-    part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
-    lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
-    closing = "Close an open job that has all its parts; its retention policy may be given"
-    return [
-        ApiRoute("POST", f"{BASE}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **lines),
-        ApiRoute("POST", f"{BASE}/{{id}}/close", close, closing, request=[Retention], response=JobState),
     ]
 
 

@@ -21,8 +21,8 @@ from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import Temperature
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row
+from insitu.backend.learner.jobs import TrainingJob
 from insitu.backend.learner.parts import PartedRows
-from insitu.backend.learner.training_job import TrainingJob
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow

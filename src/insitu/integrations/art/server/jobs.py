@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from insitu.backend.learner.batches import optimizer_steps
-from insitu.backend.learner.training_job import TrainingJob
+from insitu.backend.learner.jobs import TrainingJob
 from insitu.backend.protocols import Services
 from insitu.errors import JobFailed, RequestRefused
 from insitu.integrations.art.server.models import ArtModels
