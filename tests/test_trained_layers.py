@@ -95,7 +95,7 @@ def test_adapters_are_served_as_by_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # some that torch.compile provokes and hides
-def test_compiled_layers_train_to_the_same_weights(tmp_path: Path, lora: LoRASettings = LORA) -> None:
+def test_compiled_layers_train_to_the_same_weights(tmp_path: Path) -> None:
     loaded = load_model(str(save_tiny_model(tmp_path / "model", num_hidden_layers=1)), "cpu")
     rng, results = np.random.default_rng(0), []
     prompt = rng.integers(0, 256, 20)
@@ -111,7 +111,7 @@ def test_compiled_layers_train_to_the_same_weights(tmp_path: Path, lora: LoRASet
     compiled_frames = counters["frames"]["ok"]
     for compiles in (False, True):
         learner = Learner(loaded, tmp_path / str(compiles))
-        options = {"lora": lora, "compile": compiles, "attention": "packed", "kl_rows": 0}
+        options = {"lora": LORA, "compile": compiles, "attention": "packed", "kl_rows": 0}
         results.append(train(learner, rows, num_iterations=2, mini_batch_size=2, learning_rate=1e-3, **options)[0])
         assert (counters["frames"]["ok"] > compiled_frames) == compiles
     expected, found = results
