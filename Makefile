@@ -62,11 +62,9 @@ example-dpo: $(VENV)/.installed
 example-python: $(VENV)/.installed
 	$(BIN)/python examples/tic_tac_toe/train.py
 
-# Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures. There
-# are more workers than cores on small machines, because tests wait for processes that they start.
-WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, max(3, os.cpu_count())))')
+# Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-chaos: $(VENV)/.installed-dev
 	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py tests/test_staleness.py

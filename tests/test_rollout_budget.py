@@ -148,8 +148,11 @@ def test_rows_are_planned_from_groups_that_are_known_then(
     path.write_text('{"format": 2}\n')
     rows, rng = [EvalInputItem(id=number) for number in range(6)], random.Random(seed)
 
+    def order(number: int) -> list[EvalInputItem]:
+        return random.Random(f"{seed}|{number}").sample(rows, len(rows))
+
     def planner() -> PlannedRows:
-        return PlannedRows(rows, size, seed, 0.3, path, lag)
+        return PlannedRows(rows, order, size, seed, 0.3, path, lag)
 
     live, plans = planner(), []
     for epoch in range(1, 8):
