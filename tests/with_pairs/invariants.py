@@ -150,7 +150,7 @@ def tokens_of(
 
 def check_gap(folder: Path) -> None:
     for metrics in metrics_of(folder):
-        if metrics.get("sampled_version", 0) + 1 < (metrics["policy_version"] or 0):  # sampled from earlier weights
+        if (metrics.get("sampled_version") or 0) + 1 < (metrics["policy_version"] or 0):  # sampled from earlier weights
             continue
         assert metrics.get("logprob_gap") is None or metrics["logprob_gap"] < GAP, metrics
 
