@@ -168,12 +168,12 @@ def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_pat
 
 
 def interrupted(folder: Path, staleness: int, *options: str) -> Path:
-    """A run that is interrupted in its fourth epoch, with episodes of the fifth that have ended."""
+    """A run that is interrupted as soon as episodes of the fifth epoch have ended, ahead of those that are trained."""
     journal, metrics = folder / "run/journal.jsonl", folder / "run/training_metrics.jsonl"
     with start_project(folder, *stale(staleness), *options) as process:
 
         def is_ahead() -> bool:
-            if not metrics.exists() or len(whole_lines(metrics)) < 3:
+            if not metrics.exists() or len(whole_lines(metrics)) < 4 - staleness:
                 return False
             return any(line["episode"]["epoch"] == 5 for line in whole_lines(journal)[1:])
 
