@@ -41,8 +41,8 @@ class ComputeThread:
     Each iteration runs all pending calls, one sampling step, and, if it is due, one step of an interleaved generator (a
     training job). After such a step, of a micro-batch, sampling gets `sampling_share` of the time of both before the
     next one is due, or less if there is nothing left to sample. So training delays a sampling step by at most one
-    micro-batch, and is itself delayed by a bounded multiple of its own time. `sampling_step()` returns whether there is
-    more to sample. `synchronize`, if set, waits for the device, whose work would otherwise count as that of the next
+    micro-batch, and sampling delays training by a bounded factor. `sampling_step()` returns whether there is more to
+    sample. `synchronize`, if set, waits for the device, whose work would otherwise count as that of the next
     sampling step. If the thread fails, all that waits for it gets BackendUnavailable, `on_failure` is called with it,
     and `check_alive` raises it from then on.
     """

@@ -179,7 +179,7 @@ class CallLedger:
             return pending
 
     def _settle(self, pending: PendingCall) -> None:
-        """Its request is no longer in flight."""
+        """Marks the request of a call as no longer in flight."""
         if pending in self._pending:
             del self._pending[pending]
             if self.in_flight is not None:

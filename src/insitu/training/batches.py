@@ -84,7 +84,7 @@ class BatchCollector:
     staleness: int = 0
     pinned: bool = True
     shares_policy: bool = False
-    """Whether validations sample from the policy while a batch is collected: its completions cannot be told apart."""
+    """Whether validations sample from the policy meanwhile, so that its completions cannot be counted by epoch."""
 
     def __post_init__(self) -> None:
         self._batches: dict[int, _Batch] = {}

@@ -128,7 +128,7 @@ class TrainingQueue:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
-        self._learner_locks: dict[Learner, asyncio.Lock] = {}  # an open job delays those of its own learner only
+        self._learner_locks: dict[Learner, asyncio.Lock] = {}  # an open job delays only jobs of the same learner
         for state in self._earlier_jobs():
             self._add(TrainingJob(state, self.learner, PartedRows.whole(())))
 

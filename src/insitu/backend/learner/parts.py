@@ -223,7 +223,7 @@ def _sum(total: _Part, part: _Part) -> _Part:
 
 
 class _FixedPasses:
-    """The log-probabilities of an open job's rows under the weights at its start, and under its reference."""
+    """The log-probabilities of a job's rows under the weights at its start, and under its reference."""
 
     def __init__(self, state: TrainState, settings: TrainingSettings) -> None:
         self._state = state

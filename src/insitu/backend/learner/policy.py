@@ -69,7 +69,7 @@ class TrainablePolicy:
                 layer._compiled_call_impl = None
 
     def _layers(self, key: str, required: bool) -> list[Any]:
-        """Those that transformers marks. Raises BackendError if there are none but a setting requires them."""
+        """The layers that transformers marks. Raises BackendError if there are none but a setting requires them."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
