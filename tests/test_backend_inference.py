@@ -35,7 +35,6 @@ from insitu.backend.model import load_model
 from insitu.backend.protocols.openai.chat import (
     ChatRequest,
     Message,
-    split_tool_calls,
     template_messages,
 )
 from insitu.backend.server import run
@@ -361,7 +360,8 @@ def test_other_paths_methods_and_tokens(served):
     assert status == 200
     assert re.fullmatch(r"[0-9a-f]{16}", answer.pop("weights"))
     limits = {"vocab_size": 320, "max_length": 256, "logprob_tolerance": 0.005, "sampler": "embedded"}
-    assert answer == {"status": "ok", "policy_version": 0, **limits}
+    formats = {"tool_format": "hermes", "reasoning_format": "none"}
+    assert answer == {"status": "ok", "policy_version": 0, **limits, **formats}
     assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
 
 
@@ -602,24 +602,12 @@ def test_streamed_text_never_splits_a_character():
 
 def test_stop_strings_are_found_across_parts():
     parts = ["abc E", "N", "x\n", "y E", "ND more", "the EN"]
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(parts[id] for id in ids))
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(parts[id] for id in ids))
     text = CompletionText(tokenizer, ["END", "\n\n"])
     assert [text.add(token) for token in range(5)] == ["abc ", "", "ENx", "\ny ", ""]
     assert text.stopped
     unfinished = CompletionText(tokenizer, ["END"])
     assert (unfinished.add(5), unfinished.flush()) == ("the ", "EN")
-
-
-def test_tool_calls_are_read_from_text():
-    text = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call><tool_call>{"name": "go"}'
-    content, calls = split_tool_calls(text)
-    assert content == "I look."
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [
-        ("look", '{"at":1}'),
-        ("go", "{}"),
-    ]
-    assert split_tool_calls("<tool_call>not json</tool_call>") == ("<tool_call>not json</tool_call>", [])
-    assert split_tool_calls("plain") == ("plain", [])
 
 
 def test_arguments_of_past_calls_become_objects():

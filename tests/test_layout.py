@@ -22,6 +22,7 @@ ORDER = [
     "schemas",
     "wire",
     "disk",
+    "formats",
     "algorithms",
     "advantages",
     "preferences",
@@ -49,7 +50,7 @@ SHARED = ("child_process",)
 """Modules beside the integrations that these may import."""
 SERVER_HALVES = ("art/server", "torchrun", "vllm", *(f"{name}.py" for name in SHARED))
 """What runs in the backend's process."""
-BACKEND_MAY = {"errors", "schemas", "wire", "disk", "algorithms", "advantages", "backend"}
+BACKEND_MAY = {"errors", "schemas", "wire", "disk", "formats", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
 each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)

@@ -54,6 +54,7 @@ def _option(default: Any, help: str, **of_click: Any) -> Any:
 
 
 _PATH = click.Path(path_type=Path)
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _COUNT = click.IntRange(min=1)
 
@@ -78,6 +79,11 @@ class BackendOptions:
     quantization: str | None = _option(
         None, "Bits of the weights under LoRA adapters: 8 or 4.", type=click.Choice(["int8", "nf4"])
     )
+    chat_template: Path | None = _option(  # noqa: RUF009
+        None, "File with the chat template, instead of the model's.", type=_FILE
+    )
+    tool_format: str | None = _option(None, "How the model writes tool calls (default: what its template says).")
+    reasoning_format: str | None = _option(None, "How it writes reasoning (default: what its template says).")
     output_dir: Path | None = _option(None, "Folder for checkpoints (default: temporary).", type=_PATH)  # noqa: RUF009
     token: str | None = field(default=None, repr=False)
     insecure_no_auth: bool = False

@@ -53,8 +53,16 @@ class LoadedModel:
         return int(self.module.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
-def load_model(source: str, device: str = "auto", dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
+def load_model(
+    source: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantization: str | None = None,
+    chat_template: Path | None = None,
+) -> LoadedModel:
     """Loads a folder or hub name; a folder with a PEFT adapter is loaded on top of its base model.
+
+    `chat_template` is a file with the template to use instead of the model's.
 
     `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere; for `quantization` see `quantizer`. Raises
     BackendError if the source is missing or damaged, is not a decoder-only language model, or has no chat template.
@@ -65,7 +73,8 @@ def load_model(source: str, device: str = "auto", dtype: str = "auto", quantizat
     base, adapter = base_and_adapter(source)
     base = str(Path(base).resolve()) if Path(base).exists() else base  # stored in adapter checkpoints
     config = _config(base)
-    tokenizer = _tokenizer(source if adapter and (Path(source) / "tokenizer.json").exists() else base)
+    has_tokenizer = adapter and (Path(source) / "tokenizer.json").exists()
+    tokenizer = _tokenizer(source if has_tokenizer else base, chat_template)
     if dtype == "auto":
         stored = getattr(config, "dtype", None)
         torch_dtype = torch.float32 if torch_device.type == "cpu" or stored is None else stored
@@ -172,9 +181,12 @@ def _config(base: str) -> PreTrainedConfig:
     return config
 
 
-def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+def _tokenizer(source: str, chat_template: Path | None) -> PreTrainedTokenizerBase:
     with wrap_errors(f"no tokenizer could be read from {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
+    if chat_template is not None:
+        with wrap_errors(f"chat_template {chat_template} cannot be read"):
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     check_templates(source, tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise BackendError(

@@ -24,6 +24,7 @@ from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.inference.scheduler import EngineOptions
+from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import TrainsJobs
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue
@@ -33,6 +34,8 @@ from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, PluginError
+from insitu.formats.parser import check_format, unknown_format
+from insitu.formats.registry import REASONING, TOOLS
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings
@@ -94,6 +97,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     learner = Learner(loaded, output_dir, default_lora=lora, group=group, served_here=served_here, code=code)
     learners = Learners(learner)
     sampler = _sampler(loaded, options, compute, learners, output_dir)
+    _set_formats(sampler.tokenizer, options)
     jobs = TrainingQueue(learner, compute, sampler, output_dir)
     models = ServedModels(options.name, learner, sampler)
     services = Services(options, loaded, compute, sampler, learners, jobs, models, output_dir)
@@ -107,6 +111,19 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     for route in routes:
         route.add_to(app)
     return Backend(app, compute, sampler, jobs, learner, group)
+
+
+def _set_formats(tokenizer: ChatTokenizer, options: BackendOptions) -> None:
+    """Raises BackendError for a format that does not exist."""
+    for key, kind in (("tool_format", TOOLS), ("reasoning_format", REASONING)):
+        if (name := getattr(options, key)) is not None:
+            try:
+                check_format(kind, name)
+            except ValueError as error:
+                raise BackendError(f"{key}: {error}") from None
+    tokenizer.formats = tokenizer.formats.replaced(options.tool_format, options.reasoning_format)
+    if tokenizer.formats.tools is None:
+        logger.warning("requests with tools are refused: %s", unknown_format(options.model))
 
 
 def _sampler(
@@ -168,7 +185,9 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
-        loaded = await asyncio.to_thread(load_model, options.model, options.device, options.dtype, options.quantization)
+        loaded = await asyncio.to_thread(
+            load_model, options.model, options.device, options.dtype, options.quantization, options.chat_template
+        )
         backend = create_backend(loaded, options, output_dir)
         await backend.start()
         try:

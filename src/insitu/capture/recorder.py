@@ -342,6 +342,7 @@ class Exchange:
                 usage=response.get("usage"),
                 error=error,
                 logprobs_temperature=choice.get("logprobs_temperature"),
+                tool_call_malformed=choice.get("tool_call_malformed") is True,
                 weights=weights if isinstance(weights := response.get("weights"), str) else None,
             )
             calls.append(call)

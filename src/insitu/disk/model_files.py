@@ -222,6 +222,24 @@ def check_templates(source: str, templates: Any) -> None:
             raise BackendError(f"the tokenizer of {source} has a chat template whose name {name!r:.80} {problem}")
 
 
+def chat_template(folder: Path) -> tuple[Any, Any]:
+    """The chat template of a model in `folder`, or its templates by name, and its response template; None: it has none.
+
+    An adapter has that of its base model if it has no tokenizer. Raises BackendError if a file cannot be read.
+    """
+    settings = read_object(folder / "tokenizer_config.json", follow_links=True)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    try:
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise BackendError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
+    return template, settings.get("response_template")
+
+
 def _no_safetensors(folder: Path, wanted: str) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if not pickles:

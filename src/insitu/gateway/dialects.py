@@ -55,6 +55,9 @@ class Translation(ABC):
     def completion_request(self, params: dict[str, Any], model: str) -> dict[str, Any]:
         """The request for the server: the agent's, plus the configured `params` that it does not set."""
         params = dict(params)
+        further = params.pop("extra_body", {})
+        if self.route == CHAT:
+            params |= further
         if self.route == TEXT and params.pop("logprobs", False):  # the number of alternatives in this API
             params["logprobs"] = params.pop("top_logprobs", 0)
         if "max_completion_tokens" in self.request and "max_tokens" not in self.request:

@@ -75,7 +75,7 @@ class ModelCall:
     if the server sends one. `logprobs` are of the logits divided by `logprobs_temperature`; None if the server does not
     say: they are the model's own, as in calls recorded by releases that did not divide. `functions` are the enclosing
     functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is missing or
-    incomplete.
+    incomplete, and `tool_call_malformed` that its text has tool calls that the server could not parse.
     """
 
     index: int
@@ -98,6 +98,7 @@ class ModelCall:
     error: str | None = None
     logprobs_temperature: float | None = None
     weights: str | None = None
+    tool_call_malformed: bool = False
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -104,6 +104,10 @@ class TrainerAdapter(ABC):
         """The settings of a training job, shown in the header of the run."""
         return {}
 
+    def serving_settings(self) -> dict[str, Any]:
+        """How the model is served, shown in the header of the run."""
+        return {}
+
     @property
     def backend_pid(self) -> int | None:
         """The process of the backend, if the adapter has started it; its weights are of no use to anybody else."""

@@ -26,6 +26,7 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
         settings["reward_shape"] = shape.settings
     if (budget := getattr(builder, "budget", None)) is not None:
         settings["budget"] = budget.model_dump(exclude_none=True)
+    settings |= trainer.trainer_adapter.serving_settings()
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)
     return settings

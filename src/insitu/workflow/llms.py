@@ -29,6 +29,7 @@ from pydantic import Field, SecretStr
 
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
+from insitu.formats.parser import ReasoningFormatName, ToolFormatName
 from insitu.registry import LLM, register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_body", "extra_headers", "extra_query"))
+_FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_headers", "extra_query"))
+_EXTRA = ("chat_template_kwargs", "tool_format", "reasoning_format")
+"""Parameters of chat completions that OpenAI's API does not have."""
 
 
 class SamplingConfig(LLMBaseConfig):
@@ -61,6 +64,8 @@ class SamplingConfig(LLMBaseConfig):
     """Request logprobs for the workflow; training requests them in any case."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Number of most likely alternatives to return per token, if the workflow needs them."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the server's chat template, such as `enable_thinking: false`; for vLLM and `insitu backend`."""
     override_sampling: bool = False
     """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
     agent's take precedence, and these are used for what it does not send."""
@@ -70,9 +75,11 @@ class SamplingConfig(LLMBaseConfig):
     """Retries of a request after a transient error."""
 
     def params(self) -> dict[str, Any]:
-        """The request's parameters."""
+        """The request's parameters; those that the OpenAI client does not know are in `extra_body`."""
         names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        params = {name: value for name in names if (value := getattr(self, name)) is not None}
+        further = {name: value for name in _EXTRA if (value := getattr(self, name, None)) is not None}
+        return params | ({"extra_body": further} if further else {})
 
     def forced_params(self) -> dict[str, Any]:
         """The parameters that replace those of each request."""
@@ -103,6 +110,11 @@ class NIMConfig(OpenAIConfig, name="nim"):
 class PolicyConfig(SamplingConfig, name="policy"):
     """The model under training, wherever the trainer adapter serves it."""
 
+    tool_format: ToolFormatName | None = None
+    """How the model writes [tool calls](models.md#tool-calls-and-reasoning), instead of what the backend says."""
+    reasoning_format: ReasoningFormatName | None = None
+    """How the model writes [reasoning](models.md#tool-calls-and-reasoning), instead of what the backend says."""
+
 
 @dataclass
 class ModelClient:
@@ -131,6 +143,7 @@ class ModelClient:
         request: dict[str, Any] = {"model": self.model, "messages": as_messages(messages), **self.params, **overrides}
         if _is_plain_json(request):
             # `create` walks the request for objects that are not JSON, which takes a quarter of the client's CPU time
+            request |= request.pop("extra_body", None) or {}
             return await self.client.post("/chat/completions", cast_to=self._completion_type, body=request)
         return await self.client.chat.completions.create(**request)
 

@@ -74,6 +74,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     top_logprobs: int = 0
+    skip_special_tokens: bool = True
 
 
 class GenerationRequest(NamedTuple):
@@ -145,7 +146,8 @@ class Completion:
 
     def detokenize(self, tokenizer: ChatTokenizer) -> None:
         """From now on, `append` returns text and finds stop strings."""
-        self.text = CompletionText(tokenizer, self.params.stop)
+        skip = self.params.skip_special_tokens
+        self.text = CompletionText(tokenizer, self.params.stop, skip_special_tokens=skip)
 
     def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
@@ -285,7 +287,8 @@ class Sampler(ABC):
                 output = outputs[index]
                 ids = output.tokens.ids
                 # The token that ended the turn is not part of the text, whether it is a special token or not.
-                output.text = self.tokenizer.decode(ids[:-1] if output.finish_reason == "stop" else ids)
+                ids = ids[:-1] if output.finish_reason == "stop" else ids
+                output.text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         self.num_completed += len(outputs)
         return [outputs[index] for index in range(len(requests))]
 

@@ -1,13 +1,15 @@
 """Chat templates, encoding, and incremental decoding of sampled tokens."""
 
+import re
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from insitu.errors import RequestRefused
+from insitu.formats.parser import MessageFormats
 
 _REPLACEMENT = "\ufffd"
 _CACHED_PROMPTS = 1024
@@ -29,6 +31,15 @@ class ChatTokenizer:
         )
         self.decode_token = cache(self._decode_token)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
+        template = getattr(tokenizer, "response_template", None)
+        self.formats = MessageFormats.of(tokenizer.chat_template, template)
+        """How the model writes tool calls and reasoning."""
+
+    @cached_property
+    def special_tokens(self) -> re.Pattern[str]:
+        """Matches the special tokens, in text that has them."""
+        tokens = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
     def render_prompt(
         self,
@@ -63,9 +74,9 @@ class ChatTokenizer:
             return list(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self._encode(text, add_special_tokens))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text without special tokens."""
-        return str(self._fast.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text, by default without special tokens."""
+        return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def _decode_token(self, token_id: int) -> tuple[str, list[int]]:
         """A single token's text and UTF-8 bytes (a token may be part of a character)."""
@@ -80,8 +91,8 @@ class CompletionText:
     Text that may turn out to be the start of a stop string is held back.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._stop = [text for text in stop if text]
         self._held = ""
         self.stopped = False
@@ -104,8 +115,8 @@ class CompletionText:
         return text + held
 
     def _next_text(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        now = self._tokenizer.decode(self._ids[self._context :])
+        before = self._decode(self._ids[self._context : self._emitted])
+        now = self._decode(self._ids[self._context :])
         if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
             return ""
         self._context, self._emitted = self._emitted, len(self._ids)

@@ -15,9 +15,8 @@ from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")
 _IGNORED = ("metadata", "service_tier", "cache_control")  # no effect on the completion
-_KNOWN = frozenset((*_SAME, *_IGNORED, "messages", "system", "tools", "tool_choice", "stop_sequences"))
+_KNOWN = frozenset((*_SAME, *_IGNORED, "thinking", "messages", "system", "tools", "tool_choice", "stop_sequences"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
     "top_k": (0, -1),
     "container": (),
     "mcp_servers": ([],),
@@ -54,6 +53,11 @@ def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, 
             chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
+    thinking = (request.get("thinking") or {}).get("type", "disabled")
+    if thinking not in ("disabled", "enabled", "adaptive"):
+        raise unsupported_type("thinking", thinking, "disabled, enabled, adaptive", "thinking")
+    if thinking == "enabled":
+        chat["chat_template_kwargs"] = {"enable_thinking": True}
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
@@ -73,6 +77,7 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
         yield {"role": role, "content": content}
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(content or ()):
         kind = block.get("type")
@@ -87,12 +92,15 @@ def _messages(message: dict[str, Any], where: str, memory: dict[str, str]) -> It
         elif kind == "tool_result" and role == "user":
             result = join_text(block.get("content"), ("text",), f"{where}.content.{index}.content")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
-        elif kind not in ("thinking", "redacted_thinking"):  # reasoning is not sent back to the server
+        elif kind == "thinking":
+            thoughts.append(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
             raise unsupported_type(f"{where}.content.{index}", kind, "text, tool_use, tool_result", where)
+    reasoning = {"reasoning_content": text} if (text := "".join(thoughts)) else {}
     if calls:
-        yield {"role": role, "content": "".join(texts) or None, "tool_calls": calls}
-    elif texts:
-        yield {"role": role, "content": "".join(texts)}
+        yield {"role": role, "content": "".join(texts) or None, **reasoning, "tool_calls": calls}
+    elif texts or reasoning:
+        yield {"role": role, "content": "".join(texts), **reasoning}
 
 
 class MessagesTranslation(Translation):
@@ -107,7 +115,8 @@ class MessagesTranslation(Translation):
         self._begun = False
         self._content: list[dict[str, Any]] = []  # blocks, of which only the latest is open
         self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
-        self._text_open = False
+        self._open_kind: str | None = None
+        """Of a block of text that is open."""
         self._stop = _stop({})
         self._usage: dict[str, Any] = {}
 
@@ -129,12 +138,10 @@ class MessagesTranslation(Translation):
             self._usage = _usage(chunk["usage"])
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
+            if delta.get("reasoning_content"):
+                yield from self._add("thinking", delta["reasoning_content"], signature="")
             if delta.get("content"):
-                if not self._text_open:
-                    yield from self._open({"type": "text", "text": ""})
-                    self._text_open = True
-                self._content[-1]["text"] += delta["content"]
-                yield self._delta(len(self._content) - 1, {"type": "text_delta", "text": delta["content"]})
+                yield from self._add("text", delta["content"])
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             if choice.get("finish_reason"):
@@ -144,6 +151,14 @@ class MessagesTranslation(Translation):
         if not self._begun:
             self._begun = True
             yield _event({"type": "message_start", "message": self._message(chunk, [], dict.fromkeys(self._stop))})
+
+    def _add(self, kind: str, text: str, **more: str) -> Iterator[bytes]:
+        """Adds to the open block of a kind, or opens one."""
+        if self._open_kind != kind:
+            yield from self._open({"type": kind, kind: "", **more})
+            self._open_kind = kind
+        self._content[-1][kind] += text
+        yield self._delta(len(self._content) - 1, {"type": f"{kind}_delta", kind: text})
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
@@ -165,7 +180,7 @@ class MessagesTranslation(Translation):
     def _close(self) -> Iterator[bytes]:
         if self._content:
             yield _event({"type": "content_block_stop", "index": len(self._content) - 1})
-        self._text_open = False
+        self._open_kind = None
 
     def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "index": block, "delta": delta})

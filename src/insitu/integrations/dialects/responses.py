@@ -22,6 +22,7 @@ _IGNORED = ("store", "service_tier", "prompt_cache_key", "prompt_cache_retention
 _KNOWN = frozenset((*_SAME, *_ECHOED, *_IGNORED, "input", "tools", "tool_choice", "include", "stream_options"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"background": (False,), "max_tool_calls": (), "conversation": (), "prompt": ()}
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_REASONING = ("reasoning_text", "summary_text")
 _TEXT = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -48,6 +49,8 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         if choice is not None:
             chat["tool_choice"] = choice
+    if effort := (request.get("reasoning") or {}).get("effort"):
+        chat["reasoning_effort"] = effort
     form = (request.get("text") or {}).get("format") or {}
     if form.get("type", "text") != "text":
         schema = {name: value for name, value in form.items() if name != "type"}
@@ -64,14 +67,17 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts items to chat messages; the items of one response (text, tool calls) become one assistant message."""
+    """Converts items to chat messages; those of one response (reasoning, text, calls) become one assistant message."""
     messages: list[dict[str, Any]] = []
     answering = False  # whether the previous item is the assistant's
     for index, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input.{index}"
-        if kind == "reasoning":  # reasoning is not sent back to the server
-            continue
-        if kind == "message":
+        if kind == "reasoning":
+            if not answering:
+                messages.append({"role": "assistant", "content": None})
+            if text := join_text(item.get("content") or item.get("summary"), _REASONING, where):
+                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + text
+        elif kind == "message":
             content = join_text(item.get("content"), _TEXT, where)
             if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
                 messages[-1]["content"] = content  # text after the calls
@@ -90,7 +96,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             allowed = "message, function_call, function_call_output, reasoning"
             raise unsupported_type(where, kind, allowed, "input")
         answering = messages[-1]["role"] == "assistant"
-    return messages
+    return [message for message in messages if message != {"role": "assistant", "content": None}]
 
 
 class ResponsesTranslation(Translation):
@@ -111,6 +117,7 @@ class ResponsesTranslation(Translation):
         self._sequence_number = -1
         self._output: list[dict[str, Any]] = []
         self._text: dict[str, Any] | None = None
+        self._reasoning: dict[str, Any] | None = None
         self._calls: dict[int, dict[str, Any]] = {}
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
@@ -162,11 +169,22 @@ class ResponsesTranslation(Translation):
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
+            if delta.get("reasoning_content"):
+                yield from self._add_reasoning(delta["reasoning_content"])
             if delta.get("content"):
                 yield from self._add_text(delta["content"], (choice.get("logprobs") or {}).get("content") or [])
             for part in delta.get("tool_calls") or ():
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
+
+    def _add_reasoning(self, text: str) -> Iterator[bytes]:
+        if self._reasoning is None:
+            part = {"type": "reasoning_text", "text": ""}
+            self._reasoning = _item("rs", "reasoning", summary=[], content=[part])
+            yield self._event("response.output_item.added", output_index=len(self._output), item=self._reasoning)
+            self._output.append(self._reasoning)
+        self._reasoning["content"][0]["text"] += text
+        yield self._event("response.reasoning_text.delta", **self._position(self._reasoning), delta=text)
 
     def _add_text(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
@@ -174,15 +192,14 @@ class ResponsesTranslation(Translation):
             self._text = _item("msg", "message", role="assistant", content=[part])
             yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
             self._output.append(self._text)
-            yield self._event("response.content_part.added", **self._text_position(), part=self._text["content"][0])
+            yield self._event("response.content_part.added", **self._position(self._text), part=part)
         part = self._text["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._event("response.output_text.delta", **self._text_position(), delta=text, logprobs=logprobs)
+        yield self._event("response.output_text.delta", **self._position(self._text), delta=text, logprobs=logprobs)
 
-    def _text_position(self) -> dict[str, Any]:
-        assert self._text is not None
-        return {"item_id": self._text["id"], "output_index": self._output.index(self._text), "content_index": 0}
+    def _position(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": self._output.index(item), "content_index": 0}
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
@@ -202,11 +219,14 @@ class ResponsesTranslation(Translation):
         if failure is not None:
             yield self._event("error", code="server_error", message=failure, param=None)
             return
+        if self._reasoning is not None:
+            text = self._reasoning["content"][0]["text"]
+            yield self._event("response.reasoning_text.done", **self._position(self._reasoning), text=text)
         if self._text is not None:
             part = self._text["content"][0]
             final = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._event("response.output_text.done", **self._text_position(), **final)
-            yield self._event("response.content_part.done", **self._text_position(), part=part)
+            yield self._event("response.output_text.done", **self._position(self._text), **final)
+            yield self._event("response.content_part.done", **self._position(self._text), part=part)
         for index, item in enumerate(self._output):
             item["status"] = "completed"
             if item["type"] == "function_call":

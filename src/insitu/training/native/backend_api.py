@@ -27,6 +27,8 @@ class Health(BaseModel):
     weights: str | None = None
     logprob_tolerance: float | None = None
     sampler: str = "embedded"
+    tool_format: str | None = None
+    reasoning_format: str | None = None
 
 
 class Model(BaseModel):

@@ -6,10 +6,19 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from insitu.config import Config
+from insitu.disk.model_files import chat_template
+from insitu.errors import ConfigError
+from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 from insitu.wire.http_format import split_userinfo
+
+SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
+_CHAT_TEMPLATE = "trainer_adapters: chat_template"
+_OF_MODEL = ("device", "dtype", "quantization", "chat_template", "tool_format", "reasoning_format")
+"""Keys that go with `model`."""
 
 
 class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
@@ -32,6 +41,12 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     quantization: Literal["int8", "nf4"] | None = None
     """Stores the linear layers of the model in 8 or 4 bits and trains LoRA adapters over them; needs the extra
     `quantized`. int8 has one scale for each output, nf4 (4-bit NormalFloat) one for each 64 weights."""
+    chat_template: Path | None = None
+    """File with the chat template to use instead of the model's. Checkpoints have it."""
+    tool_format: ToolFormatName | None = None
+    """How the model writes [tool calls](models.md#tool-calls-and-reasoning); none: what its chat template says."""
+    reasoning_format: ReasoningFormatName | None = None
+    """How the model writes [reasoning](models.md#tool-calls-and-reasoning); none: what its chat template says."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for the backend to load its model."""
     max_restarts: int = Field(default=3, ge=0)
@@ -63,12 +78,17 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         password = userinfo.partition(":")[2] if userinfo is not None else None
         return address.rstrip("/"), self.api_key.get_secret_value() if self.api_key is not None else password
 
-    def backend_options(self, folder: Path) -> dict[str, str]:
-        """The options of `insitu backend` that this block sets; the Python code of its jobs lies in `folder`.
+    def backend_arguments(self, config: Config, **more: Any) -> list[str]:
+        """The arguments of `insitu backend` for this block of `config`, and `more`.
 
-        A vLLM that the backend starts must be made for LoRA adapters.
+        The Python code of its jobs lies in the folder of the file. A vLLM that the backend starts must be made for LoRA
+        adapters.
         """
-        options = self.model_dump(include={"name", "device", "dtype", "quantization"})
+        options = self.model_dump(
+            include={"name", "device", "dtype", "quantization", "tool_format", "reasoning_format"}
+        )
+        if self.chat_template is not None:
+            options["chat_template"] = config.find_path(self.chat_template, _CHAT_TEMPLATE).resolve()
         if self.learner.total > 1:
             options |= {f"learner_{key}": value for key, value in self.learner if value is not None}
         if self.sampler.kind == "vllm":
@@ -77,8 +97,32 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             if self.training.lora is not None and not self.sampler.addresses:
                 options["lora_rank"] = self.training.lora.rank
         if self.training.code:
-            options["allow_code"] = folder.resolve()
-        return {key: _option(value) for key, value in options.items() if value is not None}
+            options["allow_code"] = config.folder.resolve()
+        chosen = {key: _option(value) for key, value in (options | more).items() if value is not None}
+        return [text for key, value in chosen.items() for text in (f"--{key}", value)]
+
+    @property
+    def backend_secrets(self) -> dict[str, str]:
+        """Environment variables of that process."""
+        key = self.sampler.api_key
+        return {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
+
+    def check_formats(self, model: str, config: Config) -> None:
+        """Raises ConfigError if a model in a folder writes tool calls in an unknown way.
+
+        Of a model on the Hub nothing is known before it is loaded.
+        """
+        template, response = None, None
+        if self.chat_template is not None:
+            path = config.find_path(self.chat_template, _CHAT_TEMPLATE)
+            try:
+                template = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{_CHAT_TEMPLATE} {path} cannot be read: {error}") from error
+        elif (Path(model) / "tokenizer_config.json").is_file():
+            template, response = chat_template(Path(model))
+        if template and MessageFormats.of(template, response, self.tool_format, self.reasoning_format).tools is None:
+            raise ConfigError(f"trainer_adapters: {unknown_format(model)}")
 
     @property
     def starts_from(self) -> str | None:
@@ -94,7 +138,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ValueError(f"url is {self.url!r}; it must begin with http:// or https://")
         if self.api_key is not None and split_userinfo(self.url or "")[1] is not None:
             raise ValueError("url has a user or password and api_key is set; give the token in one of them")
-        of_process = ("device", "dtype", "quantization", "startup_timeout", "max_restarts", "learner", "sampler")
+        of_process = (*_OF_MODEL, "startup_timeout", "max_restarts", "learner", "sampler")
         ignored = ("api_key",) if self.url is None else of_process
         if unused := sorted(self.model_fields_set.intersection(ignored)):
             raise ValueError(f"{', '.join(unused)}: allowed with {'url' if self.url is None else 'model'} only")

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKEND = "insitu"
-SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _WATCH_SECONDS = 5.0
 """Interval of the health checks while the backend is in use."""
 
@@ -75,19 +74,17 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
         if adapter_config.model is not None:
-            self._resolve_model(adapter_config.model)  # raises now if it does not exist
+            adapter_config.check_formats(self._resolve_model(adapter_config.model), self._full_config)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         if self.config.model is not None and self._process is None:
             folder = self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
-            options = {"model": model, "output_dir": str(folder)}
-            options |= self.config.backend_options(self._full_config.folder)
-            arguments = [text for key, value in options.items() for text in (f"--{key}", value)]
-            key = self.config.sampler.api_key
-            secrets = {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
-            self._process = BackendProcess(arguments, folder / "backend.log", self.config.max_restarts, secrets)
+            arguments = self.config.backend_arguments(self._full_config, model=model, output_dir=folder)
+            self._process = BackendProcess(
+                arguments, folder / "backend.log", self.config.max_restarts, self.config.backend_secrets
+            )
             self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
         if self._connection is None:
             self._connection = Connection(
@@ -164,7 +161,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             base_model=self.config.model,
             names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
             and (self._health.sampler == "embedded" or self.config.training.lora is not None),
-            **self._health.model_dump(exclude={"policy_version", "sampler"}),
+            **self._health.model_dump(include={"vocab_size", "max_length", "weights", "logprob_tolerance"}),
         )
 
     async def _served_version(self) -> int:
@@ -201,6 +198,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     def training_settings(self) -> dict[str, Any]:
         return self._training.effective()
+
+    def serving_settings(self) -> dict[str, Any]:
+        return self._health.model_dump(include={"tool_format", "reasoning_format"}, exclude_none=True)
 
     async def check_settings(self) -> None:
         try:

@@ -39,6 +39,8 @@ class Health(BaseModel):
 
     A prompt and its completion may have `max_length` tokens together. `weights` is a digest of the latest weights, None
     if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding. `sampler` is what samples.
+    `tool_format` is how the model writes tool calls, None if that is unknown, and `reasoning_format` how it writes
+    reasoning.
     """
 
     status: str
@@ -48,6 +50,8 @@ class Health(BaseModel):
     weights: str | None
     logprob_tolerance: float
     sampler: str
+    tool_format: str | None
+    reasoning_format: str
 
 
 def state_routes(services: Services) -> list[ApiRoute]:
@@ -60,6 +64,7 @@ def state_routes(services: Services) -> list[ApiRoute]:
         version = sampler.version
         weights = services.weights_digest(WeightVersion(version))
         limits["sampler"] = services.options.sampler
+        limits["tool_format"], limits["reasoning_format"] = sampler.tokenizer.formats[:2]
         return _json(Health(status="ok", policy_version=version, weights=weights, **limits))
 
     async def metrics(request: web.Request) -> web.Response:

@@ -1,7 +1,5 @@
-"""Chat completions: the request, its prompt through the chat template, tool calls, and the response."""
+"""Chat completions: the request, its prompt through the chat template, and the message of the response."""
 
-import re
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -10,14 +8,14 @@ from pydantic import Field, PrivateAttr
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
-from insitu.backend.inference.tokenizer import ChatTokenizer, overlap
+from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
+from insitu.formats.parser import MALFORMED, MessageFormats, Parser, Piece, check_format, message_parser, unknown_format
+from insitu.formats.registry import NONE, REASONING, TOOLS
 
-TOOL_CALL_START = "<tool_call>"
-_TOOL_CALL = re.compile(rf"{TOOL_CALL_START}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
+_PROMPT_END = 512
+"""Tokens at the end of a prompt in which the beginning of the message is looked for."""
 Objects = Annotated[list[dict[str, Any]], StopAtFirstError()]
 
 
@@ -29,13 +27,18 @@ class Message(RequestModel):
     tool_calls: Objects | None = None
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: content as text, arguments of tool calls as objects."""
+def template_messages(messages: Sequence[Message], *, objects: bool = True) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content as text, arguments of tool calls as objects, or as JSON.
+
+    Reasoning has the names that templates read it by.
+    """
     formatted = []
     for index, message in enumerate(messages):
         keys = {"role": message.role, "content": _text(message.content, index), **(message.model_extra or {})}
+        if reasoning := keys.get("reasoning_content") or keys.get("reasoning"):
+            keys |= {"reasoning_content": reasoning, "thinking": reasoning}
         if message.tool_calls:
-            keys["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+            keys["tool_calls"] = [_template_tool_call(call) if objects else call for call in message.tool_calls]
         formatted.append(keys)
     return formatted
 
@@ -62,37 +65,6 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """The content before the first tool call, and the calls.
-
-    Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one call cannot
-    be parsed, the entire text is content: sampled text is never dropped.
-    """
-    calls = []
-    for match in _TOOL_CALL.finditer(text):
-        call = _parse_tool_call(match.group(1))
-        if call is None:
-            return text, []
-        calls.append(call)
-    return (text[: text.index(TOOL_CALL_START)].rstrip() or None) if calls else text, calls
-
-
-def _parse_tool_call(text: str) -> dict[str, Any] | None:
-    try:
-        call = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    arguments = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
-    }
-
-
 class ChatFormatter(ResponseFormatter):
     """The prompt's token ids appear once, in the body: all choices share the prompt."""
 
@@ -100,45 +72,65 @@ class ChatFormatter(ResponseFormatter):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._held_text: dict[int, str] = {}
+        self._parsers: dict[int, Parser] = {}
         self._prompt_ids_sent = False
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-        finish_reason = output.finish_reason
-        if self._request.enabled_tools:
-            message["content"], calls = split_tool_calls(output.text)
-            if calls:
-                message["tool_calls"], finish_reason = calls, _tool_finish_reason(finish_reason)
-        choice = {"index": index, "message": message, "finish_reason": finish_reason, **self._token_fields(output)}
+        choice = {
+            "index": index,
+            "message": message,
+            "finish_reason": output.finish_reason,
+            **self._token_fields(output),
+        }
+        if self._request.is_parsed:
+            piece = self._parse(index, output)
+            message["content"] = piece.content or (None if piece.calls or piece.reasoning else "")
+            self._add_parts(choice, message, piece)
         if self._request._prompt_ids_in_choices:
             choice["prompt_token_ids"] = self._prompts[index]
         return choice
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        finish_reason = self._fill_delta(index, output, delta)
-        return {"index": index, "delta": delta, "finish_reason": finish_reason, **self._token_fields(output)}
+        choice = {"index": index, "delta": delta, "finish_reason": output.finish_reason, **self._token_fields(output)}
+        if self._request.is_parsed:
+            piece = self._parse(index, output)
+            delta["content"] = piece.content
+            calls = tuple({"index": number, **call} for number, call in enumerate(piece.calls))
+            self._add_parts(choice, delta, piece._replace(calls=calls))
+        else:
+            delta["content"] = output.text
+        return choice
+
+    def _parse(self, index: int, output: OutputDelta) -> Piece:
+        """What is final of a message with this text."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            end = self._tokenizer.decode(self._prompts[index][-_PROMPT_END:], skip_special_tokens=False)
+            tools = self._request.enabled_tools or ()
+            special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else None
+            parser = self._parsers[index] = message_parser(self._request.formats, end, tools, special)
+        piece = parser.feed(output.text)
+        if output.finish_reason is None:
+            return piece
+        rest = parser.finish()
+        return rest._replace(content=piece.content + rest.content, reasoning=piece.reasoning + rest.reasoning)
+
+    @staticmethod
+    def _add_parts(choice: dict[str, Any], message: dict[str, Any], piece: Piece) -> None:
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.malformed:
+            choice[MALFORMED] = True
+        if piece.calls:
+            message["tool_calls"] = list(piece.calls)
+            if choice["finish_reason"] == "stop":  # a message with calls that was cut off keeps `length`
+                choice["finish_reason"] = "tool_calls"
 
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         if not self._prompt_ids_sent:
             self._prompt_ids_sent, body["prompt_token_ids"] = True, self._prompts[0]
-
-    def _fill_delta(self, index: int, output: OutputDelta, delta: dict[str, Any]) -> str | None:
-        """Adds the text to `delta`, holding back what may be a tool call; returns the finish reason."""
-        if not self._request.enabled_tools:
-            delta["content"] = output.text
-            return output.finish_reason
-        text = self._held_text.pop(index, "") + output.text
-        if output.finish_reason is not None:
-            delta["content"], calls = split_tool_calls(text)
-            if calls:
-                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-                return _tool_finish_reason(output.finish_reason)
-            return output.finish_reason
-        at = _tool_call_position(text)
-        delta["content"], self._held_text[index] = text[:at], text[at:]
-        return None
 
     def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
         if not self._request.logprobs:
@@ -158,17 +150,6 @@ class ChatFormatter(ResponseFormatter):
         return {"token": self._token_text(token_id), "logprob": logprob, "bytes": text_bytes}
 
 
-def _tool_finish_reason(finish_reason: str | None) -> str | None:
-    """A message with tool calls that was cut off keeps `length`."""
-    return "tool_calls" if finish_reason == "stop" else finish_reason
-
-
-def _tool_call_position(text: str) -> int:
-    """Where a tool call starts, or may start at the end of `text`, including whitespace before it."""
-    start = text.find(TOOL_CALL_START)
-    return len(text[: start if start >= 0 else len(text) - overlap(text, TOOL_CALL_START)].rstrip())
-
-
 class ChatRequest(SamplingRequest):
     """The body of `POST /v1/chat/completions`."""
 
@@ -183,6 +164,14 @@ class ChatRequest(SamplingRequest):
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: str | None = None
+    """The variable of the chat template that has this name."""
+    tool_format: str | None = None
+    """How the model writes tool calls, instead of what its chat template says."""
+    reasoning_format: str | None = None
+    """How the model writes reasoning, instead of what its chat template says."""
+    _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
 
@@ -192,10 +181,40 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
+        for key, kind in (("tool_format", TOOLS), ("reasoning_format", REASONING)):
+            if (name := getattr(self, key)) is not None:
+                try:
+                    check_format(kind, name)
+                except ValueError as error:
+                    raise RequestRefused(f"{key}: {error}", param=key) from None
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
-        messages = template_messages(self.messages)
-        return [tokenizer.render_prompt(messages, self.enabled_tools, self.chat_template_kwargs)]
+        self._formats = tokenizer.formats.replaced(self.tool_format, self.reasoning_format)
+        if self.enabled_tools and self._formats.tools is None:
+            raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
+        variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        variables |= self.chat_template_kwargs or {}
+        try:
+            return [tokenizer.render_prompt(template_messages(self.messages), self.enabled_tools, variables)]
+        except RequestRefused:  # some templates add arguments to text
+            if not any(message.tool_calls for message in self.messages):
+                raise
+            messages = template_messages(self.messages, objects=False)
+            return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
+
+    @property
+    def formats(self) -> MessageFormats:
+        """How the model writes the parts of a message; known once the prompt is."""
+        return self._formats
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the text of a completion may be more than content."""
+        return bool(self.enabled_tools and self._formats.tools != NONE) or self._formats.reasoning != NONE
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return super().needs_special_tokens or self.is_parsed
 
     def enable_token_ids(self) -> None:
         self.logprobs = self._prompt_ids_in_choices = True

@@ -51,7 +51,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
-    "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "echo": (False,),
     "suffix": ("",),
@@ -91,6 +90,8 @@ class SamplingRequest(RequestModel):
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=0, ge=0)
     ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    """Whether the text of a completion is without special tokens."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -137,6 +138,11 @@ class SamplingRequest(RequestModel):
         raise NotImplementedError
 
     @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the text that is sampled has special tokens."""
+        return self.skip_special_tokens is False
+
+    @property
     def may_be_compact(self) -> bool:
         """Whether the compact form has all that is requested."""
         return bool(self.return_token_ids) and not (self.stream or self.num_top_logprobs)
@@ -152,6 +158,7 @@ class SamplingRequest(RequestModel):
             "ignore_eos": bool(self.ignore_eos),
             "min_tokens": self.min_tokens or 0,
             "top_logprobs": self.num_top_logprobs,
+            "skip_special_tokens": not self.needs_special_tokens,
         }
         requests: list[GenerationRequest] = []
         for prompt in prompts:

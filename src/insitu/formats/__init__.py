@@ -1,0 +1,6 @@
+"""How families of models write tool calls and reasoning: the text of a completion in, the parts of a message out.
+
+registry      the formats by name, and which of them a chat template asks for; read this first
+tool_calls    the text of a call in each format, as its name and its arguments
+parser        a completion, whole or in pieces, as content, reasoning and tool calls
+"""

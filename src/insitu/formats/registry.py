@@ -1,0 +1,177 @@
+"""The formats of tool calls and of reasoning by name, and those that a chat template asks for.
+
+An installed package adds its own as entry points of the groups `insitu.tool_formats` and `insitu.reasoning_formats`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from insitu.formats.tool_calls import (
+    ToolCall,
+    Tools,
+    call_id,
+    deepseek_calls,
+    glm_calls,
+    harmony_calls,
+    json_calls,
+    kimi_calls,
+    minimax_calls,
+    mistral_calls,
+    python_calls,
+    qwen_xml_calls,
+    short_id,
+)
+from insitu.schemas.parts import load_named, names
+
+TOOLS, REASONING = "tool_formats", "reasoning_formats"
+NONE = "none"
+"""Leaves tool calls, or reasoning, in the text."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How tool calls are written. `parse` gets the text of a region and the tools of the request.
+
+    `regions` are the delimiters around calls; without an end, a region lasts until the message does. Content that
+    begins with a character of `whole` is calls if it can be parsed as calls of the request's tools.
+    """
+
+    markers: tuple[str, ...]
+    """A chat template is for this format if it has all words of one of these."""
+    parse: Callable[[str, Tools], list[ToolCall]]
+    regions: tuple[tuple[str, str | None], ...] = ()
+    whole: str = ""
+    new_id: Callable[[], str] = call_id
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How reasoning is written: between one of `start` and one of `end`.
+
+    `content` are such delimiters of text that is content; what stands between them and reasoning is content too. With
+    `begins`, a message begins in the midst of reasoning.
+    """
+
+    markers: tuple[str, ...]
+    """A chat template is for this format if it has all words of one of these."""
+    start: tuple[str, ...]
+    end: tuple[str, ...]
+    content: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    begins: bool = False
+
+
+_TAGS = (("<tool_call>", "</tool_call>"),)
+_TURN = "<|start|>assistant"
+OPENAI = ToolFormat(
+    ("<|channel|> <|start|>",),
+    harmony_calls,
+    tuple(
+        (f"{before} to=functions.", "<|call|>")
+        for before in (
+            _TURN,
+            *(f"{turn}<|channel|>{name}" for turn in (_TURN, "") for name in ("commentary", "analysis")),
+            "",
+        )
+    ),
+)
+KIMI_K2 = ToolFormat(
+    ("<|tool_calls_section_begin|>",),
+    kimi_calls,
+    (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+)
+DEEPSEEK_V3 = ToolFormat(
+    ("<｜tool▁calls▁begin｜>",), deepseek_calls, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
+)
+MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), minimax_calls, (("<minimax:tool_call>", "</minimax:tool_call>"),))
+QWEN3_CODER = ToolFormat(("<function= <parameter=",), qwen_xml_calls, _TAGS)
+GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS)
+MISTRAL = ToolFormat(("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id)
+PHI4_MINI_JSON = ToolFormat(
+    ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
+    json_calls,
+    (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
+)
+GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS))
+HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS)
+LLAMA4_PYTHONIC = ToolFormat(
+    ("<|header_start|>", "<|python_start|>"),
+    python_calls,
+    (("<|python_start|>", "<|python_end|>"),),
+    whole="[",
+)
+LLAMA3_JSON = ToolFormat(
+    ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
+    json_calls,
+    (("<|python_tag|>", None),),
+    whole="{",
+)
+GEMMA3 = ToolFormat(
+    ("tool_code", "<start_of_turn>"),
+    python_calls,
+    (("```tool_code\n", "```"),),
+    whole="[",
+)
+PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[")
+XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[")
+
+THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
+DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)
+MAGISTRAL = ReasoningFormat(("[THINK]",), ("[THINK]",), ("[/THINK]",))
+GRANITE_THOUGHT = ReasoningFormat(
+    ("Here is my thought process:",), ("Here is my thought process:",), ("Here is my response:",)
+)
+_ENDS = ("<|end|>", "<|return|>")
+HARMONY = ReasoningFormat(
+    ("<|channel|> <|start|>",),
+    tuple(f"{turn}<|channel|>analysis<|message|>" for turn in (_TURN, "")),
+    _ENDS,
+    (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in ("final", "commentary")), _ENDS),
+)
+
+
+@cache
+def tool_format(name: str) -> ToolFormat:
+    """Raises PluginError if the package that declares it cannot be imported."""
+    found: ToolFormat = load_named(TOOLS, name)  # type: ignore[assignment]
+    return found
+
+
+@cache
+def reasoning_format(name: str) -> ReasoningFormat:
+    """Raises PluginError if the package that declares it cannot be imported."""
+    found: ReasoningFormat = load_named(REASONING, name)  # type: ignore[assignment]
+    return found
+
+
+_TOOL_ORDER = (
+    *("openai", "kimi_k2", "deepseek_v3", "minimax_m2", "qwen3_coder", "glm45", "mistral", "granite", "phi4_mini_json"),
+    *("hermes", "llama4_pythonic", "llama3_json", "gemma3", "pythonic", "xlam"),
+)
+"""The order in which formats are compared with a template; those of other packages come first."""
+_REASONING_ORDER = ("harmony", "mistral", "granite", "think")
+
+
+def recognize_tools(template: str) -> str | None:
+    """The tool format that a chat template is for."""
+    return _first(TOOLS, template, tool_format, _TOOL_ORDER)
+
+
+def recognize_reasoning(template: str) -> str | None:
+    """The reasoning format that a chat template is for."""
+    return _first(REASONING, template, reasoning_format, _REASONING_ORDER)
+
+
+def _first(kind: str, template: str, get: Callable[[str], Any], order: tuple[str, ...]) -> str | None:
+    ranks = {name: rank for rank, name in enumerate(order)}
+    for name in sorted(names(kind), key=lambda name: ranks.get(name, -1)):
+        if any(all(word in template for word in marker.split(" ")) for marker in get(name).markers):
+            return name
+    return None
+
+
+def renders_tools(template: str) -> bool:
+    """Whether a chat template writes the tools of a request into the prompt."""
+    return re.search(r"{[{%][^}]*\btools\b", template) is not None

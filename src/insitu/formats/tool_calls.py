@@ -1,0 +1,285 @@
+"""The text of tool calls, as models of each family write it, as names and arguments.
+
+A function here gets what stands between the delimiters of a format and the tools of the request, and returns the calls.
+It raises ValueError if the text is not complete calls of its format. Strings with characters that UTF-8 cannot encode,
+numbers that JSON does not have, and texts that are nested too deeply are such errors too.
+"""
+
+import ast
+import json
+import re
+import secrets
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+Tools = Sequence[Mapping[str, Any]]
+"""The tools of a request, in OpenAI's form."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a function with `arguments` by name; `id` is the one that the model wrote, if its format has ids."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+    def openai(self, new_id: str) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
+        return {"id": self.id or new_id, "type": "function", "function": function}
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """Nine letters and digits: the templates of Mistral refuse others."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def json_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """JSON objects `{"name": ..., "arguments": {...}}`, one after another or in a list.
+
+    Llama calls the arguments `parameters`, and separates calls by semicolons.
+    """
+    return [
+        parsed_call(value)
+        for values in _json_values(text)
+        for value in (values if isinstance(values, list) else [values])
+    ]
+
+
+def named_json_calls(separator: str, text: str, tools: Tools) -> list[ToolCall]:
+    """A name, `separator`, and the arguments as a JSON object."""
+    name, found, arguments = text.partition(separator)
+    if not found:
+        raise ValueError(f"{separator} is missing")
+    return [parsed_call({"name": name.strip(), "arguments": _json(arguments)})]
+
+
+def mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """After `[TOOL_CALLS]`: as `json_calls`; of newer models `NAME[ARGS]{...}`, `NAME[CALL_ID]ID[ARGS]{...}`."""
+    calls: list[ToolCall] = []
+    for part in text.split("[TOOL_CALLS]"):
+        if part.lstrip().startswith(("[", "{")):
+            calls += json_calls(part, tools)
+            continue
+        head, found, arguments = part.partition("[ARGS]")
+        name, _, own_id = head.partition("[CALL_ID]")
+        if not found:  # the oldest of the new form has no delimiter
+            name, brace, rest = part.partition("{")
+            arguments = brace + rest
+        calls.append(parsed_call({"name": name.strip(), "arguments": _json(arguments)}, own_id.strip()))
+    return calls
+
+
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+_FENCED = re.compile(r"\s*(?P<name>.*?)\n```json\n(?P<arguments>.*)\n```\s*", re.DOTALL)
+
+
+def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Of V3 and R1 `function<sep>NAME` and the arguments in a Markdown block, of V3.1 `NAME<sep>{...}`."""
+    calls = []
+    for first, second in _only(_DEEPSEEK, text):
+        name, arguments = first.strip(), second
+        if match := _FENCED.fullmatch(second):
+            name, arguments = match["name"], match["arguments"]
+        calls.append(parsed_call({"name": name, "arguments": _json(arguments)}))
+    return calls
+
+
+_KIMI = re.compile(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL)
+
+
+def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Calls whose ids, `functions.NAME:INDEX`, hold the name."""
+    calls = []
+    for own_id, arguments in _only(_KIMI, text):
+        name = own_id.strip().rpartition(":")[0].removeprefix("functions.")
+        calls.append(parsed_call({"name": name, "arguments": _json(arguments)}, own_id.strip()))
+    return calls
+
+
+def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
+    head, found, arguments = text.partition("<|message|>")
+    if not found:
+        raise ValueError("<|message|> is missing")
+    name = re.split(r"[\s<]", head, maxsplit=1)[0]
+    return [parsed_call({"name": name, "arguments": _json(arguments or "{}")})]
+
+
+_QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def qwen_xml_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """`<function=NAME>` with `<parameter=NAME>` for each argument, whose type the tool's schema says."""
+    calls = []
+    for name, body in _only(_QWEN_FUNCTION, text):
+        arguments = {key: _one_line_less(value) for key, value in _only(_QWEN_PARAMETER, body, empty=True)}
+        calls.append(_typed_call(name, arguments, tools))
+    return calls
+
+
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def glm_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """The name, and `<arg_key>` with `<arg_value>` for each argument, whose type the tool's schema says."""
+    name, found, rest = text.partition("<arg_key>")
+    arguments = {key.strip(): value for key, value in _only(_GLM_ARGUMENT, found + rest, empty=True)}
+    return [_typed_call(name.strip(), arguments, tools)]
+
+
+_MINIMAX_CALL = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
+_MINIMAX_PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
+
+
+def minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """`<invoke name="NAME">` with `<parameter name="NAME">` for each argument, whose type the tool's schema says."""
+    calls = []
+    for name, body in _only(_MINIMAX_CALL, text):
+        arguments = {key: _one_line_less(value) for key, value in _only(_MINIMAX_PARAMETER, body, empty=True)}
+        calls.append(_typed_call(name, arguments, tools))
+    return calls
+
+
+def python_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Python calls with keyword arguments, in a list or alone: `[weather(city="Bern"), time(zone="CET")]`."""
+    try:
+        parsed = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not Python: {error}") from None
+    calls = []
+    for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not calls with keyword arguments")
+        arguments = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise ValueError("not calls with keyword arguments")
+            arguments[keyword.arg] = _python_value(keyword.value)
+        calls.append(parsed_call({"name": ast.unparse(call.func), "arguments": arguments}))
+    return calls
+
+
+_PYTHON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _python_value(node: ast.expr) -> Any:
+    """Raises ValueError for what JSON does not have."""
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _PYTHON_NAMES:
+            return _PYTHON_NAMES[name]
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_python_value(each) for each in elements]
+        case ast.Dict(keys=keys, values=values):
+            pairs = [
+                (_python_value(key) if key else key, _python_value(value))
+                for key, value in zip(keys, values, strict=True)
+            ]
+            if all(isinstance(key, str) for key, _ in pairs):
+                return dict(pairs)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+    raise ValueError(f"not a JSON value: {ast.unparse(node)}")
+
+
+def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
+    """Raises ValueError unless `value` is an object with a name and arguments."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} instead of a call")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and arguments")
+    json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()  # UnicodeEncodeError is a ValueError
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and own_id else None)
+
+
+def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
+    functions = (tool.get("function") or {} for tool in tools)
+    schema = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
+    properties = schema.get("properties") or {}
+    return parsed_call(
+        {"name": name, "arguments": {key: _typed(text, properties.get(key)) for key, text in texts.items()}}
+    )
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value of the type that `schema` allows; without a schema, JSON where the text is JSON, else text."""
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = _json(text)
+    except ValueError:
+        return _PYTHON_CONSTANTS.get(text.strip(), text)
+    return text if "string" in types and not _is_of(value, types) else value
+
+
+_PYTHON_CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def _is_of(value: Any, types: set[str]) -> bool:
+    return any(type(value) in _JSON_TYPES.get(name, ()) for name in types)
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    stated = schema.get("type")
+    types = {stated} if isinstance(stated, str) else set(stated or ())
+    for name in ("anyOf", "oneOf"):
+        types = types.union(*map(_types, schema.get(name) or ()))
+    return types | {"string"} if not types and "enum" in schema else types
+
+
+def _only(pattern: re.Pattern[str], text: str, *, empty: bool = False) -> list[Any]:
+    """The matches of a pattern, between which there may be nothing but white space; none only if `empty`."""
+    matches = pattern.findall(text)
+    if pattern.sub("", text).strip() or not (matches or empty):
+        raise ValueError("the text is not complete calls")
+    return matches
+
+
+def _one_line_less(text: str) -> str:
+    """The text without the line breaks that the format adds around a value."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Values one after another, separated by white space or semicolons; raises ValueError if there is none."""
+    at = 0
+    while at == 0 or text[at:].strip("; \t\r\n"):
+        at += len(text[at:]) - len(text[at:].lstrip("; \t\r\n"))
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        yield value
+
+
+def _json(text: str) -> Any:
+    (value,) = _json_values(text)
+    return value

@@ -1,0 +1,123 @@
+"""Tool calls and reasoning in the forms that families of models write them in."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from message_formats import FAMILIES, TOOLS, completion, message
+
+from insitu.disk.model_files import chat_template
+from insitu.formats.parser import MessageFormats, Piece, message_parser
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>[]{}`|｜"), max_size=12)
+_PLAIN = st.from_regex(r"[A-Za-zäöü日🙂][A-Za-z äöü日🙂,.!]{0,12}[a-z.]", fullmatch=True)
+_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(-1e6, 1e6, width=32) | _TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+_WEATHER = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": _TEXT,
+        "days": st.integers(-(2**40), 2**40),
+        "scale": st.floats(-1e6, 1e6, width=32),
+        "brief": st.booleans(),
+        "places": st.lists(_VALUE, max_size=3),
+        "options": st.dictionaries(_TEXT, _VALUE, max_size=3),
+    },
+)
+_CALL = st.tuples(st.just("weather"), _WEATHER) | st.tuples(
+    st.just("lookup_name"), st.fixed_dictionaries({"query": _TEXT})
+)
+
+
+def parsed(name: str, text: str, prompt: str = "", cuts: tuple[int, ...] = ()) -> Piece:
+    """What the parser makes of a completion of a family, fed in pieces that end at `cuts`."""
+    formats = MessageFormats.of(FAMILIES[name].source)
+    parser = message_parser(formats, prompt, TOOLS)
+    content = reasoning = ""
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        piece = parser.feed(text[start:end])
+        content, reasoning = content + piece.content, reasoning + piece.reasoning
+    last = parser.finish()
+    return last._replace(content=content + last.content, reasoning=reasoning + last.reasoning)
+
+
+@each_family
+def test_formats_are_recognized(name):
+    family = FAMILIES[name]
+    assert MessageFormats.of(family.source) == (family.tools, family.reasoning, None)
+
+
+@each_family
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    content=st.just("") | _PLAIN,
+    calls=st.lists(_CALL, max_size=3),
+    reasoning=st.just("") | _PLAIN,
+    cut=st.lists(st.integers(0, 400), max_size=6),
+)
+def test_what_a_template_renders_is_parsed(name, content, calls, reasoning, cut):
+    family = FAMILIES[name]
+    if family.reasoning == "none":
+        reasoning = ""
+    if calls and not re.search(r"<|\[T|functools", family.calls + (family.template or "")):
+        content = ""  # such a message is calls as a whole
+    if name == "gpt_oss":
+        calls = calls[:1]  # a call ends the message
+    prompt, text = completion(family, message(content, calls, reasoning))
+    cuts = tuple(sorted(min(at, len(text)) for at in cut))
+    piece = parsed(name, text, prompt, cuts)
+    assert (piece.content, piece.reasoning, piece.malformed) == (content, reasoning, False)
+    found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in piece.calls]
+    assert found == calls
+    assert len({call["id"] for call in piece.calls}) == len(calls)
+
+
+_CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls", "malformed"),
+    [
+        ("hermes", "plain ", "plain ", 0, False),
+        ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", 0, True),
+        ("hermes", f"I look. {_CUT_OFF}", f"I look. {_CUT_OFF}", 0, True),
+        ("hermes", 'Now <tool_call>{"name": "go"}', "Now", 1, False),
+        ("hermes", '<tool_call>{"name": "go"}</tool_call> and more', "\nand more", 1, False),
+        (
+            "hermes",
+            '<tool_call>{"name": "go"}</tool_call>' + _CUT_OFF,
+            '<tool_call>{"name": "go"}</tool_call>' + _CUT_OFF,
+            0,
+            True,
+        ),
+        ("hermes", '<tool_call>{"name": "go", "arguments": {"x": NaN}}</tool_call>', None, 0, True),
+        ("hermes", '<tool_call>{"name": "go", "arguments": {"x": "\\ud800"}}</tool_call>', None, 0, True),
+        ("hermes", '<tool_call>{"name": "go", "arguments": ' + "[" * 100_000, None, 0, True),
+        ("llama3", '{"answer": 3}', '{"answer": 3}', 0, False),
+        ("llama3", '{"name": "Bob"}', '{"name": "Bob"}', 0, False),
+        ("llama3", '{"name": "weather", "parameters": {"ci', None, 0, True),
+        ("pythonic", "[1, 2]", "[1, 2]", 0, False),
+        ("pythonic", "[weather('Bern')]", None, 0, True),
+        ("pythonic", "[weather(city=open('x'))]", None, 0, True),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
+        ("gpt_oss", "no channel", "no channel", 0, False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, malformed, size):
+    piece = parsed(name, text, cuts=tuple(range(size, len(text), size)) if len(text) < 1000 else ())
+    assert piece.content == (text if content is None else content)
+    assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
+
+
+@pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
+def test_models_of_this_repository_write_as_hermes(folder):
+    root = Path(__file__).parent.parent
+    assert MessageFormats.of(*chat_template(root / folder)) == ("hermes", "none", None)
