@@ -480,6 +480,7 @@ def keys_in(path: Path) -> set[str]:
 
 
 OPTIONAL = {
+    "run.json": {"token_bridge"},
     "progress.json": {"stop", "due_validation"},
     "advantages.jsonl": {"sides"},
     "calls.jsonl.gz": {"continues", "continues_prompt"},

@@ -178,6 +178,13 @@ class CallLedger:
                     self.in_flight.begin()
             return pending
 
+    def continued(self, messages: Sequence[dict[str, Any]], llm: str | None) -> ModelCall | None:
+        """The call to an llm whose messages and answer most of these messages are, if it has its tokens."""
+        with self._lock:
+            calls = [call for call in self.calls if call.llm == llm and call.prompt_token_ids and call.token_ids]
+        before = [call for call in calls if _is_continued(call, messages)]
+        return max(before, key=lambda call: len(call.messages), default=None)
+
     def _settle(self, pending: PendingCall) -> None:
         """Marks the request of a call as no longer in flight."""
         if pending in self._pending:
@@ -252,3 +259,14 @@ class CallLedger:
             for pending in [*self._pending]:
                 self._settle(pending)
             self.calls.sort(key=attrgetter("index"))
+
+
+def _is_continued(call: ModelCall, messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether messages begin with those of a call and its answer, which may come back without its reasoning."""
+    count = len(call.messages)
+    if len(messages) <= count + 1 or list(messages[:count]) != call.messages or call.message is None:
+        return False
+    answer = messages[count]
+    return answer.get("role") == "assistant" and all(
+        (answer.get(key) or None) == (call.message.get(key) or None) for key in ("content", "tool_calls")
+    )

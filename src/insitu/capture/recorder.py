@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 CHAT = "chat/completions"
 TEXT = "completions"
 
-_NON_SAMPLING_FIELDS = frozenset(("model", "messages", "prompt", "tools", "stream", "stream_options"))
+_BRIDGE = "continues"
+_NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
@@ -115,6 +116,8 @@ class Recorder:
     make_error: Callable[[str], CaptureError] = CaptureError
     current_model: Callable[[], str] | None = None
     forced_params: Mapping[str, Any] = field(default_factory=dict)
+    bridges_tokens: bool = False
+    """Sends what was sampled of a conversation with its next request, as `token_bridge` of an llm says."""
     outside_completions: int = 0
     """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
@@ -204,6 +207,9 @@ class Exchange:
             if self._strips_logprobs:
                 body["logprobs"] = True if request.route == CHAT else 0
             body["return_token_ids"] = True
+            bridges = recorder.bridges_tokens and request.route == CHAT
+            if bridges and (earlier := ledger.continued(body["messages"], recorder.llm)) is not None:
+                body[_BRIDGE] = {"token_ids": earlier.all_token_ids, "num_messages": len(earlier.messages) + 1}
         if body.get("seed") is None:
             body["seed"] = self._call.seed
         self._stream = StreamAssembler(self._strip) if self.streamed else None

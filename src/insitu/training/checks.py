@@ -86,6 +86,17 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
             )
 
 
+def check_token_bridge(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError if an llm has a token bridge that the backend does not know."""
+    adapter = trainer.trainer_adapter.adapter_config
+    for name in sorted(config.trained_llms()):
+        if getattr(config.block(LLM, name), "token_bridge", False) and not getattr(adapter, "bridges_tokens", False):
+            raise ConfigError(
+                f"llms.{name}.token_bridge is true, but the backend of {adapter.type} does not continue from tokens; "
+                "allowed: false, or an adapter of _type: insitu_trainer_adapter"
+            )
+
+
 def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
     """Raises ConfigError if a trainer that compares the episodes of a row gets one of each."""
     if not isinstance(trainer, GroupTrainer) or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:

@@ -8,6 +8,7 @@ from insitu import __version__
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
+from insitu.registry import LLM
 from insitu.runs.replay import provenance
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
@@ -27,6 +28,10 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
     if (budget := getattr(builder, "budget", None)) is not None:
         settings["budget"] = budget.model_dump(exclude_none=True)
     settings |= trainer.trainer_adapter.serving_settings()
+    if bridged := [
+        name for name in sorted(config.trained_llms()) if getattr(config.block(LLM, name), "token_bridge", False)
+    ]:
+        settings["token_bridge"] = bridged
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)
     return settings

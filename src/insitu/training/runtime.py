@@ -33,7 +33,7 @@ from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
-from insitu.training.checks import check_group_size, check_sampling
+from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.loop import LoopTrainer
 from insitu.training.report import Report, evaluation_table
@@ -128,6 +128,7 @@ async def ready_run(
             trainer, adapter = await _bound_components(builder)
             if output_dir is None:  # else the doctor plays the file, whatever it says
                 check_sampling(trainer, config)
+                check_token_bridge(trainer, config)
                 check_validation(trainer, config)
             if isinstance(adapter, TrainerAdapter):
                 state.needs = adapter.needs
@@ -153,6 +154,7 @@ async def check_run(run_config: FinetuneRunConfig) -> Config:
             with share(builder):
                 trainer, _ = await _bound_components(builder)
                 check_sampling(trainer, config)
+                check_token_bridge(trainer, config)
                 check_validation(trainer, config)
     elif run_config.dataset is not None or config.eval.dataset is not None:
         load_dataset(config, run_config.dataset)

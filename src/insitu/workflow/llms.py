@@ -114,6 +114,10 @@ class PolicyConfig(SamplingConfig, name="policy"):
     """How the model writes [tool calls](models.md#tool-calls-and-reasoning), instead of what the backend says."""
     reasoning_format: ReasoningFormatName | None = None
     """How the model writes [reasoning](models.md#tool-calls-and-reasoning), instead of what the backend says."""
+    token_bridge: bool = False
+    """Continues a conversation from the tokens that were sampled in it, also where the chat template drops or rewrites
+    earlier turns, so that it is trained as [one row](models.md#the-token-bridge). For calls that are trained, on
+    `insitu backend`."""
 
 
 @dataclass
@@ -224,7 +228,8 @@ def connect(
 
     http = http_library()
     server = base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
-    recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params())
+    bridges = isinstance(config, PolicyConfig) and config.token_bridge
+    recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params(), bridges)
     http_client = lasting(http.AsyncClient)(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(

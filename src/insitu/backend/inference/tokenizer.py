@@ -53,10 +53,22 @@ class ChatTokenizer:
 
         Raises RequestRefused if the chat template rejects the messages.
         """
+        text = self.render(messages, tools, template_kwargs, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text, see `render_prompt`."""
         try:
             source = self._tokenizer.get_chat_template(tools=tools)
             rendered = render_jinja_template(
-                [messages],
+                [[*messages]],
                 tools=tools,
                 chat_template=source,
                 add_generation_prompt=add_generation_prompt,
@@ -66,7 +78,7 @@ class ChatTokenizer:
             raise RequestRefused(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
-        return self.encode(rendered[0][0], add_special_tokens=False)
+        return str(rendered[0][0])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written in the text are parsed in either case."""

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -23,6 +23,9 @@ _OF_MODEL = ("device", "dtype", "quantization", "chat_template", "tool_format", 
 
 class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Trains on an `insitu backend`. Set exactly one of `model` and `url`."""
+
+    bridges_tokens: ClassVar[bool] = True
+    """Its backend continues a conversation from its tokens."""
 
     model: str | None = None
     """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.protocols.openai.bridge import Continuation, bridged_prompt
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MALFORMED, MessageFormats, Parser, Piece, check_format, message_parser, unknown_format
@@ -171,6 +172,8 @@ class ChatRequest(SamplingRequest):
     """How the model writes tool calls, instead of what its chat template says."""
     reasoning_format: str | None = None
     """How the model writes reasoning, instead of what its chat template says."""
+    continues: Continuation | None = None
+    """What was sampled of the conversation: the prompt begins with these tokens, if the template allows it."""
     _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
@@ -194,13 +197,20 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         variables |= self.chat_template_kwargs or {}
+
+        def render(messages: Sequence[dict[str, Any]]) -> str:
+            return tokenizer.render(messages, self.enabled_tools, variables)
+
+        messages = template_messages(self.messages)
         try:
-            return [tokenizer.render_prompt(template_messages(self.messages), self.enabled_tools, variables)]
+            text = render(messages)
         except RequestRefused:  # some templates add arguments to text
             if not any(message.tool_calls for message in self.messages):
                 raise
             messages = template_messages(self.messages, objects=False)
-            return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
+            text = render(messages)
+        bridged = bridged_prompt(self.continues, messages, render, tokenizer) if self.continues is not None else None
+        return [tokenizer.encode(text, add_special_tokens=False) if bridged is None else bridged]
 
     @property
     def formats(self) -> MessageFormats:
