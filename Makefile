@@ -67,7 +67,8 @@ test: $(VENV)/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 test-chaos: $(VENV)/.installed-dev
-	CHAOS_SEEDS=50 KILL_SEEDS=20 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py tests/test_staleness.py
+	CHAOS_SEEDS=50 KILL_SEEDS=20 PLAN_EXAMPLES=200 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py \
+		tests/test_staleness.py tests/test_batches.py
 
 # schemathesis generates from the OpenAPI document of a backend in our environment.
 .venv-schemathesis/.installed: | $(BIN)/python
@@ -195,7 +196,7 @@ test-trackers: .venv-trackers/.installed
 # allpairspy chooses the runs.
 test-pairs: $(VENV)/.installed-dev .venv-art/0.5.18/.installed
 	$(PIP) allpairspy==2.5.1
-	$(BIN)/python -m pytest -n logical tests/with_pairs
+	NEVER_WAIT=1 $(BIN)/python -m pytest -n logical tests/with_pairs tests/test_quickstart.py
 
 examples/javascript/node_modules: examples/javascript/package.json
 	npm install --prefix examples/javascript --no-audit --no-fund --no-package-lock --silent

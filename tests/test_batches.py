@@ -6,6 +6,7 @@ order that hypothesis draws, and fail, stop the run or are cancelled at points t
 
 import asyncio
 import gc
+import os
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -265,6 +266,7 @@ orders = st.builds(
     processes=st.lists(st.tuples(st.integers(0, EPOCHS * PER_EPOCH), st.integers(1, PER_EPOCH + 2)), max_size=3),
 )
 members = st.sampled_from(all_members())
+EXAMPLES = int(os.environ.get("PLAN_EXAMPLES", "10"))
 
 
 @given(
@@ -276,7 +278,7 @@ members = st.sampled_from(all_members())
 )
 @example(2, 1, Order([0, 0, 0, 0, 0, -1, -1, -1], 0, [(7, 8)]), frozenset(), None)  # less concurrency afterwards
 @example(2, 1, Order([25, 3], 0, [(0, 1), (12, 8)]), frozenset(), (1, "0", 0))  # only some have passed the collector
-@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
 def test_batches_are_complete_and_in_order_whatever_ends_first(
     staleness: int, concurrency: int, order: Order, fails: frozenset[Member], stops: Member | None
 ) -> None:
