@@ -651,7 +651,7 @@ def test_long_rotary_embeddings_cap_the_length(tmp_path):
 
 async def test_a_model_with_another_kind_of_state_is_refused(tmp_path):
     folder = save_tiny_model(tmp_path, "mamba", state_size=4)
-    with pytest.raises(BackendError, match="mamba models cannot be served here: their .* layers keep a state"):
+    with pytest.raises(BackendError, match=r"mamba models cannot be served here: their .* layers keep a state"):
         async with running(folder):
             pass
 

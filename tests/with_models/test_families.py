@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from model_families import REFUSED, SERVED, WINDOW, Family
+from peft import LoraConfig, get_peft_model
 from test_engine import asks, params, running
 from test_learner import reference_logprobs, train
 from tiny_models import save_tiny_model
@@ -23,8 +24,9 @@ from transformers import AutoModelForCausalLM
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.logprobs import LogprobComputer
-from insitu.backend.model import LoadedModel, load_model
-from insitu.errors import BackendError
+from insitu.backend.model import LoadedModel, load_model, quiet_peft
+from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 LENGTHS = (1, 9, 30, 50, WINDOW + 1, 150, 290, 290)
 """Tokens of the prompts; more than 256 are computed in two parts, the first of which the last two share."""
@@ -167,6 +169,22 @@ def test_rows_are_packed_if_the_table_says_so(case: Case, tmp_path: Path) -> Non
     _, version = step(case, tmp_path / "short", within_window(case))
     assert (version.metrics["computed_tokens"] < version.metrics["row_tokens"]) or not case.family.packed
     assert (version.metrics["padding_tokens"] == 0) == case.family.packed
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    """In a job and in a folder: peft would change the modules that other threads use."""
+    family = next(family for family in SERVED if family.model_type == "qwen3_moe")
+    folder = save(family, tmp_path / "model")
+    learner = Learner(load_model(str(folder), "cpu"), tmp_path)
+    settings = TrainingSettings(lora=LoRASettings(target_modules=["gate_proj", "up_proj", "down_proj"]))
+    with pytest.raises(RequestRefused, match=r"lora\.target_modules is .*: adapters of the stacked weights of experts"):
+        learner.verify(settings)
+    config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with quiet_peft():
+        get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(BackendError, match=r"the adapter in .* cannot be served: adapters of the stacked weights"):
+        load_model(str(tmp_path / "adapter"), "cpu")
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.key)
