@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_families import FAMILIES
 from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import T5Config
@@ -646,6 +647,13 @@ def test_long_rotary_embeddings_cap_the_length(tmp_path):
     folder = save_tiny_model(
         tmp_path, "phi3", max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope
     )
+    assert load_model(str(folder)).max_length == 128
+
+
+def test_llama_4_ends_before_its_scores_are_scaled_by_position(tmp_path):
+    """Which transformers computes without the positions that the cache holds."""
+    family = FAMILIES["Llama 4 (text)"]
+    folder = save_tiny_model(tmp_path, family.model_type, **{**family.settings, "floor_scale": 128})
     assert load_model(str(folder)).max_length == 128
 
 

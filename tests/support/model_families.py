@@ -88,6 +88,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
 MLA = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -117,7 +124,7 @@ SERVED = [
     ),
     Family("Mistral 7B", "mistral", SLIDING, "a sliding window in all layers"),
     Family("Ministral", "ministral", HEADS | MIXED, "sliding windows and full attention"),
-    Family("Ministral 3", "ministral3", HEADS, "queries scaled by position"),
+    Family("Ministral 3", "ministral3", HEADS | {"rope_parameters": YARN}, "queries scaled by position"),
     Family("Mixtral", "mixtral", EXPERTS, "experts", ATTENTION),
     Family("Qwen2, Qwen2.5", "qwen2", TIED, "tied embeddings"),
     Family("Qwen2 with windows", "qwen2", SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
