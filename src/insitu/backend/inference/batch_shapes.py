@@ -19,6 +19,8 @@ from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
+_WIDEST = 4096
+"""Maximum width of a probe, whose cache would fill the memory at 32,768; kernels take far fewer positions at a time."""
 _LENGTHS = ("sliding_window", "attention_chunk_size")
 _CHECKED_LENGTH = 8
 
@@ -74,7 +76,7 @@ class BatchShapes:
         """Minimum attention width: small if additional masked positions leave results unchanged, else the maximum."""
         if not self._exact or most == MIN_WIDTH:
             return MIN_WIDTH
-        widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, most)}
+        widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, min(most, _WIDEST))}
         size = next((rows for rows in self.decode_rows if rows >= 16), self.decode_rows[-1])  # one batch, if possible
         with torch.inference_mode():
             narrow = probe(size)
