@@ -415,6 +415,11 @@ def test_the_reference_of_the_configuration_is_up_to_date() -> None:
     assert not undescribed
 
 
+def test_the_tables_of_models_are_up_to_date() -> None:
+    module = script("write_models")
+    assert module.PAGE.read_text() == module.page(), "run scripts/write_models.py"
+
+
 def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every framework has been tested, streamed too where it streams."""
     module = script("write_frameworks")

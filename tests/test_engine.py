@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_families import FAMILIES
 from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
-from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
+from transformers import T5Config
 from waiting import turns, until
 
 from insitu.backend import BackendOptions
@@ -47,6 +48,7 @@ def folders(tmp_path_factory):
         "llama": save_tiny_model(root / "llama", "llama", max_position_embeddings=1024),
         "qwen2": save_tiny_model(root / "qwen2", "qwen2", hidden_size=48, num_attention_heads=3, num_key_value_heads=1),
         "gpt2": save_tiny_model(root / "gpt2", "gpt2"),
+        "mistral": save_tiny_model(root / "mistral", "mistral", max_position_embeddings=1024, sliding_window=100),
     }
 
 
@@ -127,7 +129,9 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     assert results[2] == results[0]
 
 
-@pytest.mark.parametrize(("name", "prompt_length"), [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40)])
+@pytest.mark.parametrize(
+    ("name", "prompt_length"), [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40), ("mistral", 600)]
+)
 async def test_logprobs_are_those_of_the_plain_model_after_temperature(folders, name, prompt_length):
     prompt = [random.Random(2).randrange(256) for _ in range(prompt_length)]
     async with running(folders[name]) as engine:
@@ -637,22 +641,26 @@ def test_sources_that_cannot_be_served_say_why(tmp_path, folders):
         load_model(str(folders["llama"]), quantization="nf4")
 
 
-def test_a_sliding_window_caps_the_length(tmp_path):
-    config = MistralConfig(
-        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, sliding_window=100,
-    )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    assert load_model(str(tmp_path)).max_length == 100
+def test_long_rotary_embeddings_cap_the_length(tmp_path):
+    """Beyond, the frequencies of all tokens of a batch depend on its longest row."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = save_tiny_model(
+        tmp_path, "phi3", max_position_embeddings=512, original_max_position_embeddings=128, rope_parameters=rope
+    )
+    assert load_model(str(folder)).max_length == 128
+
+
+def test_llama_4_ends_before_its_scores_are_scaled_by_position(tmp_path):
+    """Which transformers computes without the positions that the cache holds."""
+    family = FAMILIES["Llama 4 (text)"]
+    folder = save_tiny_model(tmp_path, family.model_type, **{**family.settings, "floor_scale": 128})
+    assert load_model(str(folder)).max_length == 128
 
 
 async def test_a_model_with_another_kind_of_state_is_refused(tmp_path):
-    config = MambaConfig(vocab_size=320, hidden_size=16, state_size=4, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(BackendError, match="mamba models cannot be served"):
-        async with running(tmp_path):
+    folder = save_tiny_model(tmp_path, "mamba", state_size=4)
+    with pytest.raises(BackendError, match=r"mamba models cannot be served here: their .* layers keep a state"):
+        async with running(folder):
             pass
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from factories import disk_space
+from model_families import tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
-from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
+from transformers import AutoModelForCausalLM
 
 from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
 from insitu.backend.learner.learner import Learner, Learners
@@ -119,20 +120,9 @@ def test_logprobs_are_those_of_a_plain_forward_pass(models, kind, projection):
 
 
 def test_a_model_that_does_more_than_project_is_projected_in_full(tmp_path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=0.5,
-    )
-    module = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    config = tiny_config("gemma2", head_dim=8, final_logit_softcapping=0.5)
+    module = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     compute_logprobs = LogprobComputer(LoadedModel(module, None, torch.device("cpu"), torch.float32, 64, "none"))
     assert not compute_logprobs.can_project_selected
     row = Row(np.arange(9, dtype=np.int32), np.array([2, 7]), np.zeros(2), np.zeros(2))
@@ -278,10 +268,8 @@ def test_recomputed_activations_are_not_kept(llama):
 
 
 def test_a_model_whose_activations_cannot_be_recomputed_is_refused(llama, tmp_path):
-    config = GPTNeoXJapaneseConfig(
-        vocab_size=llama.vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    module = GPTNeoXJapaneseForCausalLM(config).eval().requires_grad_(False)
+    config = tiny_config("gpt_neox_japanese", vocab_size=llama.vocab_size)
+    module = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     learner = Learner(replace(llama, module=module), tmp_path)
     with pytest.raises(RequestRefused, match=r"gradient_checkpointing is true, but .* for GPTNeoXJapaneseForCausalLM"):
         learner.verify(TrainingSettings(gradient_checkpointing=True))

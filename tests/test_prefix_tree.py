@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_families import FAMILIES, MLA, Family, tiny_config
 from test_learner import train
 from tiny_models import byte_tokenizer, save_tiny_model
+from transformers import AutoModelForCausalLM
 
 from insitu.backend.attention import attend, by_blocks
 from insitu.backend.learner.batches import Packer, Row, collate, common_prefix, group_rows
@@ -276,52 +278,22 @@ def test_long_prompts_stay_within_the_embedded_positions(models: dict[str, Loade
     assert torch.allclose(packed, padded, atol=1e-5)
 
 
-ONES = "n_group", "topk_group", "first_k_dense_replace"
-EIGHTS = "q_lora_rank", "kv_lora_rank", "index_topk", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
-SPARSE = {
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "index_n_heads": 2,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 16,
-    "index_head_dim": 16,
-    **dict.fromkeys(ONES, 1),
-    **dict.fromkeys(EIGHTS, 8),
+SCALED = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+INDEXED = MLA | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+OTHERS = {
+    "soft-capped scores": FAMILIES["Gemma 2"],
+    "chunks": FAMILIES["Llama 4 (text)"],
+    "attention by name": Family("DeepSeek-V3.2", "deepseek_v32", INDEXED),
+    "its mask": Family("Doge", "doge"),
+    "no attention": FAMILIES["Mamba"],
+    "frequencies by length": Family("Llama", "llama", {"rope_parameters": SCALED}),
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["soft-capped scores", "no attention", "frequencies by length", "chunks", "its mask", "attention by name"]
-)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_other_models_compute_rows_one_by_one(tmp_path: Path, kind: str) -> None:
-    from transformers import (
-        DeepseekV32Config,
-        DeepseekV32ForCausalLM,
-        DogeConfig,
-        DogeForCausalLM,
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        Llama4ForCausalLM,
-        Llama4TextConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MambaConfig,
-        MambaForCausalLM,
-    )
-
-    sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1}
-    heads = {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    module = {
-        "soft-capped scores": lambda: Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, head_dim=8)),
-        "chunks": lambda: Llama4ForCausalLM(
-            Llama4TextConfig(**sizes, **heads, head_dim=8, attention_chunk_size=64, intermediate_size_mlp=32)
-        ),
-        "attention by name": lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **heads | SPARSE)),
-        "its mask": lambda: DogeForCausalLM(DogeConfig(**sizes, **heads)),
-        "no attention": lambda: MambaForCausalLM(MambaConfig(**sizes, state_size=4, use_mambapy=False)),
-        "frequencies by length": lambda: LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=scaled)),
-    }[kind]()
+    family = OTHERS[kind]
+    module = AutoModelForCausalLM.from_config(tiny_config(family.model_type, **family.settings))
     module.eval().requires_grad_(False)
     loaded = LoadedModel(module, byte_tokenizer(), CPU, torch.float32, 64, "none")
     tokens, before = torch.arange(60)[None], module.config._attn_implementation
@@ -334,16 +306,16 @@ def test_other_models_compute_rows_one_by_one(tmp_path: Path, kind: str) -> None
     assert (result.metrics["row_tokens"], result.metrics["computed_tokens"]) == (24, 16)
 
 
-def test_the_window_of_a_model_is_no_shorter_than_its_rows(tmp_path: Path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    sizes = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
-    config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=64)
-    module = MistralForCausalLM(config)
-    byte_tokenizer().save_pretrained(tmp_path)
-    module.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), "cpu")
-    assert (loaded.max_length, LogprobComputer(loaded).can_pack) == (64, True)
+def test_rows_longer_than_the_window_of_a_model_are_padded(tmp_path: Path) -> None:
+    """Since a tree has no windows."""
+    loaded = load_model(str(save_tiny_model(tmp_path / "model", "mistral", sliding_window=64)), "cpu")
+    rng = np.random.default_rng(0)
+    for length in (64, 65):
+        prompt, ends = rng.integers(0, 256, 40), rng.integers(0, 256, (2, length - 40))
+        tokens = [np.concatenate([prompt, end]).astype(np.int32) for end in ends]
+        rows = [Row(each, np.array([42, 60]), np.full(2, -5, np.float32), np.ones(2)) for each in tokens]
+        metrics = train(Learner(loaded, tmp_path / str(length)), rows, attention="packed")[0].metrics
+        assert (metrics["computed_tokens"] < metrics["row_tokens"]) == (length == 64)
 
 
 def test_units_stay_together_if_they_fit() -> None:

@@ -4,16 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_families import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>\n"
@@ -39,32 +32,14 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     return fast
 
 
-def tiny_config(architecture: str = "llama", **overrides: Any) -> Any:
-    """A configuration of a few ten thousand parameters; `overrides` are those of the architecture's own class."""
-    common = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.08}
-    if architecture == "gpt2":
-        return GPT2Config(**(common | {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4} | overrides))
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[architecture]
-    return kind(**(common | sizes | overrides))
-
-
 def save_tiny_model(folder: Path, architecture: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """Writes a freshly initialised model and its tokenizer to `folder`, as `save_pretrained` lays them out."""
     config = tiny_config(architecture, **overrides)
     tokenizer = byte_tokenizer()
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    kind = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "gpt2": GPT2LMHeadModel}[architecture]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = kind(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from art_runs import QUESTION, TURNS, backend
-from tiny_models import byte_tokenizer, tiny_config
+from model_families import tiny_config
+from tiny_models import byte_tokenizer
 from tool_agent import LOOK
 from transformers import LlamaForCausalLM
 

@@ -9,7 +9,8 @@ import random
 from pathlib import Path
 
 import torch
-from tiny_models import byte_tokenizer, tiny_config
+from model_families import tiny_config
+from tiny_models import byte_tokenizer
 from transformers import LlamaForCausalLM
 
 COLOURS = {"sky": "blue", "grass": "green"}

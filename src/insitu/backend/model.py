@@ -32,6 +32,8 @@ from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types that mix tokens by attention alone, over keys and values of single tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,6 +93,7 @@ def load_model(
         with wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
+        check_experts(f"the adapter in {source} cannot be served", module)
     if quantize is None:
         module.to(torch_device)
     for name, parameter in module.named_parameters():
@@ -172,6 +175,15 @@ def check_patterns(where: str, settings: Mapping[str, Any], module: nn.Module) -
         raise BackendError(f"{where}: {problem}")
 
 
+def check_experts(where: str, module: nn.Module) -> None:
+    """Raises BackendError for adapters of experts' stacked weights.
+
+    peft computes them by changing modules during a forward pass, while other threads may use the same modules.
+    """
+    if any(type(each).__name__ == "ParamWrapper" for each in module.modules()):
+        raise BackendError(f"{where}: adapters of the stacked weights of experts are not supported")
+
+
 def _config(base: str) -> PreTrainedConfig:
     with wrap_errors(f"no model could be read from {base}"):
         config = AutoConfig.from_pretrained(base, **NO_CODE)
@@ -227,19 +239,40 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
 
 
 def _max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smallest stated limit: position embeddings, tokenizer, or sliding window."""
-    limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
-    if has_sliding_window(config):
-        limits.append(config.sliding_window)
+    """The smallest stated limit: position embeddings, tokenizer, or positions beyond which scores change otherwise."""
+    config = config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")
+    limits = [*(getattr(config, name, None) for name in names), tokenizer.model_max_length, _rope_limit(config)]
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4 computes it by place, not by position
+        limits.append(getattr(config, "floor_scale", None))
     stated = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
     return min(stated, default=4096)
 
 
-def has_sliding_window(config: PreTrainedConfig) -> bool:
-    """Whether some layers attend to the latest tokens only."""
-    kinds = getattr(config, "layer_types", None)
-    in_use = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
-    return bool(in_use and getattr(config, "sliding_window", None))
+def _rope_limit(config: PreTrainedConfig) -> int | None:
+    """Positions up to which `longrope` has fixed frequencies; beyond, they depend on the longest row of a batch."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" not in str(rope):
+        return None
+    limit: int | None = rope.get("original_max_position_embeddings")
+    return limit or getattr(config, "original_max_position_embeddings", None)
+
+
+def text_config(module: Any) -> Any:
+    """Configuration of the language model, also if it is part of a larger model."""
+    return module.config.get_text_config()
+
+
+def layer_types(config: PreTrainedConfig) -> frozenset[str]:
+    """Names of transformers for the layers of a text model; none if all are alike."""
+    return frozenset(getattr(config, "layer_types", None) or ())
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Tokens that a token attends to in some layers of a text model; None if it is all in each."""
+    kinds = layer_types(config)
+    in_use = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
+    return (getattr(config, "sliding_window", None) or None) if in_use else None
 
 
 @contextlib.contextmanager
@@ -255,12 +288,13 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Suppresses peft's warnings about GPT-2's transposed projections, a deprecated transformers attribute, and merging
-    adapters into quantized weights, which is not done.
+    """Suppresses peft's warnings about GPT-2's transposed projections, a deprecated transformers attribute, ranks of
+    experts' weights, which are refused, and merging adapters into quantized weights, which is not done.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys did not match any targeted module")
         warnings.filterwarnings("ignore", message=".* was instantiated without `get_apply_tensor_subclass`")
         yield
 

@@ -13,10 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from insitu.backend.inference.runner import MIN_WIDTH, Runner, SlotCache, Span, next_span, text_config, width_for
+from insitu.backend.inference.runner import MIN_WIDTH, Runner, SlotCache, Span, next_span, width_for
+from insitu.backend.model import ATTENTION_LAYERS, layer_types, text_config
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
+
+_WIDEST = 4096
+"""Maximum width of a probe, whose cache would fill the memory at 32,768; kernels take far fewer positions at a time."""
+_LENGTHS = ("sliding_window", "attention_chunk_size")
+_CHECKED_LENGTH = 8
 
 
 class BatchShapes:
@@ -70,7 +76,7 @@ class BatchShapes:
         """Minimum attention width: small if additional masked positions leave results unchanged, else the maximum."""
         if not self._exact or most == MIN_WIDTH:
             return MIN_WIDTH
-        widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, most)}
+        widths = {width_for(length) for length in (MIN_WIDTH + 1, 3 * MIN_WIDTH, 9 * MIN_WIDTH, min(most, _WIDEST))}
         size = next((rows for rows in self.decode_rows if rows >= 16), self.decode_rows[-1])  # one batch, if possible
         with torch.inference_mode():
             narrow = probe(size)
@@ -135,24 +141,48 @@ def _by_request(outcome: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def check_supported(module: nn.Module) -> None:
-    """Raises BackendError if the model computes other logits over this cache than without one."""
-    name = text_config(module).model_type
-    prompt = np.random.default_rng(0).integers(0, text_config(module).vocab_size, 21).tolist()
+    """Raises BackendError if the model computes other logits over this cache than without one.
+
+    Windows and chunks are checked with short ones, since transformers' masks take their length from the configuration.
+    """
+    config = text_config(module)
+    refused = f"{config.model_type} models cannot be served here"
+    if kinds := _stateful_layers(module):
+        problem = f"their {', '.join(kinds)} layers keep a state that a cache of keys and values does not hold"
+        raise BackendError(f"{refused}: {problem}")
     weight = next(module.parameters())
-    try:
-        with torch.inference_mode():
-            expected_TV = module(input_ids=torch.tensor([prompt], device=weight.device)).logits[0].float()
-            runner = Runner(module)
-            chunk = runner.prefill([prompt[:-1]], [1], [next_span(len(prompt) - 1, 0)], 2)[0]
-            token, position = np.array([0, prompt[-1]]), np.array([0, len(prompt) - 1])
-            step_V = runner.decode(token, position)[1]
-            served_2V = torch.stack([chunk.logits_V, step_V]).float()
-            error = (served_2V - expected_TV[-2:]).abs().max() / expected_TV[-2:].abs().max().clamp_min(1e-6)
-    except Exception as failure:  # an unsupported model can fail in any way
-        raise BackendError(f"{name} models cannot be served here: {failure}") from failure
     allowed = 1e-3 if weight.dtype == torch.float32 else 0.1
+    lengths = {name: length for name in _LENGTHS if (length := getattr(config, name, None)) is not None}
+    try:
+        for name, length in lengths.items():
+            setattr(config, name, min(length, _CHECKED_LENGTH))
+        with torch.inference_mode():
+            error = _cache_error(module, config.vocab_size, weight.device)
+    except Exception as failure:  # an unsupported model can fail in any way
+        raise BackendError(f"{refused}: their forward pass over cached keys and values fails: {failure}") from failure
+    finally:
+        for name, length in lengths.items():
+            setattr(config, name, length)
     if not error < allowed:
-        raise BackendError(
-            f"{name} models cannot be served here: with cached keys and values the logits are off by {error:.2g} "
-            f"(allowed {allowed:g}), so the model keeps state that this cache does not hold"
-        )
+        problem = f"with cached keys and values the logits are off by {error:.2g} (allowed {allowed:g})"
+        raise BackendError(f"{refused}: {problem}, so they keep state that this cache does not hold")
+
+
+def _stateful_layers(module: nn.Module) -> list[str]:
+    """Types of layers that mix tokens otherwise than by attention."""
+    if kinds := layer_types(text_config(module)) - ATTENTION_LAYERS:
+        return sorted(kinds)
+    layers = (each for each in module.modules() if isinstance(getattr(each, "conv1d", None), nn.Conv1d))
+    return sorted({type(each).__name__ for each in layers})
+
+
+def _cache_error(module: nn.Module, vocabulary: int, device: torch.device) -> float:
+    """Largest difference of logits over the cache from those without one, relative to the largest of these."""
+    prompt = np.random.default_rng(0).integers(0, vocabulary, 21).tolist()
+    expected_TV = module(input_ids=torch.tensor([prompt], device=device)).logits[0].float()
+    runner = Runner(module)
+    chunk = runner.prefill([prompt[:-1]], [1], [next_span(len(prompt) - 1, 0)], 2)[0]
+    token, position = np.array([0, prompt[-1]]), np.array([0, len(prompt) - 1])
+    step_V = runner.decode(token, position)[1]
+    served_2V = torch.stack([chunk.logits_V, step_V]).float()
+    return float((served_2V - expected_TV[-2:]).abs().max() / expected_TV[-2:].abs().max().clamp_min(1e-6))

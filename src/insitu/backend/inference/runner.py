@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
+
 MAX_COLUMNS = 256
 COLUMNS = (16, 32, 48, 64, 96, 128, 192, MAX_COLUMNS)
 """A prompt is computed 256 tokens at a time, the remainder in the narrowest of these that fits."""
@@ -176,13 +178,24 @@ class PrefixCache:
 
 
 class Runner:
-    """A model and its key-value cache."""
+    """A model and its key-value cache.
+
+    Masks are passed for each layer type, which transformers' models accept instead of making them, or one for all.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         weight = next(module.parameters())
         self.device, self._dtype = weight.device, weight.dtype
-        self.cache = SlotCache(text_config(module).num_hidden_layers)
+        config = text_config(module)
+        shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last layers, which use those of others
+        self.cache = SlotCache(config.num_hidden_layers - shared)
+        self._window: Any = sliding_window(config)
+        self._chunk: Any = getattr(config, "attention_chunk_size", None)
+        kinds = layer_types(config)
+        self._by_layer_type = kinds <= ATTENTION_LAYERS and not kinds <= {"full_attention"}
+        one_for_all = "full_attention" if self._window is None else "sliding_attention"
+        self._masks_of = sorted(kinds) if self._by_layer_type else [one_for_all]
         model: Any = module
         if hasattr(module, "get_base_model"):  # a PEFT wrapper
             model = model.get_base_model()
@@ -212,15 +225,17 @@ class Runner:
             position_RC[row, first:] = write_RC[row, first:] = range(start, span.end)
         positions = self._tensor(position_RC)
         if start == 0:  # causal and without padding, which attends to itself only
-            column = torch.arange(columns, device=self.device)
-            visible = (column <= column[:, None]) & (column >= self._tensor(padding_R)[:, None, None])
-            masked = ~(visible | (column == column[:, None]))
+            place_RC = torch.arange(columns, device=self.device) - self._tensor(padding_R)[:, None]
+            keys, queries = place_RC[:, None], place_RC[..., None]
+            masked = (keys > queries) | ((keys < 0) & (keys != queries))
         else:
-            masked = torch.arange(start + columns, device=self.device) > positions[..., None]
+            keys, queries = torch.arange(start + columns, device=self.device), positions[..., None]
+            masked = keys > queries
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         rows_R = self._tensor(slot_R)
         self.cache.mapping = SlotMapping(rows_R[:, None], self._tensor(write_RC), rows_R, start + columns, fresh)
-        logits_RV = self._forward(self._tensor(tokens_RC), positions, masked)
+        masks = self._masks(keys, queries, masked)
+        logits_RV = self._forward(self._tensor(tokens_RC), positions, masks)
         return [Chunk(fresh, row, span.end - start, logits_RV[row]) for row, span in enumerate(spans)]
 
     def decode(self, token_B: np.ndarray, position_B: np.ndarray, min_width: int = MIN_WIDTH) -> torch.Tensor:
@@ -231,16 +246,28 @@ class Runner:
         positions = self._tensor(position_B)[:, None]
         rows = torch.arange(len(token_B), device=self.device)[:, None]
         self.cache.mapping = SlotMapping(rows, self._tensor(write_B)[:, None], slice(len(token_B)), width)
-        masked = torch.arange(width, device=self.device) > positions[..., None]
-        return self._forward(self._tensor(token_B)[:, None], positions, masked)
+        keys, queries = torch.arange(width, device=self.device), positions[..., None]
+        masks = self._masks(keys, queries, keys > queries)
+        return self._forward(self._tensor(token_B)[:, None], positions, masks)
 
-    def _forward(self, tokens_RC: torch.Tensor, position_RC: torch.Tensor, masked_RCT: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(masked_RCT.shape, device=self.device, dtype=self._dtype)
-        mask.masked_fill_(masked_RCT, torch.finfo(self._dtype).min)
+    def _masks(self, keys: torch.Tensor, queries: torch.Tensor, masked_RCT: torch.Tensor) -> Any:
+        """The mask of all layers, or one for each layer type; `keys` and `queries` are positions."""
+        masks = {}
+        for kind in self._masks_of:
+            hidden = masked_RCT
+            if kind == "sliding_attention":
+                hidden = hidden | (keys <= queries - self._window)
+            elif kind == "chunked_attention":
+                hidden = hidden | (keys // self._chunk != queries // self._chunk)
+            mask = torch.zeros(hidden.shape, device=self.device, dtype=self._dtype)
+            masks[kind] = mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
+        return masks if self._by_layer_type else masks[self._masks_of[0]]
+
+    def _forward(self, tokens_RC: torch.Tensor, position_RC: torch.Tensor, masks: Any) -> torch.Tensor:
         output = self.module(
             input_ids=tokens_RC,
             position_ids=position_RC,
-            attention_mask=mask[:, None],
+            attention_mask=masks,
             use_cache=True,
             **self._arguments,
         )
@@ -249,8 +276,3 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def text_config(module: Any) -> Any:
-    """Configuration of the language model, also if it is part of a larger model."""
-    return module.config.get_text_config()

@@ -38,7 +38,9 @@ def _trained_layer() -> Any:
             (name,) = self.active_adapters
             dtype = base.weight.dtype
             factors = (self.lora_A[name].weight.to(dtype), self.lora_B[name].weight.to(dtype), self.scaling[name])
-            return _AdaptedLinear.apply(x.to(dtype), base.weight, base.bias, *factors)  # type: ignore[no-untyped-call]
+            x_TI = x.to(dtype).flatten(0, -2)
+            output = _AdaptedLinear.apply(x_TI, base.weight, base.bias, *factors)  # type: ignore[no-untyped-call]
+            return output.view(*x.shape[:-1], -1)  # not in the function, whose views must not be modified in place
 
     return TrainedLinear
 
@@ -64,22 +66,19 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
-        x_TI = x.flatten(0, -2)
         low_TR = x_TI @ a_RI.t()
         ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, low_TR)
-        ctx.scale, ctx.shape = scale, x.shape
-        output_TO = linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale)
-        return output_TO.view(*x.shape[:-1], -1)
+        ctx.scale = scale
+        return linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_TO: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
         x_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
-        gradient_TO = gradient.flatten(0, -2)
         low_gradient_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
-        of_x = None
+        of_x_TI = None
         if ctx.needs_input_grad[0]:
-            of_x = (gradient_TO @ weight_OI).addmm_(low_gradient_TR, a_RI).view(ctx.shape)
-        return of_x, None, None, low_gradient_TR.t() @ x_TI, (gradient_TO.t() @ low_TR).mul_(ctx.scale), None
+            of_x_TI = (gradient_TO @ weight_OI).addmm_(low_gradient_TR, a_RI)
+        return of_x_TI, None, None, low_gradient_TR.t() @ x_TI, (gradient_TO.t() @ low_TR).mul_(ctx.scale), None

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.attention import attend_as_before, attend_to_trees
 from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
-from insitu.backend.model import LoadedModel
+from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sliding_window, text_config
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ CHUNK_ELEMENTS = 1 << 26
 recomputed in the backward pass."""
 LEAST_LOGPROB = -1e4
 """Below it, tokens do not count in an entropy: their probability is 0."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that mix tokens by attention alone."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position of the input."""
 
@@ -82,6 +80,11 @@ class LogprobComputer:
         ends = (tokens[:3], tokens[:20], np.concatenate([tokens[:20], tokens[:9]]), tokens[5:30])
         rows = [Row(np.concatenate([tokens[:30], end]), np.arange(28, 30 + len(end))) for end in ends]
         return self.packs_alike([*rows, Row(tokens[9:], np.arange(1, 9))])
+
+    @property
+    def window(self) -> int | None:
+        """Length of the longest rows that a tree computes as the model does, whose window it ignores."""
+        return sliding_window(text_config(self._module))
 
     @torch.no_grad()
     def packs_alike(self, rows: list[Row]) -> bool:
@@ -158,14 +161,14 @@ class PolicyForward(nn.Module):
 
 def _depends_on_lengths(module: nn.Module) -> bool:
     """Whether results depend on the length of the input or a token's place in it, not only on position ids."""
-    config: Any = module.config
+    config = text_config(module)
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return any(kind in rope for kind in LENGTH_DEPENDENT_ROPE) or bool(getattr(config, "attention_chunk_size", None))
 
 
 def _mixes_tokens_otherwise(module: nn.Module) -> bool:
     """Whether there are layers other than attention that mix tokens: all have a convolution or their own layer type."""
-    kinds = {*(getattr(module.config, "layer_types", None) or ())}
+    kinds = layer_types(text_config(module))
     return not kinds <= ATTENTION_LAYERS or any(isinstance(each, nn.Conv1d) for each in module.modules())
 
 

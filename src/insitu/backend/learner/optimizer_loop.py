@@ -166,7 +166,8 @@ class OptimizerLoop:
     @functools.cached_property
     def _packer(self) -> Packer:
         padded = Packer(self._rows, packed=False)
-        return Packer(self._rows, packed=True) if self._saves_by_trees(padded) and self._can_pack else padded
+        packs = self._saves_by_trees(padded) and self._fits_window() and self._can_pack
+        return Packer(self._rows, packed=True) if packs else padded
 
     def _saves_by_trees(self, packer: Packer) -> bool:
         if self._settings.attention != "auto":
@@ -174,6 +175,15 @@ class OptimizerLoop:
         if self._device.type != "cpu":
             return False
         return not self._state.workers.is_small or packer.tree_share <= SMALL_WORTH
+
+    def _fits_window(self) -> bool:
+        window = self._state.compute_logprobs.window
+        longest = max((len(row.token_ids) for row in self._rows), default=0)
+        if window is None or longest <= window:
+            return True
+        if self._settings.attention == "packed":
+            logger.warning("attention: packed needs rows of at most %d tokens, the model's window; padded", window)
+        return False
 
     @functools.cached_property
     def _can_pack(self) -> bool:

@@ -22,12 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.learner.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
-from insitu.backend.model import LoadedModel, check_patterns, complete_model, quiet_peft, wrap_errors
+from insitu.backend.model import LoadedModel, check_experts, check_patterns, complete_model, quiet_peft, wrap_errors
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
 
 _PROBED_TOKENS = 64
 _FINGERPRINTED = 256
+_EXPERT_LAYERS = {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names of layers in experts, shared experts and routers."""
 _recompute = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -206,15 +208,27 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=lora.target_modules,
+        target_modules=_target_modules(loaded.module, lora),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
-            return get_peft_model(replace_weights(loaded.module, {}), config).eval()
+            module = get_peft_model(replace_weights(loaded.module, {}), config).eval()
         except ValueError as error:
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
+    check_experts(f"lora.target_modules is {lora.target_modules!r}", module)
+    return module
+
+
+def _target_modules(module: nn.Module, lora: LoRASettings) -> str | list[str]:
+    """Names for peft, which takes `all-linear`, and some names of layers, for the stacked weights of experts too."""
+    stacked = (".experts." in name and parameter.ndim == 3 for name, parameter in module.named_parameters())
+    if lora.target_modules != "all-linear" or not any(stacked):
+        return lora.target_modules
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    return [name for name in linear if name.rpartition(".")[2] not in _EXPERT_LAYERS]
 
 
 def adamw(parameters: dict[str, nn.Parameter], settings: TrainingSettings) -> torch.optim.AdamW:
