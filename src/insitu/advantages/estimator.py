@@ -45,11 +45,18 @@ class EstimatedEpoch(NamedTuple):
 class AdvantageEstimator(Protocol):
     """How a trainer turns rewards into advantages."""
 
+    compares: bool = True
+    """Whether advantages depend on the other episodes of a group, so that a single one has none."""
+
     def settings(self) -> dict[str, Any]:
         """The conventions in use, for the header of the run."""
 
     def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         """Why a trajectory cannot be trained, if so."""
+
+    def problem(self, call: ModelCall) -> str | None:
+        """Why a call of a trained episode is not trained, if so."""
+        return sampling_problem(call)
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         """The advantages of each trajectory's calls; None for a group without variance."""
@@ -60,7 +67,7 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[Trajectory]], Iterable[A
 sequence with one entry per trained call: a number, or one number per sampled token."""
 
 
-class FunctionEstimator:
+class FunctionEstimator(AdvantageEstimator):
     """Calls a function for each group; `described` is what the run records of it."""
 
     def __init__(self, function: AdvantageFunction, described: dict[str, Any]) -> None:
@@ -149,14 +156,14 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
     reasons: dict[int, str] = {}
     untrained: Counter[str] = Counter()
     for group in collection.trajectories:
-        estimated = estimator.estimate(group) if len(group) > 1 else None
+        estimated = estimator.estimate(group) if len(group) > 1 or not estimator.compares else None
         if estimated is None:
             reason = DropReason.NO_VARIANCE if len(group) > 1 else DropReason.SINGLE_MEMBER
             reasons |= dict.fromkeys(map(id, group), reason)
             continue
         trained = []
         for t, of_calls in zip(group, estimated, strict=True):
-            problems = {k: problem for k in of_calls if (problem := sampling_problem(t.calls[k])) is not None}
+            problems = {k: problem for k in of_calls if (problem := estimator.problem(t.calls[k])) is not None}
             untrained.update(problems.values())
             if problems and len(problems) == len(of_calls):
                 reasons[id(t)] = DropReason.UNMODELED_SAMPLING
