@@ -1,5 +1,6 @@
 """On-policy distillation: the advantage of a sampled token is how much likelier a teacher finds it than the policy."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ from insitu.advantages.credit import CallAdvantages
 from insitu.advantages.estimator import AdvantageEstimator, sampling_problem
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import Trajectory
+
+Gaps = list[float | None]
+"""Teacher minus policy for each sampled token; None where the teacher has no log-probability."""
 
 
 class TeacherEstimator(AdvantageEstimator):
@@ -16,13 +20,18 @@ class TeacherEstimator(AdvantageEstimator):
     as it was sampled. Its mean over samples is minus the reverse KL divergence KL(policy || teacher) of each token's
     distribution, whose policy gradient is that of generalized knowledge distillation on the student's own samples
     (GKD, arXiv:2306.13649) and of MiniLLM (arXiv:2306.08543) without credit for the tokens that follow: a discount of
-    0, as in Thinking Machines' on-policy distillation (2025). No baseline is subtracted, so a group may be one episode.
+    0, as in Thinking Machines' on-policy distillation (2025). The `baseline` is not the group's mean reward, but the
+    mean of the terms of all other tokens of the group, which may be one episode: without it every sampled token is made
+    less likely on average, whatever takes its place.
     """
 
     compares = False
 
-    def __init__(self, coefficient: float, reward_coefficient: float, rewards: AdvantageEstimator) -> None:
+    def __init__(
+        self, coefficient: float, reward_coefficient: float, rewards: AdvantageEstimator, *, baseline: bool = True
+    ) -> None:
         self._coefficient, self._reward_coefficient = coefficient, reward_coefficient
+        self._has_baseline = baseline
         self._rewards = rewards
 
     def settings(self) -> dict[str, Any]:
@@ -42,23 +51,34 @@ class TeacherEstimator(AdvantageEstimator):
         of_rewards = None
         if self._reward_coefficient and (len(group) > 1 or not self._rewards.compares):
             of_rewards = self._rewards.estimate(group)
+        terms = [{k: _gaps(t.calls[k]) for k in t.trained_calls} for t in group]
+        if self._has_baseline:
+            _subtract_others(terms)
         estimated: list[CallAdvantages] = []
-        for number, t in enumerate(group):
-            of_calls = of_rewards[number] if of_rewards is not None else {}
-            estimated.append({k: self._of_call(t.calls[k], of_calls.get(k) or 0.0) for k in t.trained_calls})
+        for number, of_calls in enumerate(terms):
+            rewards = of_rewards[number] if of_rewards is not None else {}
+            estimated.append({k: self._added(term, rewards.get(k) or 0.0) for k, term in of_calls.items()})
         return estimated
 
-    def _of_call(self, call: ModelCall, of_reward: float | list[float]) -> list[float]:
-        gaps = _gaps(call)
-        rewards = of_reward if isinstance(of_reward, list) else [of_reward] * len(gaps)
+    def _added(self, term: Gaps, of_reward: float | list[float]) -> list[float]:
+        rewards = of_reward if isinstance(of_reward, list) else [of_reward] * len(term)
         weight, reward_weight = self._coefficient, self._reward_coefficient
-        return [weight * (gap or 0.0) + reward_weight * r for gap, r in zip(gaps, rewards, strict=True)]
+        return [weight * (gap or 0.0) + reward_weight * r for gap, r in zip(term, rewards, strict=True)]
 
 
-def _gaps(call: ModelCall) -> list[float | None]:
-    """Teacher minus policy for each sampled token; None where the teacher has no log-probability."""
+def _gaps(call: ModelCall) -> Gaps:
     pairs = zip(call.teacher_logprobs or (), call.logprobs or (), strict=True)
     return [None if teacher is None else teacher - own for teacher, own in pairs]
+
+
+def _subtract_others(terms: Sequence[dict[int, Gaps]]) -> None:
+    """Subtracts from each term the mean of the others."""
+    lists = [term for of_calls in terms for term in of_calls.values()]
+    known = [gap for term in lists for gap in term if gap is not None]
+    total, others = math.fsum(known), len(known) - 1
+    if others > 0:
+        for term in lists:
+            term[:] = [None if gap is None else gap - (total - gap) / others for gap in term]
 
 
 def teacher_metrics(trained: Iterable[tuple[Trajectory, CallAdvantages]]) -> dict[str, float]:

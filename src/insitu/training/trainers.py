@@ -144,7 +144,8 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
         rewards, teacher = self._estimator_of_rewards(), self.trainer_config.teacher
         if teacher is None:
             return rewards
-        return TeacherEstimator(teacher.coefficient, teacher.reward_coefficient, rewards)
+        coefficients, baseline = (teacher.coefficient, teacher.reward_coefficient), teacher.baseline != "none"
+        return TeacherEstimator(*coefficients, rewards, baseline=baseline)
 
     def _estimator_of_rewards(self) -> AdvantageEstimator:
         config, targets = self.trainer_config, self.run_config.target_functions
