@@ -390,7 +390,7 @@ def test_a_run_whose_teacher_is_lost_fails_and_continues(tmp_path: Path, teacher
     faulty = FaultyTeacher(dict.fromkeys(range(2, 1000), "refused"))
     with faulty.served() as address:
         folder = project(tmp_path, {"base_url": address, "model": "policy"})
-        code, _, err = run_project(folder)
+        code, _, err = run_project(folder, *VALIDATION)
         assert code == 1
         assert "no episode can be trained on; dropped: 20 teacher_error" in err
     finished(folder, "--resume", "-o", "trainers.grpo.teacher.base_url", teacher.block["base_url"])
