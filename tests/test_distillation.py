@@ -24,9 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from insitu.advantages.credit import AdvantageConfig, Credit
 from insitu.advantages.distillation import TeacherEstimator, teacher_metrics
 from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch
+from insitu.errors import RequestRefused
 from insitu.runs.records import restore_calls
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.wire.connection import Connection
+from insitu.wire.prompt_logprobs import logprobs_of_texts
 
 ROWS = 5
 GENERATIONS = 4
@@ -272,6 +275,24 @@ def test_a_run_that_is_killed_asks_for_no_episode_again(tmp_path: Path, teacher:
     run = finished(killed, "--resume")
     assert teacher.scored - before == 2 + 2 * (ROWS + 1) * GENERATIONS
     assert outcome(run) == expected
+
+
+async def test_a_text_as_long_as_the_context_is_scored_without_its_last_token(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    texts = [tuple((7 * k + n) % 250 for k in range(length)) for n, length in enumerate((24, 9, 24))]
+    with serving("backend", "--model", folder, "--port", "0", "--max_length", "24") as (_, address):
+        connection = Connection("the teacher", {}, 60, 0)
+        try:
+            found = await logprobs_of_texts(connection, f"{address}/v1", "policy", texts)
+            with pytest.raises(RequestRefused, match="24"):
+                await logprobs_of_texts(connection, f"{address}/v1", "policy", [(*texts[0], 1, 2)])
+        finally:
+            await connection.close()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for text in texts:
+        expected = reference_logprobs(model, [text[0]], [*text[1:]])
+        cut = len(text) == 24
+        assert found[text] == [None, *map(pytest.approx, expected[:-1] if cut else expected), *([None] if cut else [])]
 
 
 # Self-distillation

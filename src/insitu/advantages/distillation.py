@@ -42,7 +42,8 @@ class TeacherEstimator(AdvantageEstimator):
             return DropReason.TEACHER_ERROR
         return self._rewards.drop_reason(trajectory) if self._reward_coefficient else None
 
-    def problem(self, call: ModelCall) -> str | None:
+    @staticmethod
+    def problem(call: ModelCall) -> str | None:
         """A teacher's log-probabilities are those of temperature 1, whatever the policy's are."""
         is_tempered = call.logprobs_temperature not in (None, 1)
         return sampling_problem(call) or ("teacher_temperature" if is_tempered else None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from insitu.advantages.credit import (
     AdvantageConfig,
@@ -42,21 +42,38 @@ class EstimatedEpoch(NamedTuple):
     metrics: Mapping[str, Any] = MappingProxyType({})
 
 
+def sampling_problem(call: ModelCall) -> str | None:
+    """Why a call cannot be trained by its policy gradient, if so: it was not sampled from the softmax of the logits
+    divided by its temperature, or its log-probabilities are those of another temperature (`raw_logprobs`).
+    """
+    if (problem := truncation(call.sampling)) is not None:
+        return problem
+    divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
+    return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
+
+
+def truncation(sampling: Mapping[str, Any]) -> str | None:
+    """`greedy`, or the parameter by which the tokens are not sampled from the softmax of logits / temperature."""
+    temperature = sampling.get("temperature")
+    if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
+        return "greedy"
+    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
+    return next(cuts, None)
+
+
 class AdvantageEstimator(Protocol):
     """How a trainer turns rewards into advantages."""
 
     compares: bool = True
     """Whether advantages depend on the other episodes of a group, so that a single one has none."""
+    problem: ClassVar[Callable[[ModelCall], str | None]] = staticmethod(sampling_problem)
+    """Why a call of a trained episode is not trained, if so."""
 
     def settings(self) -> dict[str, Any]:
         """The conventions in use, for the header of the run."""
 
     def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         """Why a trajectory cannot be trained, if so."""
-
-    def problem(self, call: ModelCall) -> str | None:
-        """Why a call of a trained episode is not trained, if so."""
-        return sampling_problem(call)
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         """The advantages of each trajectory's calls; None for a group without variance."""
@@ -174,25 +191,6 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
         advantages += trained
     collection = collection.without(reasons).model_copy(update={"trajectories": groups})
     return EstimatedEpoch(collection, advantages, {"untrained_calls": dict(untrained)} if untrained else {})
-
-
-def sampling_problem(call: ModelCall) -> str | None:
-    """Why a call cannot be trained by its policy gradient, if so: it was not sampled from the softmax of the logits
-    divided by its temperature, or its log-probabilities are those of another temperature (`raw_logprobs`).
-    """
-    if (problem := truncation(call.sampling)) is not None:
-        return problem
-    divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
-    return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
-
-
-def truncation(sampling: Mapping[str, Any]) -> str | None:
-    """`greedy`, or the parameter by which the tokens are not sampled from the softmax of logits / temperature."""
-    temperature = sampling.get("temperature")
-    if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
-        return "greedy"
-    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
-    return next(cuts, None)
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:

@@ -268,7 +268,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         credit = credit_by_function(credited_calls(advantages, self.run_config.target_functions))
         statistics |= {**leftovers._asdict(), **spending, **selection_metrics(collection, state, credit)}
-        statistics |= teacher_metrics(advantages)
+        statistics |= teacher_metrics(advantages) if self.teacher is not None else {}
         seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
         self.results[epoch] = EpochResult(statistics | {"policy_version": newest, "job": None, "seconds": seconds})
         if self._staleness and newest is not None:
