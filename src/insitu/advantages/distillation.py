@@ -1,7 +1,7 @@
 """On-policy distillation: the advantage of a sampled token is how much likelier a teacher finds it than the policy."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
@@ -42,11 +42,9 @@ class TeacherEstimator(AdvantageEstimator):
             return DropReason.TEACHER_ERROR
         return self._rewards.drop_reason(trajectory) if self._reward_coefficient else None
 
-    @staticmethod
-    def problem(call: ModelCall) -> str | None:
-        """A teacher's log-probabilities are those of temperature 1, whatever the policy's are."""
-        is_tempered = call.logprobs_temperature not in (None, 1)
-        return sampling_problem(call) or ("teacher_temperature" if is_tempered else None)
+    @property
+    def problem(self) -> Callable[[ModelCall], str | None]:
+        return _problem
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         of_rewards = None
@@ -65,6 +63,12 @@ class TeacherEstimator(AdvantageEstimator):
         rewards = of_reward if isinstance(of_reward, list) else [of_reward] * len(term)
         weight, reward_weight = self._coefficient, self._reward_coefficient
         return [weight * (gap or 0.0) + reward_weight * r for gap, r in zip(term, rewards, strict=True)]
+
+
+def _problem(call: ModelCall) -> str | None:
+    """A teacher's log-probabilities are those of temperature 1, whatever the policy's are."""
+    is_tempered = call.logprobs_temperature not in (None, 1)
+    return sampling_problem(call) or ("teacher_temperature" if is_tempered else None)
 
 
 def _gaps(call: ModelCall) -> Gaps:

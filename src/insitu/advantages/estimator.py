@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from insitu.advantages.credit import (
     AdvantageConfig,
@@ -66,8 +66,11 @@ class AdvantageEstimator(Protocol):
 
     compares: bool = True
     """Whether advantages depend on the other episodes of a group, so that a single one has none."""
-    problem: ClassVar[Callable[[ModelCall], str | None]] = staticmethod(sampling_problem)
-    """Why a call of a trained episode is not trained, if so."""
+
+    @property
+    def problem(self) -> Callable[[ModelCall], str | None]:
+        """Says why a call of a trained episode is not trained, if so."""
+        return sampling_problem
 
     def settings(self) -> dict[str, Any]:
         """The conventions in use, for the header of the run."""
@@ -172,6 +175,7 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
     untrained: Counter[str] = Counter()
+    problem_of = estimator.problem
     for group in collection.trajectories:
         estimated = estimator.estimate(group) if len(group) > 1 or not estimator.compares else None
         if estimated is None:
@@ -180,7 +184,7 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
             continue
         trained = []
         for t, of_calls in zip(group, estimated, strict=True):
-            problems = {k: problem for k in of_calls if (problem := estimator.problem(t.calls[k])) is not None}
+            problems = {k: problem for k in of_calls if (problem := problem_of(t.calls[k])) is not None}
             untrained.update(problems.values())
             if problems and len(problems) == len(of_calls):
                 reasons[id(t)] = DropReason.UNMODELED_SAMPLING
