@@ -15,8 +15,8 @@ import torch
 import yaml
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
-from factories import MODEL, digits_project, read_lines, write_rows
-from processes import run_project, serving, start_project
+from factories import MODEL, ROOT, digits_project, read_lines, write_rows
+from processes import run, run_project, serving, start_project
 from test_resume import VALIDATION, outcome
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -469,3 +469,28 @@ def test_a_teacher_with_another_tokenizer_is_named(tmp_path: Path) -> None:
             code, _, err = run_project(folder, *url)
             assert code == 2, err
             assert "has another tokenizer" in err
+
+
+# The example
+
+
+def test_the_example_learns_from_a_trained_player(tmp_path: Path) -> None:
+    """The commands of its README with fewer rows and epochs: a player learns a little, and another one from it."""
+    example = ROOT / "examples/tic_tac_toe"
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((example / "validation.jsonl").read_text().splitlines(keepends=True)[:60]))
+
+    def finetune(file: str, epochs: int, **variables: str) -> list[float]:
+        options = {"num_epochs": epochs, "output_dir": tmp_path / file, "validation.dataset": held_out}
+        words = [word for key, value in options.items() for word in ("-o", f"finetuning.{key}", str(value))]
+        done = run("finetune", "--config_file", example / f"{file}.yml", *words, folder=tmp_path, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        history = json.loads((tmp_path / file / "validation_history.json").read_text())
+        return [record["avg_reward"] for record in history]
+
+    finetune("sft", 1)
+    with serving("backend", "--model", tmp_path / "sft/best", "--port", "0") as (_, address):
+        before, *_, after = finetune("distill", 4, TEACHER_PORT=address.rpartition(":")[2])
+    metrics = read_lines(tmp_path / "distill/training_metrics.jsonl")
+    assert metrics[-1]["teacher_kl"] < 0.8 * metrics[0]["teacher_kl"]
+    assert after > before + 0.05
