@@ -407,6 +407,20 @@ def test_episodes_without_the_teachers_word_are_dropped_and_counted(tmp_path: Pa
     assert "not compared" in out
 
 
+def test_the_doctor_judges_a_teacher_not_the_variance_of_rewards(tmp_path: Path, teacher: Teacher) -> None:
+    rows = [{"say": f"Row {number}", "score": 1} for number in range(ROWS)]
+    folder = project(tmp_path, teacher.block, rows=rows)
+    code, out, err = run_project(folder, command="doctor")
+    assert code == 0, out + err
+    assert "variance" not in out
+    assert "reward of every episode" not in out
+    context = ("-o", "trainers.grpo.teacher.context", "It is {expected}.")
+    code, out, err = run_project(folder, *context, command="doctor")
+    assert code == 1, out + err
+    assert "20 episodes failed as no_teacher_context" in out
+    assert "trainers.grpo.teacher.context" in out
+
+
 def test_a_run_whose_teacher_is_lost_fails_and_continues(tmp_path: Path, teacher: Teacher) -> None:
     faulty = FaultyTeacher(dict.fromkeys(range(2, 1000), "refused"))
     with faulty.served() as address:

@@ -144,7 +144,7 @@ class Examination:
         if not isinstance(trainer, LoopTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
-        evidence.compares_groups = isinstance(trainer, GroupTrainer)
+        evidence.compares_groups = isinstance(trainer, GroupTrainer) and trainer.teacher is None
         evidence.makes_pairs = isinstance(trainer, PairTrainer)
         try:
             check_sampled(trainer, evidence.collection, evidence.served)
