@@ -244,6 +244,13 @@ def test_a_streamed_run_trains_the_same(tmp_path: Path, teacher: Teacher) -> Non
     assert kl[0] == pytest.approx(kl[1])
 
 
+def test_episodes_of_a_workflow_service_are_scored(tmp_path: Path, teacher: Teacher) -> None:
+    folder = project(tmp_path, teacher.block)
+    with serving("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (_, address):
+        run = finished(folder, "-o", "general.executor", json.dumps({"_type": "service", "url": address}))
+    assert all(call.teacher_logprobs for calls in calls_of(run).values() for call in calls)
+
+
 def test_lora_and_staleness_go_with_a_teacher(tmp_path: Path, teacher: Teacher) -> None:
     training = {"learning_rate": 3e-3, "lora": {"rank": 4}, "old_logprobs": "rollout"}
     run = finished(
@@ -494,15 +501,15 @@ def test_the_example_learns_from_a_trained_player(tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((example / "validation.jsonl").read_text().splitlines(keepends=True)[:60]))
 
-    def finetune(file: str, epochs: int, **variables: str) -> list[float]:
-        options = {"num_epochs": epochs, "output_dir": tmp_path / file, "validation.dataset": held_out}
-        words = [word for key, value in options.items() for word in ("-o", f"finetuning.{key}", str(value))]
-        done = run("finetune", "--config_file", example / f"{file}.yml", *words, folder=tmp_path, **variables)
+    def finetune(file: str, epochs: int, *options: str, **variables: str) -> list[float]:
+        keys = {"num_epochs": epochs, "output_dir": tmp_path / file, "validation.dataset": held_out}
+        words = [word for key, value in keys.items() for word in ("-o", f"finetuning.{key}", str(value))]
+        done = run("finetune", "--config_file", example / f"{file}.yml", *words, *options, folder=tmp_path, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         history = json.loads((tmp_path / file / "validation_history.json").read_text())
         return [record["avg_reward"] for record in history]
 
-    finetune("sft", 1)
+    finetune("sft", 1, "-o", "trajectory_builders.episodes.rows_per_epoch", "4")
     with serving("backend", "--model", tmp_path / "sft/best", "--port", "0") as (_, address):
         before, *_, after = finetune("distill", 4, TEACHER_PORT=address.rpartition(":")[2])
     metrics = read_lines(tmp_path / "distill/training_metrics.jsonl")
