@@ -244,6 +244,21 @@ def test_the_log_probabilities_of_a_prompt_are_those_it_was_sampled_with(served,
     assert len(short) == len(TEXT_IDS)
 
 
+def test_prompts_and_texts_as_token_ids(served):
+    def ask(path: str, **body: Any) -> Any:
+        status, answer, _ = post(served[0], {"model": "policy", **body}, path=path)
+        assert status == (400 if "error" in answer else 200)
+        return answer
+
+    rendered = ChatTokenizer(byte_tokenizer()).render_prompt(HELLO)
+    assert ask("/tokenize", messages=HELLO)["tokens"] == rendered
+    plain = ask("/tokenize", prompt=TEXT, add_special_tokens=False)
+    assert plain == {"tokens": TEXT_IDS, "count": len(TEXT_IDS), "max_model_len": 256}
+    assert ask("/detokenize", tokens=TEXT_IDS) == {"prompt": TEXT}
+    assert "one" in ask("/tokenize", prompt=["a", "b"])["error"]["message"]
+    assert "the vocabulary ends at 319" in ask("/detokenize", tokens=[320])["error"]["message"]
+
+
 def test_the_tokenizer_may_put_special_tokens_around_a_text():
     tokenizer = byte_tokenizer()
     beginning = tokenizer.convert_tokens_to_ids("<|im_start|>")

@@ -42,8 +42,35 @@ class EstimatedEpoch(NamedTuple):
     metrics: Mapping[str, Any] = MappingProxyType({})
 
 
+def sampling_problem(call: ModelCall) -> str | None:
+    """Why a call cannot be trained by its policy gradient, if so: it was not sampled from the softmax of the logits
+    divided by its temperature, or its log-probabilities are those of another temperature (`raw_logprobs`).
+    """
+    if (problem := truncation(call.sampling)) is not None:
+        return problem
+    divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
+    return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
+
+
+def truncation(sampling: Mapping[str, Any]) -> str | None:
+    """`greedy`, or the parameter by which the tokens are not sampled from the softmax of logits / temperature."""
+    temperature = sampling.get("temperature")
+    if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
+        return "greedy"
+    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
+    return next(cuts, None)
+
+
 class AdvantageEstimator(Protocol):
     """How a trainer turns rewards into advantages."""
+
+    compares: bool = True
+    """Whether advantages depend on the other episodes of a group, so that a single one has none."""
+
+    @property
+    def problem(self) -> Callable[[ModelCall], str | None]:
+        """Says why a call of a trained episode is not trained, if so."""
+        return sampling_problem
 
     def settings(self) -> dict[str, Any]:
         """The conventions in use, for the header of the run."""
@@ -60,7 +87,7 @@ AdvantageFunction = Callable[[Sequence[float], Sequence[Trajectory]], Iterable[A
 sequence with one entry per trained call: a number, or one number per sampled token."""
 
 
-class FunctionEstimator:
+class FunctionEstimator(AdvantageEstimator):
     """Calls a function for each group; `described` is what the run records of it."""
 
     def __init__(self, function: AdvantageFunction, described: dict[str, Any]) -> None:
@@ -148,15 +175,16 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
     untrained: Counter[str] = Counter()
+    problem_of = estimator.problem
     for group in collection.trajectories:
-        estimated = estimator.estimate(group) if len(group) > 1 else None
+        estimated = estimator.estimate(group) if len(group) > 1 or not estimator.compares else None
         if estimated is None:
             reason = DropReason.NO_VARIANCE if len(group) > 1 else DropReason.SINGLE_MEMBER
             reasons |= dict.fromkeys(map(id, group), reason)
             continue
         trained = []
         for t, of_calls in zip(group, estimated, strict=True):
-            problems = {k: problem for k in of_calls if (problem := sampling_problem(t.calls[k])) is not None}
+            problems = {k: problem for k in of_calls if (problem := problem_of(t.calls[k])) is not None}
             untrained.update(problems.values())
             if problems and len(problems) == len(of_calls):
                 reasons[id(t)] = DropReason.UNMODELED_SAMPLING
@@ -167,25 +195,6 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
         advantages += trained
     collection = collection.without(reasons).model_copy(update={"trajectories": groups})
     return EstimatedEpoch(collection, advantages, {"untrained_calls": dict(untrained)} if untrained else {})
-
-
-def sampling_problem(call: ModelCall) -> str | None:
-    """Why a call cannot be trained by its policy gradient, if so: it was not sampled from the softmax of the logits
-    divided by its temperature, or its log-probabilities are those of another temperature (`raw_logprobs`).
-    """
-    if (problem := truncation(call.sampling)) is not None:
-        return problem
-    divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
-    return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
-
-
-def truncation(sampling: Mapping[str, Any]) -> str | None:
-    """`greedy`, or the parameter by which the tokens are not sampled from the softmax of logits / temperature."""
-    temperature = sampling.get("temperature")
-    if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
-        return "greedy"
-    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
-    return next(cuts, None)
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,8 @@ R = TypeVar("R")
 
 Member = tuple[EvalInputItem, int]
 """A row and a generation: one episode of the row's group."""
+Teach = Callable[[Episode, EvalInputItem], Awaitable[None]]
+"""Adds to an episode what a teacher says about its tokens."""
 PART_EPISODES, MAX_PARTS = 32, 16
 """A part of an epoch has at least so many planned episodes; an epoch has at most so many parts."""
 
@@ -54,7 +56,8 @@ class Plan:
     `finished` are episodes of these members that an earlier process has run. `recorded` are groups of an earlier run,
     used as they are instead of running `members`. `rewarded`: each episode needs a reward, and becomes a trajectory.
     `pairs` turns a group into one of preference pairs. `purpose` is added to the names of episodes that the run waits
-    for. `budget`: the episodes of a row begin in waves, and other rows may take the place of some.
+    for. `budget`: the episodes of a row begin in waves, and other rows may take the place of some. `teacher` is called
+    with each scored episode that has a reward.
     """
 
     run_id: str
@@ -72,6 +75,7 @@ class Plan:
     recorded: AsyncIterable[list[Episode]] | None = None
     purpose: str = ""
     budget: Budget | None = None
+    teacher: Teach | None = None
 
     @property
     def rows(self) -> dict[str, EvalInputItem]:
@@ -239,6 +243,8 @@ async def _run_episodes(
             _check_vocabulary(episode, plan)
             if evaluators:
                 await scorer.score(episode, row)
+            if plan.teacher is not None and plan.trained_reward(episode) is not None:
+                await plan.teacher(episode, row)
         return episode
 
     llms = plan.options.training if isinstance(plan.options.training, frozenset) else ()

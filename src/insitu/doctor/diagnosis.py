@@ -94,6 +94,7 @@ class Examination:
         evidence = Evidence(collection, collection, served=served)
         groups: list[GroupRecord] = []
         traffic = PolicyTraffic(self._builder, served)
+        teacher = self._trainer.teacher if isinstance(self._trainer, LoopTrainer) else None
 
         def on_episode(episode: Episode) -> None:
             traffic.add(episode)
@@ -101,7 +102,7 @@ class Examination:
 
         async def gather(plan: CollectionPlan) -> TrajectoryCollection:
             vocab_size = served.vocab_size if served is not None else None
-            plan = replace(plan, vocab_size=vocab_size, budget=None)  # its groups are judged whole
+            plan = replace(plan, vocab_size=vocab_size, budget=None, teacher=teacher)  # its groups are judged whole
             async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
                 async for group in completed:
                     groups.append(group)  # at once: those of a collection that takes too long are judged, too
@@ -143,7 +144,7 @@ class Examination:
         if not isinstance(trainer, LoopTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
-        evidence.compares_groups = isinstance(trainer, GroupTrainer)
+        evidence.compares_groups = isinstance(trainer, GroupTrainer) and trainer.teacher is None
         evidence.makes_pairs = isinstance(trainer, PairTrainer)
         try:
             check_sampled(trainer, evidence.collection, evidence.served)

@@ -35,6 +35,8 @@ _CHANGES: dict[str, tuple[str, str]] = {
     DropReason.EVALUATOR_ERROR: ("{plan.evaluator}", "correct the evaluator: it must score every answer of the agent"),
     DropReason.NO_SCORE: ("{plan.evaluator}", "return a number for every answer, 0 for a useless one"),
     DropReason.NAN_SCORE: ("{plan.evaluator}", "return a finite number for every answer"),
+    DropReason.TEACHER_ERROR: ("{plan.trainer}.teacher", "see why it does not score every sampled token"),
+    DropReason.NO_TEACHER_CONTEXT: ("{plan.trainer}.teacher.context", "leave out what rows or the evaluator lack"),
     DropReason.NO_CALLS: (
         "workflow",
         "let the agent call the model of its llm: builder.get_llm, or the parameter model",

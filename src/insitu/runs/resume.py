@@ -32,7 +32,7 @@ _HARMLESS = (
     *("trainer_adapters.*.learner*", "trainer_adapters.*.max_restarts", "trainer_adapters.*.hf_token"),
     *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainers.*.wait_for_completion"),
     *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.max_consecutive_status_failures"),
-    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds"),
+    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds", "trainers.*.teacher.*_timeout"),
 )
 """Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _MODEL = "trainer_adapters.*.model"

@@ -76,6 +76,8 @@ class ModelCall:
     say: they are the model's own, as in calls recorded by releases that did not divide. `functions` are the enclosing
     functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is missing or
     incomplete, and `tool_call_malformed` that its text has tool calls that the server could not parse.
+    `teacher_logprobs` are those of the sampled tokens under a teacher, if the trainer has one; None for a
+    token that the teacher has no room for.
     """
 
     index: int
@@ -99,6 +101,7 @@ class ModelCall:
     logprobs_temperature: float | None = None
     weights: str | None = None
     tool_call_malformed: bool = False
+    teacher_logprobs: list[float | None] | None = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -158,6 +161,8 @@ class DropReason(StrEnum):
     NO_CALLS = "no_calls"
     NO_TARGET_CALLS = "no_target_calls"  # calls were made, but none is selected for training
     NO_STEP_REWARDS = "no_step_rewards"
+    TEACHER_ERROR = "teacher_error"  # the teacher gave no log-probabilities of the sampled tokens
+    NO_TEACHER_CONTEXT = "no_teacher_context"  # no expected answer, or no reasoning, for the context of the teacher
     EPISODE_ORDER = "episode_order"  # OpenPipe ART does not accept the order of the messages
     SINGLE_MEMBER = "single_member"  # only one episode of the group remains
     NO_VARIANCE = "no_variance"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from insitu.algorithms.budget import Spending
 from insitu.builder import Builder
 from insitu.capture.ledger import Activity
-from insitu.collect.collector import Plan, collect
+from insitu.collect.collector import Plan, Teach, collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
@@ -19,7 +19,7 @@ from insitu.errors import ConfigError
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.resume import ResumableRun
-from insitu.schemas.episodes import Episode
+from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.training.checks import Leftovers, PolicyTraffic
@@ -85,6 +85,7 @@ class BatchCollector:
     pinned: bool = True
     shares_policy: bool = False
     """Whether validations sample from the policy meanwhile, so that its completions cannot be counted by epoch."""
+    teacher: Teach | None = None
 
     def __post_init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
@@ -220,8 +221,11 @@ class BatchCollector:
                 f"--resume: staleness is {self.staleness}, but the job of epoch {batch.epoch} was submitted with "
                 "episodes of other weights: set staleness as it was until the epoch is complete"
             )
+        if not self.durable.may_be_submitted(batch.epoch):  # those that the teacher did not score are played again
+            finished = [episode for episode in finished if episode.reason is not DropReason.TEACHER_ERROR]
         journaled = {episode.key for episode in finished}
-        plan = replace(plan, finished=finished, vocab_size=served.vocab_size if served is not None else None)
+        vocab_size = served.vocab_size if served is not None else None
+        plan = replace(plan, finished=finished, vocab_size=vocab_size, teacher=self.teacher)
         if self.staleness and self.pinned and served is not None:
             plan = replace(plan, options=replace(plan.options, sampled_from=(served.base_url, served.model)))
 

@@ -101,6 +101,8 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
     """Raises ConfigError if a trainer that compares the episodes of a row gets one of each."""
     if not isinstance(trainer, GroupTrainer) or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
         return
+    if getattr(trainer.trainer_config, "teacher", None) is not None:
+        return
     if builder.config.num_generations < 2:
         raise ConfigError(
             f"{builder.block}.num_generations is 1, but {trainer.trainer_config.type} compares the episodes of a row "

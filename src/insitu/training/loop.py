@@ -13,6 +13,7 @@ from typing import Any
 
 from insitu import __version__
 from insitu.advantages.credit import credit_by_function, credited_calls
+from insitu.advantages.distillation import teacher_metrics
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
@@ -46,6 +47,7 @@ from insitu.training.metrics import (
 from insitu.training.report import Report, counts
 from insitu.training.run_file import origin_of, run_record, settings_of
 from insitu.training.streaming import EpochStream, EpochStreams
+from insitu.training.teacher import Teacher
 from insitu.training.validation import Validation
 from insitu.training.warm_up import WarmUp
 
@@ -63,6 +65,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
     run_prefix = "insitu_run"
     compared: str | None = None
     """What it compares over the rows of an epoch, so that a job can compute nothing before the epoch is complete."""
+    teacher: Teacher | None = None
     computes_advantages = False
     """Whether it decides what each row weighs, so that the backend must not."""
 
@@ -265,6 +268,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         state = self.get_curriculum_state() if self.curriculum_config.enabled else None
         credit = credit_by_function(credited_calls(advantages, self.run_config.target_functions))
         statistics |= {**leftovers._asdict(), **spending, **selection_metrics(collection, state, credit)}
+        statistics |= teacher_metrics(advantages) if self.teacher is not None else {}
         seconds = {"collect": time.perf_counter() - started, "train": 0.0, "validate": 0.0}
         self.results[epoch] = EpochResult(statistics | {"policy_version": newest, "job": None, "seconds": seconds})
         if self._staleness and newest is not None:
@@ -293,7 +297,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         validation, pinned = self.run_config.validation, getattr(self.trainer_config, "versions", "pinned") == "pinned"
         beside = validation is not None and validation.beside
         parts = self._builder, self.trajectory_builder, self._durable, self.report, self._warn
-        return BatchCollector(*parts, self._staleness, pinned, shares_policy=beside)
+        return BatchCollector(*parts, self._staleness, pinned, shares_policy=beside, teacher=self.teacher)
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

@@ -39,6 +39,10 @@ _UNTRAINED = {
         "that sends no logprobs_temperature, are raw",
         "collect the episodes again, or sample at temperature 1",
     ),
+    "teacher_temperature": (
+        "were sampled at another temperature than 1, that of the teacher's log-probabilities",
+        "leave out the temperature of the agent's requests, or set override_sampling under llms",
+    ),
 }
 """By `sampling_problem`: what it means, and what to change."""
 

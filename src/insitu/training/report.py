@@ -135,7 +135,8 @@ class Report:
             parts.append(f"length {length:.3g}" + (f" ({_percent(clipped)} cut off)" if clipped else ""))
         if greedy := m.get("greedy_groups"):
             parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
-        training = ("loss", "rewards/accuracies", "rewards/margins", "kl", "entropy", "grad_norm", "clip_fraction")
+        preferences, divergences = ("rewards/accuracies", "rewards/margins"), ("teacher_kl", "kl")
+        training = ("loss", *preferences, *divergences, "entropy", "grad_norm", "clip_fraction")
         parts += [f"{name} {_number(m[name])}" for name in training if name in m]
         if m.get("tokens"):
             parts.append(f"{m['tokens']} tokens")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from insitu.advantages.credit import AdvantageConfig, Credit
+from insitu.advantages.distillation import TeacherEstimator
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, FunctionEstimator, GroupRelativeEstimator
 from insitu.builder import Builder, name_being_built
 from insitu.config.code import LoadedPart, load_part
@@ -14,8 +15,9 @@ from insitu.preferences.selection import best_episodes, chosen_pairs, labeled_ep
 from insitu.registry import register_trainer
 from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
 from insitu.schemas.parts import AdvantagesPart, SelectionPart
-from insitu.training.interfaces import GroupTrainer, PairTrainer
+from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.loop import LoopTrainer
+from insitu.training.teacher import Teacher, TeacherConfig
 from insitu.training.warm_up import WarmUpConfig, read_warm_up
 
 
@@ -56,6 +58,9 @@ class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
     """Discount factor for the rewards of later steps, with `credit: step` or `function`."""
     sft: WarmUpConfig | None = None
     """Supervised finetuning on demonstrations before the first epoch."""
+    teacher: TeacherConfig | None = None
+    """[On-policy distillation](../guides/distill.md): what is trained is what a teacher says about each sampled token,
+    instead of the rewards or beside them."""
 
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
@@ -107,11 +112,42 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
         self._advantages: LoadedPart | None = None
         if isinstance(trainer_config.advantages, AdvantagesPart):
             self._advantages = load_part(trainer_config.advantages, f"{key}.advantages", folder)
+        if trainer_config.teacher is not None:
+            self.teacher = Teacher(trainer_config.teacher, f"{key}.teacher")
         if trainer_config.sft is not None:  # read now: `initialize` may move the folder with the files
             self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
 
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        await super().bind_components(trajectory_builder, trainer_adapter)
+        if self.teacher is not None:
+            self.teacher.check(self, self._full_config)
+            await self.teacher.check_server(self._full_config, trainer_adapter.adapter_config.starts_from)
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        await super().initialize(run_config)
+        if self.teacher is not None:
+            await self.teacher.open(await self.trainer_adapter.policy_endpoint())
+
+    async def cleanup(self) -> None:
+        try:
+            await super().cleanup()
+        finally:
+            if self.teacher is not None:
+                await self.teacher.close()
+
+    def _selection_settings(self) -> dict[str, Any]:
+        settings = super()._selection_settings()
+        return settings | ({"teacher": self.teacher.settings()} if self.teacher is not None else {})
+
     @cached_property
     def _estimator(self) -> AdvantageEstimator:
+        rewards, teacher = self._estimator_of_rewards(), self.trainer_config.teacher
+        if teacher is None:
+            return rewards
+        coefficients, baseline = (teacher.coefficient, teacher.reward_coefficient), teacher.baseline != "none"
+        return TeacherEstimator(*coefficients, rewards, baseline=baseline)
+
+    def _estimator_of_rewards(self) -> AdvantageEstimator:
         config, targets = self.trainer_config, self.run_config.target_functions
         if self._advantages is not None:
             return FunctionEstimator(self._advantages.function, {"advantages": self._advantages.settings})

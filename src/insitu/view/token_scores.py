@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import orjson
-
 from insitu.builder import Builder
 from insitu.config import Config, check_config
 from insitu.disk.files import available_memory
@@ -22,6 +20,7 @@ from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.connection import Connection
+from insitu.wire.prompt_logprobs import Logprobs, Text, logprobs_of_texts, longest, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +68,13 @@ class Scorer:
         async with self._lock:
             try:
                 endpoint = await self._endpoint(folder)
-                texts = _longest(calls)
-                scores = {text: await _ask(endpoint, text) for text in texts}
+                texts = {call.index: (*call.all_token_ids,) for call in calls}
+                scores = await _ask(endpoint, longest(texts.values()))
             finally:
                 self._stop_later()
-        return Newest(folder.name, record.step), {call.index: _part(call, scores) for call in calls}
+        return Newest(folder.name, record.step), {
+            call.index: part_of(texts[call.index], len(call.prompt_token_ids or ()), scores) for call in calls
+        }
 
     async def close(self) -> None:
         if self._idle is not None:
@@ -139,42 +140,13 @@ async def _serve(folder: Path, endpoint: "asyncio.Future[PolicyEndpoint]", stop:
         endpoint.set_exception(error if known else InsituError(f"{folder}: {describe_error(error)}"))
 
 
-Text = tuple[int, ...]
-
-
-def _longest(calls: Iterable[ModelCall]) -> list[Text]:
-    """The prompts with completions, without those with which another one begins: turns of one conversation."""
-    longest: list[Text] = []
-    for text in sorted({(*call.all_token_ids,) for call in calls}, key=len, reverse=True):
-        if not any(other[: len(text)] == text for other in longest):
-            longest.append(text)
-    return longest
-
-
-def _part(call: ModelCall, scores: dict[Text, list[float | None]]) -> list[float | None]:
-    """What belongs to the sampled tokens of a call."""
-    text, start = (*call.all_token_ids,), len(call.prompt_token_ids or ())
-    known = next(found for other, found in scores.items() if other[: len(text)] == text)
-    return known[start : len(text)]
-
-
-async def _ask(endpoint: PolicyEndpoint, text: Text, *, is_whole: bool = True) -> list[float | None]:
-    """The log-probability of each token; None for the first. Raises BackendUnavailable."""
-
-    def parse(content: bytes) -> list[float | None]:
-        [choice] = orjson.loads(content)["choices"]
-        entries = zip(text, choice["prompt_logprobs"], strict=True)
-        return [None if entry is None else entry[str(token)]["logprob"] for token, entry in entries]
-
-    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+async def _ask(endpoint: PolicyEndpoint, texts: Iterable[Text]) -> dict[Text, Logprobs]:
+    """Raises BackendUnavailable."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     connection = Connection("the backend for scores", headers, _READ_SECONDS, 0.0)
-    body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "prompt_logprobs": 0}
-    url = f"{endpoint.base_url}/completions"
     try:
-        return await connection.request("POST", url, parse, orjson.dumps(body), retried=False)
+        return await logprobs_of_texts(connection, endpoint.base_url, endpoint.model, texts, retried=False)
     except RequestRefused as error:
-        if is_whole and error.code == "context_length_exceeded":  # the limit is for prompt and completion together
-            return [*await _ask(endpoint, text[:-1], is_whole=False), None]
         raise BackendUnavailable(f"the newest weights cannot score this episode: {error}") from error
     finally:
         await connection.close()

@@ -48,7 +48,7 @@ class ARTTrainer(LoopTrainer, GroupTrainer):
         return _ServerEstimator()
 
 
-class _ServerEstimator:
+class _ServerEstimator(AdvantageEstimator):
     """Drops trajectories the ART server cannot train on; the server computes the advantages of the rest."""
 
     def settings(self) -> dict[str, Any]:

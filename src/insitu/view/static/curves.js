@@ -15,6 +15,7 @@ const COLOURS = ["--blue", "--vermilion", "--green", "--purple", "--amber", "--s
 const FIRST = [
   "rewards/margins",
   "rewards/accuracies",
+  "teacher_kl",
   "kl",
   "entropy",
   "frac_reward_zero_std",

@@ -19,6 +19,7 @@ const GROUPS = [
     [
       ["loss", "Loss", "mean over the optimizer steps of the epoch's job"],
       ["kl", "KL to the start, nats per token", "divergence from the reference policy, by the configured estimator"],
+      ["teacher_kl", "KL to the teacher, nats per token", "rollout minus teacher, mean over the trained tokens"],
       ["entropy", "Entropy, nats per token", "of the policy's distribution; towards 0 it stops exploring"],
       ["grad_norm", "Gradient norm", "before clipping, mean over the steps", number, true],
       [

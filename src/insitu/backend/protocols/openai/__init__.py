@@ -1,7 +1,8 @@
 """The OpenAI-compatible endpoints: completions of chats and of texts, and the list of models.
 
 In: a request. Out: what the sampler has completed, streamed or not. `chat` and `text` are the two kinds of request,
-with their prompts and the format of the response; `text` also has what both share.
+with their prompts and the format of the response; `text` also has what both share. `tokens` gives the token ids of
+their prompts.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from insitu.backend.inference.sampler import GenerationRequest, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.protocols.openai.text import ResponseFormatter, SamplingRequest, TextRequest
+from insitu.backend.protocols.openai.tokens import token_routes
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import COMPACT, DONE, JSON, accepts_compact, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, read_body
@@ -132,4 +134,5 @@ def routes(services: Services) -> list[ApiRoute]:
         ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model"),
         completions("/v1/chat/completions", ChatRequest, "Chat"),
         completions("/v1/completions", TextRequest, "Text"),
+        *token_routes(services),
     ]
