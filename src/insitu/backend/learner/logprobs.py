@@ -46,6 +46,8 @@ class LogprobComputer:
         self._vocab_size = loaded.vocab_size
         self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
         self.can_project_selected = self._probe_projection(loaded.module)
+        self.window = sliding_window(text_config(loaded.module))
+        """Length of the longest rows that a tree computes as the model does, whose window it ignores."""
 
     def __call__(self, module: nn.Module, batch: MicroBatch) -> TokenLogprobs:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
@@ -80,11 +82,6 @@ class LogprobComputer:
         ends = (tokens[:3], tokens[:20], np.concatenate([tokens[:20], tokens[:9]]), tokens[5:30])
         rows = [Row(np.concatenate([tokens[:30], end]), np.arange(28, 30 + len(end))) for end in ends]
         return self.packs_alike([*rows, Row(tokens[9:], np.arange(1, 9))])
-
-    @property
-    def window(self) -> int | None:
-        """Length of the longest rows that a tree computes as the model does, whose window it ignores."""
-        return sliding_window(text_config(self._module))
 
     @torch.no_grad()
     def packs_alike(self, rows: list[Row]) -> bool:

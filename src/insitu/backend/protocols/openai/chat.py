@@ -192,7 +192,9 @@ class ChatRequest(SamplingRequest):
                     raise RequestRefused(f"{key}: {error}", param=key) from None
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
-        self._formats = tokenizer.formats.replaced(self.tool_format, self.reasoning_format)
+        self._formats = tokenizer.formats
+        if self.tool_format or self.reasoning_format:
+            self._formats = self._formats.replaced(self.tool_format, self.reasoning_format)
         if self.enabled_tools and self._formats.tools is None:
             raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
