@@ -29,7 +29,9 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "bad_words": ([],),
     "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
 }
 """Parameters that change the distribution sampled from, unless they have one of these values."""
 

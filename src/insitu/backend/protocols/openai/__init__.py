@@ -57,7 +57,8 @@ class CompletionEndpoint:
             if len(prompt) >= max_length:
                 problem = f"the prompt has {len(prompt)} tokens; prompt and completion together may have {max_length}"
                 raise RequestRefused(problem, param=key, code="context_length_exceeded")
-        return request, request.generation_requests(prompts, max_length), model.weights
+        limits = max_length, vocab_size, len(sampler.tokenizer.eos_token_ids)
+        return request, request.generation_requests(prompts, *limits), model.weights
 
     async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
         request, requests, weights = job
