@@ -375,7 +375,7 @@ def test_parameters_that_shape_a_completion(served, path):
         choice = answer["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"], choice["finish_reason"]
 
-    plain = text()
+    plain = text(ignore_eos=True)
     for shaping in (
         {"top_k": 2},
         {"min_p": 0.9},
@@ -385,8 +385,8 @@ def test_parameters_that_shape_a_completion(served, path):
         {"logit_bias": {"65": 100}},
         {"bad_words": [letter for letter in {*plain[0]} if letter.isascii() and letter.isalpha()]},
     ):
-        assert text(**shaping) != plain
-        assert text(**shaping) == text(**shaping)
+        assert text(ignore_eos=True, **shaping) != plain
+        assert text(ignore_eos=True, **shaping) == text(ignore_eos=True, **shaping)
     for structure in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
         {"structured_outputs": {"json": schema}},
