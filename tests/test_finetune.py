@@ -272,14 +272,17 @@ def test_what_is_sampled_at_a_temperature_is_trained_at_it(project: Path) -> Non
     assert {(c["sampling"]["temperature"], c["logprobs_temperature"]) for c in calls} == {(1.5, 1.5), (0.7, 0.7)}
 
 
-@pytest.mark.parametrize(("key", "value", "allowed"), [("temperature", 0, "above 0"), ("top_p", 0.9, "1")])
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [("temperature", 0, "above 0"), ("top_p", 0.9, "1"), ("repetition_penalty", 1.5, "1"), ("bad_words", ["a"], "[]")],
+)
 def test_sampling_that_no_loss_models_is_refused_before_the_first_epoch(
-    project: Path, key: str, value: float, allowed: str
+    project: Path, key: str, value: Any, allowed: str
 ) -> None:
     code, _, err = run_project(project, "-o", f"llms.player.{key}", str(value))
     assert (code, (project / "run").exists()) == (2, False), err
     assert f"llms.player.{key} is {value}, but player is trained on what it samples" in err
-    assert f"allowed: {allowed} " in err
+    assert f"allowed: {allowed} (" in err
 
 
 def test_calls_that_no_loss_models_are_counted_and_not_trained(project: Path) -> None:

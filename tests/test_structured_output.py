@@ -48,7 +48,10 @@ SCALARS = st.one_of(
     st.builds(
         lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, *[st.integers(0, 9)] * 2
     ),
-    st.builds(lambda v: {"enum": v}, st.lists(st.one_of(TEXTS, st.integers(), st.booleans(), st.none()), min_size=1)),
+    st.builds(
+        lambda v: {"enum": v},
+        st.lists(st.one_of(TEXTS, st.integers(-(2**53), 2**53), st.booleans(), st.none()), min_size=1),
+    ),
     st.builds(lambda v: {"const": v}, TEXTS),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"]}]),
 )

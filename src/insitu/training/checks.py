@@ -81,8 +81,9 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
         if (problem := truncation(values)) is not None:
             key = "temperature" if problem == "greedy" else problem
             allowed = "above 0" if problem == "greedy" else str(NEUTRAL_SAMPLING[key][0])
+            shown = f"{values[key]:g}" if isinstance(values[key], float) else str(values[key])
             raise ConfigError(
-                f"llms.{name}.{key} is {values[key]!r:.80}, but {name} is trained on what it samples, which must be "
+                f"llms.{name}.{key} is {shown:.80}, but {name} is trained on what it samples, which must be "
                 f"from the softmax of all logits; allowed: {allowed} (a validation with its own config_file may differ)"
             )
 

@@ -158,10 +158,7 @@ class Engine(Sampler):
 
         Raises RequestRefused (429) if too many sequences are waiting already, and for a grammar that is not supported.
         """
-        grammars = [request.params.grammar for request in requests]
-        matchers: list[LLMatcher | None] = [None] * len(requests)
-        if any(grammars):
-            matchers = await asyncio.to_thread(self._matchers, grammars)
+        matchers = await self._matchers([request.params.grammar for request in requests])
         check_in_flight(len(self._in_flight), self.options.max_in_flight)
         sequences = [
             SequenceState(*request, functools.partial(deliver, index), streamed, matcher)
@@ -184,8 +181,14 @@ class Engine(Sampler):
                 sequence.aborted = True
                 del self._in_flight[sequence]
 
-    def _matchers(self, grammars: Sequence[Grammar | None]) -> list[LLMatcher | None]:
-        return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
+    async def _matchers(self, grammars: list[Grammar | None]) -> list[LLMatcher | None]:
+        """A matcher for each completion with a grammar; new ones are compiled in a thread."""
+
+        def matchers() -> list[LLMatcher | None]:
+            return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
+
+        is_fast = all(grammar is None or grammar in self._grammars for grammar in grammars)
+        return matchers() if is_fast else await asyncio.to_thread(matchers)
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

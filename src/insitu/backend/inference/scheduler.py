@@ -273,14 +273,17 @@ def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch
     if not constrained and not changed:
         return logits_BV
     logits_BV = logits_BV.to(torch.float32, copy=True)
+    if constrained:
+        matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
+        refused = ~allowed_tokens(matchers, logits_BV.shape[-1]).to(logits_BV.device)
+        if len(constrained) == len(sequences):
+            logits_BV.masked_fill_(refused, -torch.inf)
+        else:
+            logits_BV[constrained] = logits_BV[constrained].masked_fill_(refused, -torch.inf)
     for row in changed:
         sequence = sequences[row]
         assert sequence.processor is not None
         sequence.processor.apply(logits_BV[row], sequence.tokens.ids)
-    if constrained:
-        matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
-        allowed = allowed_tokens(matchers, logits_BV.shape[-1]).to(logits_BV.device)
-        logits_BV[constrained] = logits_BV[constrained].masked_fill(~allowed, -torch.inf)
     return logits_BV
 
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -38,14 +39,22 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, end_token_ids: Iterable[int], vocab_size: int) -> None:
         self._tokenizer, self._ends, self._vocab_size = tokenizer, sorted(end_token_ids), vocab_size
-        self._compiled = functools.lru_cache(_CACHED_GRAMMARS)(self._compile)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        """Whether it is compiled; otherwise `matcher` takes up to a second."""
+        return grammar in self._compiled
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the start of a completion; it takes up to a second where the grammar is new.
+        """A matcher at the start of a completion.
 
         Raises RequestRefused for a grammar that is invalid or not supported.
         """
-        return self._compiled(grammar).deep_copy()
+        matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
+        self._compiled[grammar] = matcher
+        while len(self._compiled) > _CACHED_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return matcher.deep_copy()
 
     @functools.cached_property
     def _tokens(self) -> LLTokenizer:
