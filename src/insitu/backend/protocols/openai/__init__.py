@@ -36,6 +36,7 @@ class CompletionEndpoint:
         # a chat template is a program of the model's author, which may loop
         job = await parse_body(self._parse, body, may_loop=self.kind is ChatRequest)
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
+        formatter.says_processed = self.services.options.sampler == "embedded"
         formatter.compact = job[0].may_be_compact and accepts_compact(request.headers)
         formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))

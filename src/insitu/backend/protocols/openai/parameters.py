@@ -1,9 +1,10 @@
 """The keys of completion requests that shape the distribution sampled from, and structured output, as vLLM has them."""
 
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, Self, cast
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.structured import Grammar, GrammarKind
@@ -48,6 +49,12 @@ class SamplingParameters(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     """What the completion must match: one of `json` (a schema), `regex`, `choice`, `grammar`, `json_object`."""
 
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before the division by the temperature."""
+        keys = self.repetition_penalty or 1, self.presence_penalty or 0, self.frequency_penalty or 0
+        return keys != (1, 0, 0) or bool(self.bad_words or self.logit_bias) or self.grammar() is not None
+
     def shaping_params(self, vocab_size: int, num_ends: int) -> dict[str, Any]:
         """The SamplingParams of these keys. Raises RequestRefused for what the model cannot sample."""
         room = vocab_size - num_ends - 2 * len(words := tuple(self.bad_words or ()))
@@ -84,6 +91,19 @@ class SamplingParameters(BaseModel):
         if by_format is not None and by_key is not None:
             _refuse("structured_outputs", "and response_format exclude each other")
         return by_format or by_key
+
+
+class RowShaping(SamplingParameters):
+    """The `shaping` of a TrainingRow."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="after")
+    def _can_be_added(self) -> Self:
+        for key in ("top_k", "min_p", "repetition_penalty", "stop_token_ids"):
+            if key in self.model_fields_set:
+                raise PydanticCustomError("shaping", "{key} does not add to logits", {"key": key})
+        return self
 
 
 def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:

@@ -194,6 +194,8 @@ class ResponseFormatter:
             "created": int(time.time()),
             "model": request.model,
         }
+        self.says_processed = False
+        """Whether to say that log-probabilities include what shapes the logits, as those of the learner do."""
         self.compact = False
         """Whether the logprobs of a choice are one list, beside the list of its token ids."""
         self.weights_of: Callable[[int], str | None] = lambda version: None
@@ -254,11 +256,12 @@ class ResponseFormatter:
         return {"token_logprobs": output.tokens.logprobs}
 
     @property
-    def _temperature(self) -> dict[str, float]:
-        """What the logits were divided by before the log-probabilities."""
+    def _temperature(self) -> dict[str, Any]:
+        """What the logits were divided by before the log-probabilities, and whether they were changed before that."""
         requested = self._request.temperature
         divided = requested is not None and requested >= GREEDY_TEMPERATURE
-        return {"logprobs_temperature": requested if divided else 1.0}
+        processed = {"logprobs_processed": True} if self.says_processed and self._request.shapes_logits else {}
+        return {"logprobs_temperature": requested if divided else 1.0, **processed}
 
     def _token_text(self, token_id: int) -> str:
         """A token as it is written in logprobs."""
