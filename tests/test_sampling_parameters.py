@@ -19,10 +19,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from insitu.backend.inference.sampler import SamplingParams
 from insitu.backend.inference.sampling import SamplingMetadata, bad_word_ids, truncated
 from insitu.backend.inference.structured import Grammar
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.learner.batches import Row, collate
+from insitu.backend.learner.logit_offsets import NAMES, shaping_text
+from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import load_model
+from insitu.errors import JobFailed
 
 TOKENIZER = ChatTokenizer(byte_tokenizer())
 
@@ -181,3 +186,43 @@ def test_bad_words_are_tokenized_as_by_vllm():
             return {"no": [1], " no": [2], "not so": [3, 4], " not so": [5, 6, 4]}[text]
 
     assert bad_word_ids(["no", " not so"], Words()) == [(1,), (2,), (3, 4)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [7, 10_000])
+async def test_the_learner_has_the_log_probabilities_that_were_sampled(model, packed, chunk_tokens):
+    """Of rows with several completions, with and without parameters, in one micro-batch."""
+    grammar = Grammar("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 3}')
+    options = [{}, {"grammar": grammar, "ignore_eos": False}]
+    options += [each for name, (each, _) in SHAPING.items() if name not in ("repetition_penalty", "all of them")]
+    loaded, rows, expected = load_model(str(model), "cpu"), [], []
+    async with running(loaded) as engine:
+        for number, each in enumerate(options):
+            asked = params(number, 20, temperature=1.4, **each)
+            (first,) = await engine.complete(asks(PROMPT, [asked]))
+            prompt = PROMPT + first.tokens.ids + ids(" and")
+            (second,) = await engine.complete(asks(prompt, [asked]))
+            tokens = np.array(prompt + second.tokens.ids, np.int32)
+            starts = (len(PROMPT), first), (len(prompt), second)
+            positions = np.concatenate([np.arange(at, at + len(output.tokens)) for at, output in starts])
+            shaping = shaping_text({name: getattr(asked, name) for name in NAMES})
+            rows.append(Row(tokens, positions.astype(np.int32), temperature=1.4, shaping=shaping))
+            expected.append(first.tokens.logprobs + second.tokens.logprobs)
+    loaded.module.requires_grad_(True)
+    compute = LogprobComputer(loaded, chunk_elements=chunk_tokens * loaded.vocab_size)
+    batch = collate(rows, loaded.device, packed=packed)
+    logprobs_BK = batch.to_rows(compute(loaded.module, batch).logprobs_N)
+    for row, logprobs in zip(logprobs_BK.tolist(), expected, strict=True):
+        assert row[: len(logprobs)] == pytest.approx(logprobs, abs=1e-5)
+    logprobs_BK.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in loaded.module.parameters())
+
+
+def test_a_row_with_tokens_that_its_request_does_not_allow_fails_the_job(model):
+    loaded = load_model(str(model), "cpu")
+    shaping = shaping_text(
+        {name: getattr(SamplingParams(0, 0), name) for name in NAMES} | {"grammar": Grammar("regex", "[ab]+")}
+    )
+    row = Row(np.array(PROMPT + ids("abc"), np.int32), np.arange(len(PROMPT), len(PROMPT) + 3), shaping=shaping)
+    with pytest.raises(JobFailed, match=r"token 2 of a completion is \d+, which its request does not allow"):
+        LogprobComputer(loaded)(loaded.module, collate([row], loaded.device))

@@ -19,7 +19,7 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.model import LoadedModel
 from insitu.errors import JobFailed
 
-_NAMES = ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "grammar")
+NAMES = ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "grammar")
 """What is added to logits, whatever these are."""
 
 
@@ -34,7 +34,7 @@ class ShapedCompletion(NamedTuple):
 def shaping_text(params: dict[str, Any]) -> str:
     """The SamplingParams that are added to logits, as text; empty if none has an effect."""
     defaults = SamplingParams(0, 0)
-    effective = {name: params[name] for name in _NAMES if params[name] != getattr(defaults, name)}
+    effective = {name: params[name] for name in NAMES if params[name] != getattr(defaults, name)}
     return json.dumps(effective) if effective else ""
 
 
