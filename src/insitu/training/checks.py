@@ -78,7 +78,7 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
     for name in sorted(config.trained_llms()):
         block = config.block(LLM, name)
         values = {key: getattr(block, key, None) for key in ("temperature", *NEUTRAL_SAMPLING)}
-        values["logprobs_processed"] = getattr(trainer.trainer_adapter, "trains_shaped_logits", False)
+        values["logprobs_processed"] = getattr(trainer.trainer_adapter.adapter_config, "trains_shaped_logits", False)
         if (problem := truncation(values)) is not None:
             key = "temperature" if problem == "greedy" else problem
             allowed = "above 0" if problem == "greedy" else str(NEUTRAL_SAMPLING[key][0])

@@ -100,11 +100,6 @@ class TrainerAdapter(ABC):
         """What a job needs of each call that it trains. The default is all that a builder may ask for."""
         return Needs.TOKEN_IDS
 
-    @property
-    def trains_shaped_logits(self) -> bool:
-        """Whether calls are trained whose request changed the logits (`estimator.SHAPING`)."""
-        return False
-
     def training_settings(self) -> dict[str, Any]:
         """The settings of a training job, shown in the header of the run."""
         return {}

@@ -125,6 +125,11 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ConfigError(f"trainer_adapters: {unknown_format(model)}")
 
     @property
+    def trains_shaped_logits(self) -> bool:
+        """Whether calls are trained whose request changed the logits: vLLM may have another grammar than the learner."""
+        return self.sampler.kind == "embedded"
+
+    @property
     def starts_from(self) -> str | None:
         return self.model
 

@@ -196,11 +196,6 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    @property
-    def trains_shaped_logits(self) -> bool:
-        """vLLM may have another grammar than the learner."""
-        return self.config.sampler.kind == "embedded"
-
     def training_settings(self) -> dict[str, Any]:
         return self._training.effective()
 
