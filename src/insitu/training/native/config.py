@@ -126,7 +126,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     @property
     def trains_shaped_logits(self) -> bool:
-        """Whether calls are trained whose request changed the logits: vLLM may have another grammar than the learner."""
+        """Whether calls with changed logits are trained: vLLM may have another grammar than the learner."""
         return self.sampler.kind == "embedded"
 
     @property
