@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import aiohttp
 import psutil
@@ -28,6 +29,21 @@ QUICKSTART = HERE.parent / "examples" / "tic_tac_toe" / "model"
 CONCURRENCY = 32
 REQUESTS = 512
 LENGTHS = range(8, 129)
+STRUCTURE = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "kind": {"enum": ["small", "large"]},
+            "amounts": {"type": "array", "items": {"type": "number", "minimum": 0}, "maxItems": 4},
+        },
+        "required": ["name", "kind", "amounts"],
+        "additionalProperties": False,
+    },
+    "minItems": 1000,
+}
+"""More than fits into a completion, so that all have the length they would have without it."""
 ROUNDS = 5
 """Of the small model, whose rounds take seconds; the large one has a single round, of minutes."""
 ALONE = 24
@@ -72,6 +88,9 @@ def measure_model(model: Path, rounds: int) -> dict[str, Cost]:
             "generate(), one request at a time": lambda: _generated(model, jobs()[:ALONE], 1),
             f"generate(), padded batches of {CONCURRENCY}": lambda: _generated(model, jobs(), CONCURRENCY),
             f"insitu backend over HTTP, {CONCURRENCY} at a time": lambda: _served(address, usage, jobs()),
+            "the same, with a JSON schema": lambda: _served(
+                address, usage, jobs(), structured_outputs={"json": STRUCTURE}, ignore_eos=False
+            ),
         }
         costs = [[measured() for measured in ways.values()] for _ in range(rounds)]
     return {
@@ -80,16 +99,16 @@ def measure_model(model: Path, rounds: int) -> dict[str, Cost]:
     }
 
 
-def _served(address: str, usage: psutil.Process, mix: list[Job]) -> Cost:
+def _served(address: str, usage: psutil.Process, mix: list[Job], **options: Any) -> Cost:
     """All of `mix` over HTTP, `CONCURRENCY` at a time; the server is another process."""
-    asyncio.run(_send(address, mix[:CONCURRENCY]))
+    asyncio.run(_send(address, mix[:CONCURRENCY], options))
 
     def cpu() -> float:
         times = usage.cpu_times()
         return float(times.user + times.system)
 
     began, used = time.perf_counter(), cpu()
-    tokens = asyncio.run(_send(address, mix))
+    tokens = asyncio.run(_send(address, mix, options))
     return Cost((time.perf_counter() - began) / tokens, (cpu() - used) / tokens)
 
 
@@ -157,18 +176,18 @@ def _generated(model: Path, mix: list[Job], batch: int) -> Cost:
         return Cost((time.perf_counter() - began) / tokens, (time.process_time() - used) / tokens)
 
 
-async def _send(address: str, mix: list[Job]) -> int:
+async def _send(address: str, mix: list[Job], options: dict[str, Any]) -> int:
     """Every job through `CONCURRENCY` connections; the number of tokens that came back."""
     waiting = iter(mix)
     connector = aiohttp.TCPConnector(limit=CONCURRENCY)
     async with aiohttp.ClientSession(connector=connector) as session:
-        return sum(await asyncio.gather(*(_worker(session, address, waiting) for _ in range(CONCURRENCY))))
+        return sum(await asyncio.gather(*(_worker(session, address, waiting, options) for _ in range(CONCURRENCY))))
 
 
-async def _worker(session: aiohttp.ClientSession, address: str, waiting: Iterator[Job]) -> int:
+async def _worker(session: aiohttp.ClientSession, address: str, waiting: Iterator[Job], options: dict[str, Any]) -> int:
     tokens = 0
     for job in waiting:
-        body = {"model": "policy", "messages": _messages(job), "max_tokens": job.tokens, "ignore_eos": True}
+        body = {"model": "policy", "messages": _messages(job), "max_tokens": job.tokens, "ignore_eos": True, **options}
         async with session.post(f"{address}/v1/chat/completions", json=body) as response:
             tokens += (await response.json())["usage"]["completion_tokens"]
     return tokens

@@ -289,9 +289,32 @@ REFUSED = [
     ({"model": "policy", "messages": HELLO, "max_tokens": 0}, 400, "max_tokens", "1"),
     ({"model": "policy", "messages": HELLO, "n": True}, 400, "n", "integer"),
     ({"model": "policy", "messages": HELLO, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
-    ({"model": "policy", "messages": HELLO, "logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
-    ({"model": "policy", "messages": HELLO, "presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
-    ({"model": "policy", "messages": HELLO, "response_format": {"type": "json"}}, 400, "response_format", "text"),
+    *(
+        ({"model": "policy", "messages": HELLO, key: value, **more}, 400, key, problem)
+        for key, value, problem, more in [
+            ("logit_bias", {"320": 1}, "token 320; the vocabulary ends at 319", {}),
+            ("logit_bias", {"a": 1}, "key 'a'; allowed: ids of tokens below 320", {}),
+            ("logit_bias", {"9" * 5000: 1}, "allowed: ids of tokens", {}),
+            ("logit_bias", [1], "dictionary", {}),
+            ("presence_penalty", 2.5, "less than or equal to 2", {}),
+            ("frequency_penalty", "a", "number", {}),
+            ("repetition_penalty", 0, "greater than or equal to 0.01", {}),
+            ("top_k", -2, "greater than or equal to -1", {}),
+            ("min_p", 1.5, "less than or equal to 1", {}),
+            ("bad_words", ["a"] * 65, "at most 64", {}),
+            ("bad_words", [" "], "other than spaces", {}),
+            ("stop_token_ids", [320], "token 320; the vocabulary ends at 319", {}),
+            ("response_format", {"type": "json"}, "'json'; allowed: text, json_object, json_schema", {}),
+            ("response_format", {"type": "json_schema"}, "json_schema.schema", {}),
+            ("response_format", {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, '"not"', {}),
+            ("structured_outputs", {"jso": {}}, "'jso'; allowed: json, regex", {}),
+            ("structured_outputs", {"regex": "a", "json": {}}, "one of them", {}),
+            ("structured_outputs", {"choice": []}, "list of texts", {}),
+            ("structured_outputs", {"regex": 5}, "regex of type int; allowed: a text", {}),
+            ("structured_outputs", {"regex": "a"}, "exclude", {"response_format": {"type": "json_object"}}),
+            ("min_tokens", 3, "cannot be used with structured output", {"structured_outputs": {"regex": "a"}}),
+        ]
+    ),
     ({"model": "policy", "messages": HELLO, "temprature": 1}, 400, "temprature", "not supported"),
     ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "auto"),
     ({"model": "other", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
@@ -299,6 +322,7 @@ REFUSED = [
     ({"model": "policy", "messages": HELLO, "stop": ["x"] * 65}, 400, "stop", "65 entries; allowed: 64"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400, "messages", ".*"),
     ({"model": "policy", "messages": HELLO, "chat_template_kwargs": {"self": 1}}, 400, "messages", "multiple"),
+    ({"model": "policy", "messages": HELLO, "guided_json": {}}, 400, "guided_json", "not supported"),
     (DEEP, 400, None, "nested more than 128 levels"),
     ({"model": "policy@7", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy", "messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", r"3\d\d tokens.*256"),
@@ -352,6 +376,41 @@ def test_values_that_ask_for_nothing_are_taken(served):
     neutral = {"presence_penalty": 0, "logit_bias": {}, "top_k": -1, "response_format": {"type": "text"}, "store": True}
     neutral["chat_template_kwargs"] = {"enable_thinking": False}
     assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1, **neutral})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_parameters_that_shape_a_completion(served, path):
+    prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+    def text(**more) -> tuple[str, str]:
+        body = {"model": "policy", "max_tokens": 40, "seed": 3, **prompt, **more}
+        status, answer, _ = post(served[0], body, path=path)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"], choice["finish_reason"]
+
+    plain = text(ignore_eos=True)
+    for shaping in (
+        {"top_k": 2},
+        {"min_p": 0.9},
+        {"presence_penalty": 2},
+        {"frequency_penalty": 2},
+        {"repetition_penalty": 3},
+        {"logit_bias": {"65": 100}},
+        {"bad_words": [letter for letter in {*plain[0]} if letter.isascii() and letter.isalpha()]},
+    ):
+        assert text(ignore_eos=True, **shaping) != plain
+        assert text(ignore_eos=True, **shaping) == text(ignore_eos=True, **shaping)
+    for structure in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+    ):
+        answer, reason = text(**structure)
+        assert (json.loads(answer)["a"] in (1, 2), reason) == (True, "stop")
+    assert text(structured_outputs={"choice": ["left", "right"]})[0] in ("left", "right")
+    assert text(response_format={"type": "json_object"}, max_tokens=2)[1] == "length"
 
 
 def test_a_long_prompt_does_not_hold_up_others(served):

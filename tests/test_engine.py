@@ -28,10 +28,9 @@ from insitu.backend.inference.sampler import (
     OutputDelta,
     SamplingParams,
     WeightVersion,
-    choice_seed,
-    uniforms,
 )
-from insitu.backend.inference.scheduler import EngineOptions, SamplingMetadata, sample
+from insitu.backend.inference.sampling import SamplingMetadata, choice_seed, sample, uniforms
+from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import create_backend

@@ -272,14 +272,43 @@ def test_what_is_sampled_at_a_temperature_is_trained_at_it(project: Path) -> Non
     assert {(c["sampling"]["temperature"], c["logprobs_temperature"]) for c in calls} == {(1.5, 1.5), (0.7, 0.7)}
 
 
-@pytest.mark.parametrize(("key", "value", "allowed"), [("temperature", 0, "above 0"), ("top_p", 0.9, "1")])
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n"]}
+
+
+def test_what_is_sampled_with_changed_logits_is_trained_so(project: Path) -> None:
+    """Each row has other parameters; the block has those of the last ones."""
+    kinds: list[dict[str, Any]] = [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"regex": "[a-z]{3,9}( [a-z]+)*"}, "temperature": 1.7},
+        {"structured_outputs": {"choice": ["left", "right"]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        {"logit_bias": {"70": 3, "80": -2}, "temperature": 0.6},
+        {"bad_words": ["e", "th"], "frequency_penalty": 0.7},
+        {},
+    ]
+    write_rows(project, [{"say": f"Row {i}", "sampling": {"max_tokens": 24, **each}} for i, each in enumerate(kinds)])
+    code, _, err = run_project(project, *ONE_EPOCH, "-o", "llms.player.presence_penalty", "0.5")
+    assert code == 0, err
+    (metrics,) = read_lines(project / "run/training_metrics.jsonl")
+    calls = read_lines(project / "run/calls.jsonl.gz")[1:]
+    assert len(calls) >= 2 * len(kinds)
+    assert all(call["sampling"]["logprobs_processed"] for call in calls)
+    assert metrics["logprob_gap"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert not {key for key in metrics if key.startswith("untrained_calls")}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [("temperature", 0, "above 0"), ("top_p", 0.9, "1"), ("repetition_penalty", 1.5, "1"), ("min_p", 0.5, "0")],
+)
 def test_sampling_that_no_loss_models_is_refused_before_the_first_epoch(
-    project: Path, key: str, value: float, allowed: str
+    project: Path, key: str, value: Any, allowed: str
 ) -> None:
     code, _, err = run_project(project, "-o", f"llms.player.{key}", str(value))
     assert (code, (project / "run").exists()) == (2, False), err
     assert f"llms.player.{key} is {value}, but player is trained on what it samples" in err
-    assert f"allowed: {allowed} " in err
+    assert f"allowed: {allowed} (" in err
 
 
 def test_calls_that_no_loss_models_are_counted_and_not_trained(project: Path) -> None:

@@ -45,6 +45,11 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
         ({"top_p": 0.9}, 1.0, "top_p"),
         ({"top_k": 20}, 1.0, "top_k"),
         ({"min_tokens": 2}, 1.0, "min_tokens"),
+        ({"stop_token_ids": [2]}, 1.0, None),
+        ({"response_format": {"type": "json_object"}}, 1.0, "response_format"),
+        ({"response_format": {"type": "json_object"}, "logprobs_processed": True}, 1.0, None),
+        ({"bad_words": ["a"], "top_k": 3, "logprobs_processed": True}, 1.0, "top_k"),
+        ({"repetition_penalty": 1.5, "logprobs_processed": True}, 1.0, "repetition_penalty"),
     ],
 )
 def test_calls_whose_distribution_is_unknown_are_not_trained(

@@ -19,6 +19,7 @@ from processes import run, wait_until
 from pydantic import ValidationError
 
 from insitu.backend.inference.sampler import Completion, SamplingParams
+from insitu.backend.inference.structured import Grammar
 from insitu.errors import BackendError
 from insitu.integrations.child_process import ChildProcess
 from insitu.integrations.vllm.fleet import AFFINITY, BLOCK, PrefixRouter
@@ -190,7 +191,7 @@ def test_calls_of_an_episode_go_to_the_same_server_until_it_has_much_more_to_do(
 
 def test_what_is_asked_of_vllm() -> None:
     params = SamplingParams(2**64 - 1, 5, temperature=1e-6, top_p=0.5, stop=("x",), min_tokens=9, top_logprobs=20)
-    body = request_body("m", Completion([1, 2], params), {7, 3}, stream=True)
+    body = request_body("m", Completion([1, 2], params), frozenset({7, 3}), stream=True)
     assert body["token_ids"] == [1, 2]
     assert body["sampling_params"] == {
         "seed": 2**63 - 1,
@@ -203,8 +204,19 @@ def test_what_is_asked_of_vllm() -> None:
         "logprobs": 21,
         "detokenize": False,
     }
+    grammar = Grammar("json", '{"type": "object"}')
+    shaping: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "bad_words": ("a",), "repetition_penalty": 1.5}
+    shaped = SamplingParams(1, 5, logit_bias=((7, -1.0),), stop_token_ids=frozenset({9}), grammar=grammar, **shaping)
+    asked = request_body("m", Completion([1], shaped), frozenset({7}), stream=False)["sampling_params"]
+    assert asked["stop_token_ids"] == [7, 9]
+    assert {key: asked[key] for key in shaping} == shaping
+    assert (asked["logit_bias"], asked["structured_outputs"]) == ({"7": -1.0}, {"json": {"type": "object"}})
+    assert not {"presence_penalty", "frequency_penalty"} & asked.keys()
     ignoring = SamplingParams(1, 5, ignore_eos=True)
-    assert request_body("m", Completion([1], ignoring), {7}, stream=False)["sampling_params"]["stop_token_ids"] == []
+    assert (
+        request_body("m", Completion([1], ignoring), frozenset({7}), stream=False)["sampling_params"]["stop_token_ids"]
+        == []
+    )
 
 
 def test_top_logprobs_are_the_most_likely_tokens_wherever_the_sampled_one_ranks() -> None:

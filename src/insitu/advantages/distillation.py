@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
-from insitu.advantages.estimator import AdvantageEstimator, sampling_problem
+from insitu.advantages.estimator import AdvantageEstimator, sampling_problem, truncation
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import Trajectory
 
@@ -66,9 +66,10 @@ class TeacherEstimator(AdvantageEstimator):
 
 
 def _problem(call: ModelCall) -> str | None:
-    """A teacher's log-probabilities are those of temperature 1, whatever the policy's are."""
+    """A teacher's log-probabilities are those of unchanged logits at temperature 1, whatever the policy's are."""
     is_tempered = call.logprobs_temperature not in (None, 1)
-    return sampling_problem(call) or ("teacher_temperature" if is_tempered else None)
+    changed = truncation({key: value for key, value in call.sampling.items() if key != "logprobs_processed"})
+    return sampling_problem(call) or ("teacher_temperature" if is_tempered else changed)
 
 
 def _gaps(call: ModelCall) -> Gaps:

@@ -29,9 +29,17 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "bad_words": ([],),
     "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
 }
 """Parameters that change the distribution sampled from, unless they have one of these values."""
+SHAPING = (
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("response_format", "structured_outputs"),
+)
+"""Those that `insitu backend` applies again when it trains. A call whose log-probabilities they are part of says so by
+`logprobs_processed`."""
 
 
 class EstimatedEpoch(NamedTuple):
@@ -57,8 +65,18 @@ def truncation(sampling: Mapping[str, Any]) -> str | None:
     temperature = sampling.get("temperature")
     if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
         return "greedy"
-    cuts = (key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral))
-    return next(cuts, None)
+    modelled = SHAPING if sampling.get("logprobs_processed") else ()
+    return next((key for key in _effective(sampling, NEUTRAL_SAMPLING) if key not in modelled), None)
+
+
+def _effective(sampling: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if sampling.get(key) not in (None, *NEUTRAL_SAMPLING[key])]
+
+
+def _shaping(call: ModelCall) -> dict[str, Any]:
+    """The parameters that its log-probabilities are processed by."""
+    keys = _effective(call.sampling, SHAPING) if call.sampling.get("logprobs_processed") else []
+    return {key: call.sampling[key] for key in keys}
 
 
 class AdvantageEstimator(Protocol):
@@ -240,7 +258,8 @@ def rows_of(
 
     A call extends the longest row that is an exact token prefix of its prompt, or else starts a new row. So every
     sampled token is trained in exactly one row and is context elsewhere. Calls without an advantage are context; rows
-    without a trained token are left out. If rows are `tempered`, the trained calls of each have the same temperature.
+    without a trained token are left out. If rows are `tempered`, the trained calls of each have the same temperature
+    and parameters that shape the logits.
     """
     rows: list[TrainingRow] = []
     for index, call in enumerate(calls):
@@ -249,11 +268,16 @@ def rows_of(
                 raise TrajectoryError(f"episode {episode}: call {call.index} is trained but has no token ids")
             continue
         prompt, sampled = call.prompt_token_ids, call.token_ids
-        temperature = (call.logprobs_temperature if tempered and index in advantages else None) or 1.0
+        is_tempered = tempered and index in advantages
+        temperature = (call.logprobs_temperature if is_tempered else None) or 1.0
+        shaping = _shaping(call) if is_tempered else {}
         row, start = None, -1
         for other in rows:
             length = len(other.token_ids)
-            alike = index not in advantages or other.temperature == temperature or not any(other.loss_mask)
+            same = (other.temperature, other.shaping) == (temperature, shaping) and not (
+                shaping and length == len(prompt)
+            )
+            alike = index not in advantages or same or not any(other.loss_mask)
             if alike and start < length <= len(prompt) and prompt[:length] == other.token_ids:
                 row, start = other, length
         if row is None:
@@ -273,6 +297,8 @@ def rows_of(
             logprobs = call.logprobs
         if index in advantages and temperature != 1:
             row.temperature = temperature
+        if shaping:
+            row.shaping = shaping
         row.token_ids += prompt[start:] + sampled
         row.loss_mask += [0] * len(context) + [int(index in advantages)] * count
         row.logprobs += context + logprobs

@@ -244,6 +244,7 @@ class Exchange:
                 changed |= choice.pop(name, None) is not None
             if self._strips_logprobs:
                 changed |= choice.pop("logprobs_temperature", None) is not None
+                changed |= choice.pop("logprobs_processed", None) is not None
                 if choice.get("logprobs") is not None:
                     choice["logprobs"] = None
                     changed = True
@@ -334,7 +335,7 @@ class Exchange:
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling,
+                sampling=sampling | {name: True for name in ("logprobs_processed",) if choice.get(name) is True},
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),

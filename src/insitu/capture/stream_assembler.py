@@ -83,7 +83,13 @@ class StreamAssembler:
         delta: dict[str, Any] = {"content": text} if isinstance(text, str) else chunk_choice.get("delta") or {}
         changed = any(part.get("index") is None for part in delta.get("tool_calls") or ())
         merge_delta(choice["message"], delta)
-        for field in ("finish_reason", "prompt_token_ids", "logprobs_temperature", "tool_call_malformed"):
+        for field in (
+            "finish_reason",
+            "prompt_token_ids",
+            "logprobs_temperature",
+            "logprobs_processed",
+            "tool_call_malformed",
+        ):
             if chunk_choice.get(field) is not None:
                 choice[field] = chunk_choice[field]
         if chunk_choice.get("token_ids") is not None:

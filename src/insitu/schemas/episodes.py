@@ -115,7 +115,8 @@ class TrainingRow(BaseModel):
     `token_ids`, `loss_mask`, `logprobs` and `advantages` (if a list) have length T. `loss_mask` is 1 for trained
     tokens. `logprobs` are natural logarithms from the sampler, arbitrary where the mask is 0; `advantages` may be a
     single number for all trained tokens. Both are for `method: grpo`, as is `temperature`, at which the trained tokens
-    were sampled: `logprobs` are those after division of the logits by it, and the learner divides too. `calls` lists
+    were sampled: `logprobs` are those after division of the logits by it, and the learner divides too. `shaping` has
+    the keys of the request that changed the logits before (`logit_bias`, `response_format` ...). `calls` lists
     the `ModelCall.index` of each call whose tokens the row contains.
 
     `pair` (dpo) is shared by the rows of a preference pair. `preferred` is true for the chosen side (dpo) or a
@@ -130,6 +131,7 @@ class TrainingRow(BaseModel):
     logprobs: list[float] = []
     advantages: float | list[float] = 0.0
     temperature: float = 1.0
+    shaping: dict[str, Any] = {}
     episode: str = ""
     calls: list[int] = []
     pair: str = ""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from insitu.advantages.estimator import truncation
+from insitu.advantages.estimator import NEUTRAL_SAMPLING, truncation
 from insitu.builder import Builder
 from insitu.collect.collector import outside_completions, stray_completions
 from insitu.config import Config
@@ -77,11 +77,14 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
         return
     for name in sorted(config.trained_llms()):
         block = config.block(LLM, name)
-        values = {key: getattr(block, key, None) for key in ("temperature", "top_p")}
+        values = {key: getattr(block, key, None) for key in ("temperature", *NEUTRAL_SAMPLING)}
+        values["logprobs_processed"] = getattr(trainer.trainer_adapter.adapter_config, "trains_shaped_logits", False)
         if (problem := truncation(values)) is not None:
-            key, allowed = ("temperature", "above 0") if problem == "greedy" else (problem, "1")
+            key = "temperature" if problem == "greedy" else problem
+            allowed = "above 0" if problem == "greedy" else str(NEUTRAL_SAMPLING[key][0])
+            shown = f"{values[key]:g}" if isinstance(values[key], float) else str(values[key])
             raise ConfigError(
-                f"llms.{name}.{key} is {values[key]:g}, but {name} is trained on what it samples, which must be "
+                f"llms.{name}.{key} is {shown:.80}, but {name} is trained on what it samples, which must be "
                 f"from the softmax of all logits; allowed: {allowed} (a validation with its own config_file may differ)"
             )
 

@@ -43,8 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FOR_THE_CLIENT = frozenset(("stream", "timeout", "extra_headers", "extra_query"))
-_EXTRA = ("chat_template_kwargs", "tool_format", "reasoning_format")
+_EXTRA = (
+    *("top_k", "min_p", "repetition_penalty", "bad_words", "stop_token_ids", "structured_outputs"),
+    *("chat_template_kwargs", "tool_format", "reasoning_format"),
+)
 """Parameters of chat completions that OpenAI's API does not have."""
+_SHAPING = ("presence_penalty", "frequency_penalty", "logit_bias", "response_format")
+"""Parameters of OpenAI's API that change the distribution sampled from, beside temperature and top_p."""
 
 
 class SamplingConfig(LLMBaseConfig):
@@ -54,6 +59,28 @@ class SamplingConfig(LLMBaseConfig):
     """Sampling temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus sampling: sample among the most likely tokens with this total probability."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample among so many of the most likely tokens; 0 and -1: all. For vLLM and `insitu backend`, as are `min_p`,
+    `repetition_penalty`, `bad_words`, `stop_token_ids` and `structured_outputs`."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample among the tokens with at least this share of the probability of the most likely one."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logits of tokens for each time that the completion has them."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
+    logit_bias: dict[str, float] | None = None
+    """Added to the logits, by token id: `{"42": -100}`."""
+    bad_words: list[str] | None = None
+    """Texts that are not sampled."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end a completion, beside the model's own."""
+    response_format: dict[str, Any] | None = None
+    """[Structured output](backend.md#structured-output): `{type: json_object}`, or `{type: json_schema, json_schema:
+    {name: answer, schema: {...}}}`."""
+    structured_outputs: dict[str, Any] | None = None
+    """Structured output in vLLM's form, one of `json` (a schema), `regex`, `choice` and `grammar`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of a completion."""
     stop: str | list[str] | None = None
@@ -76,7 +103,7 @@ class SamplingConfig(LLMBaseConfig):
 
     def params(self) -> dict[str, Any]:
         """The request's parameters; those that the OpenAI client does not know are in `extra_body`."""
-        names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs")
+        names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs", *_SHAPING)
         params = {name: value for name in names if (value := getattr(self, name)) is not None}
         further = {name: value for name in _EXTRA if (value := getattr(self, name, None)) is not None}
         return params | ({"extra_body": further} if further else {})

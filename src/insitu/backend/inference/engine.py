@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
+from llguidance import LLMatcher
 from torch import nn
 
 from insitu.backend.compute import ComputeThread, call_in_loop
@@ -34,6 +35,7 @@ from insitu.backend.inference.sampler import (
     check_in_flight,
 )
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
+from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendError
@@ -154,10 +156,14 @@ class Engine(Sampler):
     ) -> AsyncIterator[None]:
         """Hands sequences to the compute thread; leaving the block early aborts them and frees their slots.
 
-        Raises RequestRefused (429) if too many sequences are waiting already.
+        Raises RequestRefused (429) if too many sequences are waiting already, and for a grammar that is not supported.
         """
+        matchers = await self._matchers([request.params.grammar for request in requests])
         check_in_flight(len(self._in_flight), self.options.max_in_flight)
-        sequences = [SequenceState(*each, functools.partial(deliver, i), streamed) for i, each in enumerate(requests)]
+        sequences = [
+            SequenceState(*request, functools.partial(deliver, index), streamed, matcher)
+            for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True))
+        ]
         for sequence in sequences:
             if streamed or sequence.params.stop:
                 sequence.detokenize(self.tokenizer)
@@ -174,6 +180,19 @@ class Engine(Sampler):
             for sequence in sequences:
                 sequence.aborted = True
                 del self._in_flight[sequence]
+
+    async def _matchers(self, grammars: list[Grammar | None]) -> list[LLMatcher | None]:
+        """A matcher for each completion with a grammar; new ones are compiled in a thread."""
+
+        def matchers() -> list[LLMatcher | None]:
+            return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
+
+        is_fast = all(grammar is None or grammar in self._grammars for grammar in grammars)
+        return matchers() if is_fast else await asyncio.to_thread(matchers)
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._loaded.tokenizer, self.tokenizer.eos_token_ids, self.vocab_size)
 
     def _fail_all(self, error: BaseException) -> None:
         """Ends all completions with this error."""

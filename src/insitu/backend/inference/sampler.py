@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 from pydantic import Field
 from torch import nn
 
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.structured import Grammar
 from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
@@ -31,11 +31,6 @@ Temperature = Annotated[float, Field(ge=GREEDY_TEMPERATURE, le=MAX_TEMPERATURE)]
 MAX_TOP_LOGPROBS = 20
 """The OpenAI API's limit."""
 LOGITS_NOT_FINITE = "the model's logits are not finite: its weights are unusable, or too large for its dtype"
-
-_WEYL = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
 
 
 class WeightVersion(NamedTuple):
@@ -64,7 +59,10 @@ def eos_token_ids(module: nn.Module) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is sampled. `top_logprobs`: number of most likely tokens reported per token."""
+    """How one completion is sampled, by vLLM's names; defaults have no effect.
+
+    `top_logprobs`: number of most likely tokens reported per token. `logit_bias` has (token, bias) of distinct tokens.
+    """
 
     seed: int
     max_tokens: int
@@ -75,6 +73,21 @@ class SamplingParams:
     min_tokens: int = 0
     top_logprobs: int = 0
     skip_special_tokens: bool = True
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+
+    def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the completion."""
+        if not self.stop_token_ids:
+            return frozenset() if self.ignore_eos else eos_token_ids
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
 
 
 class GenerationRequest(NamedTuple):
@@ -152,7 +165,7 @@ class Completion:
     def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
         self.tokens.append(token)
-        if token.id in tokenizer.eos_token_ids and not self.params.ignore_eos:
+        if token.id in self.params.end_token_ids(tokenizer.eos_token_ids):
             return self._flush(), "stop"
         text = ""
         if self.text is not None:
@@ -167,7 +180,7 @@ class Completion:
         """Adds tokens up to the end of the completion, as `append` does one by one."""
         if self.text is None:  # then only the last one matters
             room = min(self.params.max_tokens, max_length - len(self.prompt)) - len(self.tokens)
-            ends = frozenset[int]() if self.params.ignore_eos else tokenizer.eos_token_ids
+            ends = self.params.end_token_ids(tokenizer.eos_token_ids)
             last = min(len(tokens), room) - 1
             if not ends.isdisjoint(tokens.ids):
                 last = min(last, next(at for at, token_id in enumerate(tokens.ids) if token_id in ends))
@@ -354,24 +367,3 @@ class Sampler(ABC):
 
         `deliver` gets the deltas of each choice, a single one if not `streamed`, or the error that ended it.
         """
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Seed of choice number `choice` of a request; choice 0 uses the request's seed."""
-    if choice == 0:
-        return seed & _MASK
-    with np.errstate(over="ignore"):
-        return int(_mix(_mix(np.uint64(seed & _MASK)) + np.uint64(choice) * _WEYL))
-
-
-def uniforms(seed_B: np.ndarray, index_B: np.ndarray) -> np.ndarray:
-    """A number in [0, 1 - 2**-32] per (seed, index): SplitMix64 (Steele et al. 2014), mixed twice."""
-    with np.errstate(over="ignore"):
-        bits = _mix(_mix(seed_B) + (index_B.astype(np.uint64) + np.uint64(1)) * _WEYL)
-    return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
-
-
-def _mix(x: Any) -> Any:
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))

@@ -11,26 +11,20 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from torch import nn
 
 from insitu.backend.inference.batch_shapes import BatchShapes
 from insitu.backend.inference.runner import Chunk, PrefixCache, Runner, Span, next_span, width_for
-from insitu.backend.inference.sampler import (
-    LOGITS_NOT_FINITE,
-    MAX_IN_FLIGHT,
-    MAX_TOP_LOGPROBS,
-    Completion,
-    OutputDelta,
-    SampledToken,
-    uniforms,
-)
+from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
+from insitu.backend.inference.sampling import LogitsProcessor, SamplerOutput, SamplingMetadata, sample
+from insitu.backend.inference.structured import allowed_tokens
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import BackendError
-from insitu.schemas.episodes import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -58,11 +52,14 @@ class SequenceState(Completion):
     """One in-flight completion. `notify` receives its deltas, or the error that ended it, on the event loop.
 
     `computed` counts the prompt tokens whose keys and values are in the slot, `sent` the tokens already delivered;
-    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end.
+    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end. `matcher` follows
+    the tokens through the request's grammar, if it has one.
     """
 
     notify: Callable[[OutputDelta | BaseException], None]
     streamed: bool = False
+    matcher: LLMatcher | None = None
+    processor: LogitsProcessor | None = None
     slot: int = -1
     computed: int = 0
     sent: int = 0
@@ -70,33 +67,15 @@ class SequenceState(Completion):
     aborted: bool = False
 
 
-Delivery = tuple[SequenceState, OutputDelta]
-
-
-class SamplingMetadata(NamedTuple):
-    """Sampling params of B rows as arrays; `banned` holds (rows, tokens) that must not be sampled in this step."""
-
-    temperature_B: np.ndarray
-    top_p_B: np.ndarray
-    seed_B: np.ndarray
-    index_B: np.ndarray
-    banned: tuple[list[int], list[int]] = ([], [])
-    want_top_logprobs: bool = False
-
-
-class SamplerOutput(NamedTuple):
-    """Sampled tokens, their natural log-probabilities, and (ids, logprobs) of the most likely tokens if requested."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    top: tuple[list[list[int]], list[list[float]]] | None
+Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
 
 _SLOT = np.dtype(
     [
         *((name, np.int64) for name in ("token", "position", "index")),
         *(("temperature", np.float64), ("top_p", np.float64), ("seed", np.uint64)),
-        *(("min_tokens", np.int64), ("top_logprobs", np.int64)),
+        *((name, np.int64) for name in ("min_tokens", "top_logprobs", "top_k")),
+        ("min_p", np.float64),
     ]
 )
 """A slot: the latest token, its position and that of the next token in the completion, and the sampling params."""
@@ -146,7 +125,7 @@ class Scheduler:
     def sequences(self) -> list[SequenceState]:
         return [*self.waiting, *self.prefilling, *self.running.values()]
 
-    def step(self, outputs: list[tuple[SequenceState, OutputDelta | BaseException]]) -> None:
+    def step(self, outputs: list[Delivery]) -> None:
         """Computes one prefill batch and one token per running sequence; appends their deltas to `outputs`."""
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
@@ -215,11 +194,13 @@ class Scheduler:
 
     def _start_decoding(self, ready: list[tuple[SequenceState, Chunk]]) -> list[Delivery]:
         """Samples the first token of each complete prompt."""
-        for sequence, _ in ready:
+        for sequence, chunk in ready:
             params, last = sequence.params, len(sequence.prompt) - 1
             own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
-            self._slot_S[sequence.slot] = (0, last, 0, *own)
+            self._slot_S[sequence.slot] = (0, last, 0, *own, params.top_k, params.min_p)
             self.running[sequence.slot] = sequence
+            if LogitsProcessor.is_needed(params):
+                sequence.processor = LogitsProcessor(params, sequence.prompt, self._tokenizer, len(chunk.logits_V))
         sequences = [sequence for sequence, _ in ready]
         return self._sample(torch.stack([chunk.logits_V for _, chunk in ready]), sequences)
 
@@ -238,29 +219,36 @@ class Scheduler:
 
     def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
         """Samples a token for each sequence; returns the deltas to deliver."""
+        logits_BV = _processed(logits_BV, sequences)
         slots = [sequence.slot for sequence in sequences]
         slot_B = self._slot_S[slots]
         temperature_B, top_p_B, seed_B = slot_B["temperature"], slot_B["top_p"], slot_B["seed"]
-        more = self._banned(slot_B), bool(slot_B["top_logprobs"].any())
+        more = self._banned(slot_B, sequences), bool(slot_B["top_logprobs"].any()), slot_B["top_k"], slot_B["min_p"]
         sampled = sample(logits_BV, SamplingMetadata(temperature_B, top_p_B, seed_B, slot_B["index"], *more))
         self._slot_S["token"][slots] = sampled.tokens
         self._slot_S["position"][slots] += 1
         self._slot_S["index"][slots] += 1
         return [output for row, sequence in enumerate(sequences) if (output := self._append(sequence, sampled, row))]
 
-    def _banned(self, slot_B: np.ndarray) -> tuple[list[int], list[int]]:
-        """(rows, tokens): the end-of-turn tokens of sequences that have not reached their `min_tokens`."""
-        short = np.flatnonzero(slot_B["index"] < slot_B["min_tokens"])
-        if not len(short):
-            return [], []
-        tokens = list(self._tokenizer.eos_token_ids)
-        return np.repeat(short, len(tokens)).tolist(), tokens * len(short)
+    def _banned(self, slot_B: np.ndarray, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
+        """(rows, tokens): the tokens that would end sequences that have not reached their `min_tokens`."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row in np.flatnonzero(slot_B["index"] < slot_B["min_tokens"]).tolist():
+            ends = self._tokenizer.eos_token_ids | sequences[row].params.stop_token_ids
+            rows += [row] * len(ends)
+            tokens += ends
+        return rows, tokens
 
     def _append(self, sequence: SequenceState, sampled: SamplerOutput, row: int) -> Delivery | None:
         top = None
         if sampled.top is not None and (count := sequence.params.top_logprobs):
-            top = list(zip(sampled.top[0][row][:count], sampled.top[1][row][:count], strict=True))
+            best = zip(sampled.top[0][row][:count], sampled.top[1][row][:count], strict=True)
+            top = [(token_id, logprob) for token_id, logprob in best if logprob > -math.inf]
         token = SampledToken(sampled.tokens[row], sampled.logprobs[row], top)
+        if sequence.matcher is not None and (problem := _advance(sequence.matcher, token.id)):
+            self._release(sequence)
+            return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
         text, finish_reason = sequence.append(token, self._tokenizer, self._options.max_length)
         if finish_reason is not None:
             self._release(sequence)
@@ -278,48 +266,28 @@ class Scheduler:
         heapq.heappush(self._free_slots, sequence.slot)
 
 
-def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Samples one token per row; logprobs are after temperature and before top_p, at temperature 0 the model's own.
-
-    Raises BackendError if logits are not finite.
-    """
-    logits_BV = logits_BV.float()
-    if (metadata.temperature_B != 1).any():
-        temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
-        logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
-    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if metadata.banned[0]:
-        logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))
-    tokens_B = _draw(logits_BV, metadata)
-    chosen_B = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
-    top: Any = None
-    if metadata.want_top_logprobs:
-        best = logprobs_BV.topk(min(MAX_TOP_LOGPROBS, logprobs_BV.shape[-1]), dim=-1)
-        top = (best.indices.tolist(), best.values.tolist())
-    tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
-    if any(map(math.isnan, logprobs)):
-        raise BackendError(LOGITS_NOT_FINITE)
-    return SamplerOutput(tokens, logprobs, top)
+def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch.Tensor:
+    """The logits after what the requests of these sequences change in them, before the temperature."""
+    constrained = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+    changed = [row for row, sequence in enumerate(sequences) if sequence.processor is not None]
+    if not constrained and not changed:
+        return logits_BV
+    logits_BV = logits_BV.to(torch.float32, copy=True)
+    if constrained:
+        matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
+        refused = ~allowed_tokens(matchers, logits_BV.shape[-1]).to(logits_BV.device)
+        if len(constrained) == len(sequences):
+            logits_BV.masked_fill_(refused, -torch.inf)
+        else:
+            logits_BV[constrained] = logits_BV[constrained].masked_fill_(refused, -torch.inf)
+    for row in changed:
+        sequence = sequences[row]
+        assert sequence.processor is not None
+        sequence.processor.apply(logits_BV[row], sequence.tokens.ids)
+    return logits_BV
 
 
-def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The logits are those after temperature."""
-    greedy = metadata.temperature_B < GREEDY_TEMPERATURE
-    if greedy.all():
-        return logits_BV.argmax(dim=-1)
-    device = logits_BV.device
-    probs_BV = torch.softmax(logits_BV, dim=-1)
-    if (metadata.top_p_B < 1).any():
-        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020).
-        top_p_B1 = torch.from_numpy(metadata.top_p_B).to(device)[:, None]
-        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-        before_BV = sorted_BV.double().cumsum(dim=-1) - sorted_BV.double()
-        cut_BV = (before_BV >= top_p_B1) & (top_p_B1 < 1)
-        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
-    cdf_BV = probs_BV.double().cumsum(dim=-1)
-    threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
-    tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
-    tokens_B = tokens_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last token if logits are not finite
-    if greedy.any():
-        tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
-    return tokens_B
+def _advance(matcher: LLMatcher, token_id: int) -> str:
+    """Why a matcher cannot continue, if so: the grammar is too complex for the limits of the library."""
+    matcher.consume_token(token_id)
+    return str(matcher.get_error()).partition("\n")[0]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.attention import Nodes
+from insitu.backend.learner.logit_offsets import ShapedCompletion, shaped_completions, shaping_kinds
 from insitu.backend.learner.prefix_tree import MIN_SHARED, build_tree
 from insitu.disk.model_files import JobRecord
 from insitu.schemas.training_jobs import TrainingSettings
@@ -40,7 +41,7 @@ class Row:
     `positions` (K) of the trained tokens are ascending and above 0; `rollout_logprobs` and `advantages` (K) are those
     of the trained tokens, for `method: grpo`. Rows with the same `episode` or the same `pair` stay in one optimizer
     step; `preferred` is the side of the pair, or whether the episode is desirable. All log-probabilities of the row are
-    those of the logits divided by `temperature`.
+    those of the logits divided by `temperature`, after what `shaping` adds to them.
     """
 
     token_ids: np.ndarray
@@ -51,6 +52,12 @@ class Row:
     pair: str = ""
     preferred: bool | None = None
     temperature: float = 1.0
+    shaping: str = ""
+
+    @property
+    def completions(self) -> list[np.ndarray]:
+        """The positions of trained tokens, by completion."""
+        return np.split(self.positions, np.flatnonzero(np.diff(self.positions) > 1) + 1)
 
     @property
     def input_length(self) -> int:
@@ -75,7 +82,8 @@ class MicroBatch(NamedTuple):
     """One forward pass over padded sequences, or if there is a `tree`, over its T tokens as one packed sequence.
 
     `logit_positions_N` are the positions in the flattened `input_ids_ST` whose logits predict `targets_N`;
-    `token_index_BK` has the trained tokens of each row among the N. `temperature_N` is None if all are 1.
+    `token_index_BK` has the trained tokens of each row among the N. `temperature_N` is None if all are 1. `shaped` are
+    the completions whose logits were changed.
     """
 
     input_ids_ST: Tensor
@@ -86,6 +94,7 @@ class MicroBatch(NamedTuple):
     position_ids_ST: Tensor | None
     tree: Nodes | None
     temperature_N: Tensor | None
+    shaped: tuple[ShapedCompletion, ...] = ()
 
     def to_rows(self, values_N: Tensor) -> Tensor:
         """Expands values per distinct token (N) to rows (B, K), zero-padded."""
@@ -265,33 +274,40 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
     else:
         input_ids, paths = tree.token_ids_T[None], tree.paths
     path_of = dict(zip(distinct, paths, strict=True))
-    # A token is computed once for all rows that predict it from the same place at the same temperature.
+    # A token is computed once for all rows that predict it from the same place at the same temperature and shaping.
+    kinds: dict[tuple[str, int], int] = {}
     trained = [
         (
             path_of[row.key][row.positions - 1],
             row.token_ids[row.positions],
             np.full(len(row.positions), row.temperature),
+            shaping_kinds(row.shaping, row.completions, kinds),
         )
         for row in rows
     ]
-    places, targets, temperatures = map(np.concatenate, zip(*trained, strict=True))
-    triples = np.stack([places, targets, temperatures.view(np.int64)], axis=1)
-    distinct_N3, index = np.unique(triples, axis=0, return_inverse=True)
+    places, targets, temperatures, shapings = map(np.concatenate, zip(*trained, strict=True))
+    columns = np.stack([places, targets, temperatures.view(np.int64), shapings], axis=1)
+    distinct_N4, index = np.unique(columns, axis=0, return_inverse=True)
     counts = np.cumsum([len(row.positions) for row in rows])
     arrays = {
         "input_ids_ST": input_ids,
-        "logit_positions_N": distinct_N3[:, 0],
-        "targets_N": distinct_N3[:, 1],
+        "logit_positions_N": distinct_N4[:, 0],
+        "targets_N": distinct_N4[:, 1],
         "token_index_BK": _padded(np.split(index.ravel(), counts[:-1])),
         "mask_BK": _padded([np.ones(len(row.positions), bool) for row in rows], np.bool_),
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
-    temperature_N = distinct_N3[:, 2].copy().view(np.float64).astype(np.float32)
+    temperature_N = distinct_N4[:, 2].copy().view(np.float64).astype(np.float32)
     return MicroBatch(
         **tensors,
         position_ids_ST=None if tree is None else torch.from_numpy(tree.positions_T)[None].to(device),
         tree=None if tree is None else tree.nodes,
         temperature_N=None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device),
+        shaped=shaped_completions(
+            (row.shaping, row.token_ids, row.completions, places)
+            for row, places in zip(rows, np.split(index.ravel(), counts[:-1]), strict=True)
+            if row.shaping
+        ),
     )
 
 

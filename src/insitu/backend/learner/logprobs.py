@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from insitu.backend.attention import attend_as_before, attend_to_trees
 from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
+from insitu.backend.learner.logit_offsets import LogitOffsets
 from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sliding_window, text_config
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class LogprobComputer:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
         self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
+        self._offsets = LogitOffsets(loaded)
         self.can_project_selected = self._probe_projection(loaded.module)
         self.window = sliding_window(text_config(loaded.module))
         """Length of the longest rows that a tree computes as the model does, whose window it ignores."""
@@ -57,12 +59,28 @@ class LogprobComputer:
                 attend_to_trees(body)
             if not self.can_project_selected:
                 logits_STV = module(**inputs).logits
-                logits_NV = logits_STV.flatten(0, 1)[batch.logit_positions_N]
+                logits_NV = self._offsets.add_to(logits_STV.flatten(0, 1)[batch.logit_positions_N], batch.shaped, 0)
                 return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
             assert head is not None  # the test forward pass used it
             hidden_STD = body(**inputs).last_hidden_state
             hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
-            return _in_chunks(head, self._chunk_tokens, hidden_ND, batch)
+            return self._in_chunks(head, hidden_ND, batch)
+
+    def _in_chunks(self, head: nn.Module, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
+        def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None, first: int) -> TokenLogprobs:
+            logits_NV = self._offsets.add_to(head(hidden_ND), batch.shaped, first)
+            return _token_logprobs(logits_NV, targets_N, temperature_N)
+
+        count, size = len(batch.targets_N), self._chunk_tokens
+        if count <= size:
+            return project(hidden_ND, batch.targets_N, batch.temperature_N, 0)
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        temperatures = [None if batch.temperature_N is None else batch.temperature_N[part] for part in parts]
+        chunks = [
+            checkpoint(project, hidden_ND[part], batch.targets_N[part], temperature_N, part.start, use_reentrant=False)
+            for part, temperature_N in zip(parts, temperatures, strict=True)
+        ]
+        return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
     @torch.no_grad()
     def of_text(self, module: nn.Module, token_ids: Sequence[int]) -> list[float]:
@@ -183,22 +201,6 @@ def _parts(module: nn.Module) -> tuple[Any, nn.Module | None]:
     if hasattr(module, "get_base_model"):  # PEFT: LoRA adapters live inside the base model's layers
         module = module.get_base_model()  # type: ignore[operator]
     return module.base_model, module.get_output_embeddings()  # type: ignore[operator]
-
-
-def _in_chunks(head: nn.Module, size: int, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
-    def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None) -> TokenLogprobs:
-        return _token_logprobs(head(hidden_ND), targets_N, temperature_N)
-
-    count = len(batch.targets_N)
-    if count <= size:
-        return project(hidden_ND, batch.targets_N, batch.temperature_N)
-    parts = [slice(start, start + size) for start in range(0, count, size)]
-    temperatures = [None if batch.temperature_N is None else batch.temperature_N[part] for part in parts]
-    chunks = [
-        checkpoint(project, hidden_ND[part], batch.targets_N[part], temperature_N, use_reentrant=False)
-        for part, temperature_N in zip(parts, temperatures, strict=True)
-    ]
-    return TokenLogprobs(*(torch.cat(values) for values in zip(*chunks, strict=True)))
 
 
 def _token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor | None) -> TokenLogprobs:

@@ -38,7 +38,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _ARRAYS = ("token_ids", "positions", "rollout_logprobs", "advantages")
-_NAMES = ("episode", "pair", "preferred", "temperature")
+_NAMES = ("episode", "pair", "preferred", "temperature", "shaping")
 _WAIT = timedelta(days=20)
 """As long as gloo can count. A rank that has ended is noticed by its closed connections."""
 

@@ -38,7 +38,7 @@ class Probe:
         last = min(max(loaded.tokenizer.get_vocab().values()), loaded.vocab_size - 1)
         prompt = [last, *range(min(8, last))]
         params = SamplingParams(seed=0, max_tokens=_TOKENS, temperature=_TEMPERATURE, ignore_eos=True)
-        body = request_body(model, Completion(prompt, params), (), stream=False)
+        body = request_body(model, Completion(prompt, params), frozenset(), stream=False)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 answer = await replica.generate(body)

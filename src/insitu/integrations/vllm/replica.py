@@ -4,8 +4,9 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from insitu.backend.inference.sampler import (
     LOGITS_NOT_FINITE,
     Completion,
     SampledTokens,
+    SamplingParams,
     WeightVersion,
 )
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
@@ -292,7 +294,7 @@ _NOT_FINITE = -9999.0
 """What vLLM writes for a log-probability that is not a number."""
 
 
-def request_body(model: str, completion: Completion, eos_token_ids: Iterable[int], stream: bool) -> dict[str, Any]:
+def request_body(model: str, completion: Completion, eos_token_ids: frozenset[int], stream: bool) -> dict[str, Any]:
     """Token ids that end a turn are ours: vLLM's own (`ignore_eos`) are those of its generation config."""
     params = completion.params
     return {
@@ -306,12 +308,28 @@ def request_body(model: str, completion: Completion, eos_token_ids: Iterable[int
             "temperature": 0.0 if params.temperature < GREEDY_TEMPERATURE else params.temperature,
             "top_p": params.top_p,
             "ignore_eos": True,
-            "stop_token_ids": [] if params.ignore_eos else sorted(eos_token_ids),
+            "stop_token_ids": sorted(params.end_token_ids(eos_token_ids)),
             # vLLM counts the sampled token among these, wherever it ranks.
             "logprobs": params.top_logprobs + 1 if params.top_logprobs else 0,
             "detokenize": False,
+            **_shaping(params),
         },
     }
+
+
+def _shaping(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that change the distribution, if they do."""
+    names = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words")
+    values = {name: getattr(params, name) for name in names if getattr(params, name) != _DEFAULTS[name]}
+    if params.logit_bias:
+        values["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    if params.grammar is not None:
+        kind, text, _ = params.grammar
+        values["structured_outputs"] = {kind: orjson.loads(text) if kind in ("json", "choice") else text}
+    return values
+
+
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 
 
 def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> SampledTokens:
@@ -327,7 +345,8 @@ def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> SampledToke
     tops: list[list[tuple[int, float]] | None] = []
     for entry in content:
         ranked = sorted((each for each in entry["top_logprobs"] if each["rank"]), key=lambda each: each["rank"])
-        top = [(each["token_id"], each["logprob"]) for each in ranked if each["rank"] <= num_top_logprobs]
+        best = (each for each in ranked if each["rank"] <= num_top_logprobs and each["logprob"] > _NOT_FINITE)
+        top = [(each["token_id"], each["logprob"]) for each in best]  # those left out of the distribution have none
         _check_tokens([each for each, _ in top], [logprob for _, logprob in top])
         tops.append(top)
     return SampledTokens(ids, logprobs, tops)

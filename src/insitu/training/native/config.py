@@ -128,6 +128,11 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             raise ConfigError(f"trainer_adapters: {unknown_format(model)}")
 
     @property
+    def trains_shaped_logits(self) -> bool:
+        """Whether calls with changed logits are trained: vLLM may have another grammar than the learner."""
+        return self.sampler.kind == "embedded"
+
+    @property
     def starts_from(self) -> str | None:
         return self.model
 

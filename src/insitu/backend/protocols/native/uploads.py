@@ -22,8 +22,10 @@ from insitu.backend.inference.sampler import Temperature
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingJob
+from insitu.backend.learner.logit_offsets import shaping_text
 from insitu.backend.learner.parts import PartedRows
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
+from insitu.backend.protocols.openai.parameters import RowShaping
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.parts import key_of
@@ -198,6 +200,7 @@ class RowLine(BaseModel):
     logprobs: Annotated[list[float | None], StopAtFirstError()] | None = None
     advantages: float | Annotated[list[float | None], StopAtFirstError()] | None = 0.0
     temperature: Temperature = 1.0
+    shaping: RowShaping | None = None
     episode: str = ""
     calls: Annotated[list[int], StopAtFirstError()] = []
     pair: str = ""
@@ -323,6 +326,9 @@ class RowReader:
             sampled["rollout_logprobs"] = _finite("logprobs", sent.logprobs or [], positions.tolist())
             sampled["advantages"] = _finite("advantages", weights, positions.tolist())
             sampled["temperature"] = sent.temperature
+            if sent.shaping is not None:
+                params = sent.shaping.shaping_params(self.limits.vocab_size, len(self.tokenizer.eos_token_ids))
+                sampled["shaping"] = shaping_text(params)
         return Row(
             token_ids=np.array(token_ids, dtype=np.int32),
             positions=positions.astype(np.int32),

@@ -38,6 +38,7 @@ class CompletionEndpoint:
         # a chat template is a program of the model's author, which may loop
         job = await parse_body(self._parse, body, may_loop=self.kind is ChatRequest)
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
+        formatter.says_processed = self.services.options.sampler == "embedded"
         formatter.compact = job[0].may_be_compact and accepts_compact(request.headers)
         formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
         return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
@@ -59,7 +60,8 @@ class CompletionEndpoint:
             if len(prompt) >= max_length:
                 problem = f"the prompt has {len(prompt)} tokens; prompt and completion together may have {max_length}"
                 raise RequestRefused(problem, param=key, code="context_length_exceeded")
-        return request, request.generation_requests(prompts, max_length), model.weights
+        limits = max_length, vocab_size, len(sampler.tokenizer.eos_token_ids)
+        return request, request.generation_requests(prompts, *limits), model.weights
 
     async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
         request, requests, weights = job

@@ -18,9 +18,10 @@ from insitu.backend.inference.sampler import (
     GenerationRequest,
     OutputDelta,
     SamplingParams,
-    choice_seed,
 )
+from insitu.backend.inference.sampling import choice_seed
 from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.backend.protocols.openai.parameters import SamplingParameters
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.http_format import format_token_id
@@ -42,13 +43,6 @@ IGNORED_KEYS = frozenset(
 )
 """Keys without influence on the completion; accepted and ignored."""
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
     "add_generation_prompt": (True,),
@@ -71,7 +65,7 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
-class SamplingRequest(RequestModel):
+class SamplingRequest(SamplingParameters, RequestModel):
     """The keys of both kinds of completion request."""
 
     prompt_key: ClassVar[str]
@@ -116,6 +110,11 @@ class SamplingRequest(RequestModel):
                 raise RequestRefused(f"{key} is not supported by this server{allowed}", param=key, code="unsupported")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise RequestRefused(f"stop has {len(self.stop)} entries; allowed: {MAX_STOP_STRINGS}", param="stop")
+        if self.grammar() is not None:
+            for key in ("min_tokens", "ignore_eos", "bad_words"):
+                if getattr(self, key):
+                    problem = f"{key} cannot be used with structured output, which decides where the completion ends"
+                    raise RequestRefused(f"{problem} and may allow a single token", param=key)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -147,7 +146,9 @@ class SamplingRequest(RequestModel):
         """Whether the compact form has all that is requested."""
         return bool(self.return_token_ids) and not (self.stream or self.num_top_logprobs)
 
-    def generation_requests(self, prompts: Sequence[list[int]], max_length: int) -> list[GenerationRequest]:
+    def generation_requests(
+        self, prompts: Sequence[list[int]], max_length: int, vocab_size: int, num_ends: int
+    ) -> list[GenerationRequest]:
         """One request per choice; `max_length` bounds prompt and completion together."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -159,6 +160,7 @@ class SamplingRequest(RequestModel):
             "min_tokens": self.min_tokens or 0,
             "top_logprobs": self.num_top_logprobs,
             "skip_special_tokens": not self.needs_special_tokens,
+            **self.shaping_params(vocab_size, num_ends),
         }
         requests: list[GenerationRequest] = []
         for prompt in prompts:
@@ -192,6 +194,8 @@ class ResponseFormatter:
             "created": int(time.time()),
             "model": request.model,
         }
+        self.says_processed = False
+        """Whether to say that log-probabilities include what shapes the logits, as those of the learner do."""
         self.compact = False
         """Whether the logprobs of a choice are one list, beside the list of its token ids."""
         self.weights_of: Callable[[int], str | None] = lambda version: None
@@ -252,11 +256,12 @@ class ResponseFormatter:
         return {"token_logprobs": output.tokens.logprobs}
 
     @property
-    def _temperature(self) -> dict[str, float]:
-        """What the logits were divided by before the log-probabilities."""
+    def _temperature(self) -> dict[str, Any]:
+        """What the logits were divided by before the log-probabilities, and whether they were changed before that."""
         requested = self._request.temperature
         divided = requested is not None and requested >= GREEDY_TEMPERATURE
-        return {"logprobs_temperature": requested if divided else 1.0}
+        processed = {"logprobs_processed": True} if self.says_processed and self._request.shapes_logits else {}
+        return {"logprobs_temperature": requested if divided else 1.0, **processed}
 
     def _token_text(self, token_id: int) -> str:
         """A token as it is written in logprobs."""

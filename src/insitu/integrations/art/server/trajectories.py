@@ -135,6 +135,7 @@ class _Choice(_Body):
     token_ids: list[Any] | None = None
     prompt_token_ids: list[Any] | None = None
     logprobs_temperature: Temperature | None = None
+    logprobs_processed: bool | None = None
 
 
 def _sampled_message(choice: _Choice) -> ArtMessage:
@@ -149,6 +150,8 @@ def _sampled_message(choice: _Choice) -> ArtMessage:
             raise ValueError(f"token {index} has no logprob, which is a number")
     if len(ids) != len(logprobs):
         raise ValueError(f"it has {len(ids)} token_ids and {len(logprobs)} logprobs")
+    if choice.logprobs_processed:
+        raise ValueError("it was sampled with structured output, penalties or biases, which ART has no way to train")
     prompt = choice.prompt_token_ids
     prompt = choice.logprobs.call.prompt_token_ids if prompt is None else prompt
     return ArtMessage(choice.message, ids, logprobs, prompt, choice.logprobs_temperature)

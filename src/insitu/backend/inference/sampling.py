@@ -1,0 +1,197 @@
+"""From logits to tokens: what the parameters of a request make of its logits, and the draw.
+
+In vLLM's order: bad words, logit_bias and penalties change the logits (`LogitsProcessor`), which are divided by the
+temperature; min_p, top_k and top_p then leave out tokens. Log-probabilities are those in between: after temperature,
+before tokens are left out.
+
+B are the sequences that sample a token, V is the vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from insitu.backend.inference.sampler import LOGITS_NOT_FINITE, MAX_TOP_LOGPROBS, SamplingParams
+from insitu.backend.inference.tokenizer import ChatTokenizer
+from insitu.errors import BackendError
+from insitu.schemas.episodes import GREEDY_TEMPERATURE
+
+_WEYL = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+class SamplingMetadata(NamedTuple):
+    """Sampling params of B rows as arrays; `banned` holds (rows, tokens) that must not be sampled in this step."""
+
+    temperature_B: np.ndarray
+    top_p_B: np.ndarray
+    seed_B: np.ndarray
+    index_B: np.ndarray
+    banned: tuple[list[int], list[int]] = ([], [])
+    want_top_logprobs: bool = False
+    top_k_B: np.ndarray | None = None
+    min_p_B: np.ndarray | None = None
+
+
+class SamplerOutput(NamedTuple):
+    """Sampled tokens, their natural log-probabilities, and (ids, logprobs) of the most likely tokens if requested."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: tuple[list[list[int]], list[list[float]]] | None
+
+
+class LogitsProcessor:
+    """Changes the logits of one sequence before the temperature: bad words, logit_bias, penalties."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], tokenizer: ChatTokenizer, vocab_size: int
+    ) -> None:
+        self._params = params
+        self._bad_words = bad_word_ids(params.bad_words, tokenizer)
+        self._bias = tuple(zip(*params.logit_bias, strict=True))
+        self._has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1,
+            0,
+            0,
+        )
+        self._counts_V = torch.zeros(vocab_size if self._has_penalties else 0)
+        """How often each token was sampled; the first `_counted` tokens are counted."""
+        self._counted = 0
+        self._seen_V = torch.zeros(len(self._counts_V), dtype=torch.bool)
+        if self._has_penalties:
+            self._seen_V[list(prompt)] = True
+
+    @staticmethod
+    def is_needed(params: SamplingParams) -> bool:
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return penalties != (1, 0, 0) or bool(params.bad_words or params.logit_bias)
+
+    def apply(self, logits_V: torch.Tensor, output: Sequence[int]) -> None:
+        """Changes the logits in place; `output` are the tokens sampled so far."""
+        ends = (word[-1] for word in self._bad_words if [*word[:-1]] == [*output[len(output) - len(word) + 1 :]])
+        if banned := [*ends]:
+            logits_V[banned] = -torch.inf
+        if self._bias:
+            ids, values = self._bias
+            logits_V[list(ids)] += logits_V.new_tensor(values)
+        if self._has_penalties:
+            self._penalize(logits_V, output)
+
+    def _penalize(self, logits_V: torch.Tensor, output: Sequence[int]) -> None:
+        """Repetition (Keskar et al. 2019) counts the prompt too; presence and frequency (OpenAI) do not."""
+        for token in output[self._counted :]:
+            self._counts_V[token] += 1
+            self._seen_V[token] = True
+        self._counted = len(output)
+        counts_V, seen_V = self._counts_V.to(logits_V.device), self._seen_V.to(logits_V.device)
+        if (factor := self._params.repetition_penalty) != 1:
+            logits_V.copy_(
+                torch.where(seen_V, torch.where(logits_V > 0, logits_V / factor, logits_V * factor), logits_V)
+            )
+        logits_V -= self._params.frequency_penalty * counts_V + self._params.presence_penalty * (counts_V > 0)
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    """The token ids of each word as vLLM takes them: at the start of a text, and after a space if those are as many."""
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        alone, spaced = (tuple(tokenizer.encode(prefix + word.lstrip(), False)) for prefix in ("", " "))
+        if alone:
+            sequences.append(alone)
+        if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Samples one token per row; logprobs are after temperature and before top_p, at temperature 0 the model's own.
+
+    Raises BackendError if logits are not finite.
+    """
+    logits_BV = logits_BV.float()
+    if (metadata.temperature_B != 1).any():
+        temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
+        logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    if metadata.banned[0]:
+        logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))
+    tokens_B = _draw(logits_BV, metadata)
+    chosen_B = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+    top: Any = None
+    if metadata.want_top_logprobs:
+        best = logprobs_BV.topk(min(MAX_TOP_LOGPROBS, logprobs_BV.shape[-1]), dim=-1)
+        top = (best.indices.tolist(), best.values.tolist())
+    tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
+    if any(map(math.isnan, logprobs)):
+        raise BackendError(LOGITS_NOT_FINITE)
+    return SamplerOutput(tokens, logprobs, top)
+
+
+def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The logits are those after temperature."""
+    greedy = metadata.temperature_B < GREEDY_TEMPERATURE
+    if greedy.all():
+        return logits_BV.argmax(dim=-1)
+    device = logits_BV.device
+    cdf_BV = truncated(torch.softmax(logits_BV, dim=-1), metadata).double().cumsum(dim=-1)
+    threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
+    tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
+    tokens_B = tokens_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last token if logits are not finite
+    if greedy.any():
+        tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
+    return tokens_B
+
+
+def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The probabilities with those of tokens that are left out as 0; the others are not scaled."""
+
+    def column(values_B: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values_B).to(probs_BV.device)[:, None]
+
+    mass_B1: torch.Tensor | float = 1.0
+    min_p_B, top_k_B = metadata.min_p_B, metadata.top_k_B
+    if min_p_B is not None and (min_p_B > 0).any():
+        least_B1 = probs_BV.amax(dim=-1, keepdim=True) * column(min_p_B.astype(np.float32))
+        probs_BV = torch.where(probs_BV < least_B1, 0.0, probs_BV)
+    if top_k_B is not None and (top_k_B > 0).any():
+        size = probs_BV.shape[-1]
+        count_B = np.where(top_k_B > 0, np.minimum(top_k_B, size), size)
+        best_BK = probs_BV.topk(int(count_B.max()), dim=-1).values
+        probs_BV = torch.where(probs_BV < best_BK.gather(-1, column(count_B - 1)), 0.0, probs_BV)
+    if (metadata.top_p_B < 1).any():
+        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020), of what is left.
+        top_p_B1 = column(metadata.top_p_B)
+        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+        cumulative_BV = sorted_BV.double().cumsum(dim=-1)
+        if min_p_B is not None and top_k_B is not None:
+            mass_B1 = torch.where(column((min_p_B > 0) | (top_k_B > 0)), cumulative_BV[:, -1:], 1.0)
+        cut_BV = (cumulative_BV - sorted_BV.double() >= top_p_B1 * mass_B1) & (top_p_B1 < 1)
+        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
+    return probs_BV
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of choice number `choice` of a request; choice 0 uses the request's seed."""
+    if choice == 0:
+        return seed & _MASK
+    with np.errstate(over="ignore"):
+        return int(_mix(_mix(np.uint64(seed & _MASK)) + np.uint64(choice) * _WEYL))
+
+
+def uniforms(seed_B: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+    """A number in [0, 1 - 2**-32] per (seed, index): SplitMix64 (Steele et al. 2014), mixed twice."""
+    with np.errstate(over="ignore"):
+        bits = _mix(_mix(seed_B) + (index_B.astype(np.uint64) + np.uint64(1)) * _WEYL)
+    return (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
