@@ -1,39 +1,18 @@
 """Tool calls and reasoning in the forms that families of models write them in."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from message_formats import FAMILIES, TOOLS, completion, message
+from message_formats import FAMILIES, TOOLS
+from message_strategies import NUM_OUTPUTS, outputs
 
 from insitu.disk.model_files import chat_template
 from insitu.formats.parser import MessageFormats, Piece, message_parser
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
-_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>[]{}`|｜"), max_size=12)
-_PLAIN = st.from_regex(r"[A-Za-zäöü日🙂][A-Za-z äöü日🙂,.!]{0,12}[a-z.]", fullmatch=True)
-_VALUE = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(-1e6, 1e6, width=32) | _TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
-    max_leaves=6,
-)
-_WEATHER = st.fixed_dictionaries(
-    {},
-    optional={
-        "city": _TEXT,
-        "days": st.integers(-(2**40), 2**40),
-        "scale": st.floats(-1e6, 1e6, width=32),
-        "brief": st.booleans(),
-        "places": st.lists(_VALUE, max_size=3),
-        "options": st.dictionaries(_TEXT, _VALUE, max_size=3),
-    },
-)
-_CALL = st.tuples(st.just("weather"), _WEATHER) | st.tuples(
-    st.just("lookup_name"), st.fixed_dictionaries({"query": _TEXT})
-)
 
 
 def parsed(name: str, text: str, prompt: str = "", cuts: tuple[int, ...] = ()) -> Piece:
@@ -55,28 +34,16 @@ def test_formats_are_recognized(name):
 
 
 @each_family
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    content=st.just("") | _PLAIN,
-    calls=st.lists(_CALL, max_size=3),
-    reasoning=st.just("") | _PLAIN,
-    cut=st.lists(st.integers(0, 400), max_size=6),
-)
-def test_what_a_template_renders_is_parsed(name, content, calls, reasoning, cut):
-    family = FAMILIES[name]
-    if family.reasoning == "none":
-        reasoning = ""
-    if calls and not re.search(r"<|\[T|functools", family.calls + (family.template or "")):
-        content = ""  # such a message is calls as a whole
-    if name == "gpt_oss":
-        calls = calls[:1]  # a call ends the message
-    prompt, text = completion(family, message(content, calls, reasoning))
-    cuts = tuple(sorted(min(at, len(text)) for at in cut))
-    piece = parsed(name, text, prompt, cuts)
-    assert (piece.content, piece.reasoning, piece.malformed) == (content, reasoning, False)
+@settings(max_examples=NUM_OUTPUTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), cut=st.lists(st.integers(0, 400), max_size=6))
+def test_what_a_template_renders_is_parsed(name, data, cut):
+    output = data.draw(outputs(name))
+    cuts = tuple(sorted(min(at, len(output.text)) for at in cut))
+    piece = parsed(name, output.text, output.prompt, cuts)
+    assert (piece.content, piece.reasoning, piece.malformed) == (output.content, output.reasoning, False)
     found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in piece.calls]
-    assert found == calls
-    assert len({call["id"] for call in piece.calls}) == len(calls)
+    assert found == output.calls
+    assert len({call["id"] for call in piece.calls}) == len(output.calls)
 
 
 _CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
