@@ -1,7 +1,6 @@
 """Messages of models for hypothesis: `outputs(name)` for a family of `message_formats`."""
 
 import os
-import re
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -48,8 +47,8 @@ def outputs(draw: st.DrawFn, name: str) -> Output:
     family = FAMILIES[name]
     content, calls = draw(st.just("") | _PLAIN), draw(st.lists(_CALL, max_size=3))
     reasoning = draw(st.just("") | _PLAIN) if family.reasoning != "none" else ""
-    if calls and not re.search(r"<|\[T|functools", family.calls + (family.template or "")):
-        content = ""  # such a message is calls as a whole
+    if calls and family.is_whole:
+        content = ""
     if name == "gpt_oss":
         calls = calls[:1]  # a call ends the message
     return Output(content, calls, reasoning, *completion(family, message(content, calls, reasoning)))

@@ -45,14 +45,9 @@ class Turn(NamedTuple):
         return message(self.content, self.calls, self.reasoning)
 
 
-def is_whole(family: Family) -> bool:
-    """Whether a message with calls consists of calls only."""
-    return not re.search(r"<|\[T|functools", family.calls + (family.template or ""))
-
-
 def dialogue(family: Family) -> list[Turn]:
     """Two calls at once where the family has that, a second tool, and an answer."""
-    thinks, said = family.reasoning != "none", "" if is_whole(family) else "I look."
+    thinks, said = family.reasoning != "none", "" if family.is_whole else "I look."
     first = [("weather", _NESTED), ("lookup_name", {"query": "Åsa"})][: 1 if family.tools == "openai" else 2]
     return [
         Turn(said, first, "Weather and a name.\nBoth." if thinks else "", ["Snow.", "A name."][: len(first)]),

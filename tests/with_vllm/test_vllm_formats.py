@@ -24,7 +24,7 @@ REASONING = {
     "granite": "granite",
     "think": "deepseek_r1",  # of those for <think>: the one without assumptions about a template
 }
-TOOL_PARSERS = {"deepseek_v31": "deepseek_v31", "gemma3": "pythonic"}
+TOOL_PARSERS = {"deepseek_v31": "deepseek_v31", "gemma3": "pythonic", "llama4_json": "llama4_json"}
 """vLLM's names, where they are not ours: it has two for DeepSeek, and recommends `pythonic` for Gemma 3."""
 OTHER: dict[str, tuple[Callable[[Output], bool], str]] = {
     "phi4": (lambda output: bool(output.calls), "the model card has <|tool_call|>, vLLM reads functools only"),

@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MessageFormats
 
+_NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
 _CACHED_PROMPTS = 1024
 _MAX_CACHED_LENGTH = 4096
@@ -34,6 +35,8 @@ class ChatTokenizer:
         template = getattr(tokenizer, "response_template", None)
         self.formats = MessageFormats.of(tokenizer.chat_template, template)
         """How the model writes tool calls and reasoning."""
+        self.reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
+        """Whether the chat template asks if a message has no content, as those of DeepSeek do before they add calls."""
 
     @cached_property
     def special_tokens(self) -> re.Pattern[str]:

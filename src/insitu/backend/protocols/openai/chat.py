@@ -27,10 +27,11 @@ class Message(RequestModel):
     tool_calls: Objects | None = None
 
 
-def template_messages(messages: Sequence[Message], *, objects: bool = True) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message], *, objects: bool = True, null: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of tool calls as objects, or as JSON.
 
-    Reasoning has the names that templates read it by.
+    With `null`, messages with calls and without text have no content. Reasoning has the names that templates read it
+    by.
     """
     formatted = []
     for index, message in enumerate(messages):
@@ -39,6 +40,8 @@ def template_messages(messages: Sequence[Message], *, objects: bool = True) -> l
             keys |= {"reasoning_content": reasoning, "thinking": reasoning}
         if message.tool_calls:
             keys["tool_calls"] = [_template_tool_call(call) if objects else call for call in message.tool_calls]
+            if null and not keys["content"]:
+                keys["content"] = None
         formatted.append(keys)
     return formatted
 
@@ -194,12 +197,14 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         variables |= self.chat_template_kwargs or {}
+        null = tokenizer.reads_null
         try:
-            return [tokenizer.render_prompt(template_messages(self.messages), self.enabled_tools, variables)]
+            messages = template_messages(self.messages, null=null)
+            return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
         except RequestRefused:  # some templates add arguments to text
             if not any(message.tool_calls for message in self.messages):
                 raise
-            messages = template_messages(self.messages, objects=False)
+            messages = template_messages(self.messages, objects=False, null=null)
             return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
 
     @property
