@@ -109,8 +109,8 @@ _DEEPSEEK_31 = (
     "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>"
 )
 _DEEPSEEK_TEXT = (
-    "{% if m.content is none %}<｜tool▁calls▁begin｜>{% for c in calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' "
-    "+ c.function.name + '\n```json\n' + c.function.arguments + '\n```<｜tool▁call▁end｜>' }}"
+    "{% if m.content is none %}<｜tool▁calls▁begin｜>{% for c in calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    "{{ c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}<｜tool▁call▁end｜>"
     "{% if not loop.last %}\n{% endif %}{% endfor %}<｜tool▁calls▁end｜>{% endif %}"
 )
 """As the templates of V3 and R1, which add arguments to text, and leave out calls beside content."""

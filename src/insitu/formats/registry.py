@@ -175,6 +175,27 @@ def _first(kind: str, template: str, get: Callable[[str], Any], order: tuple[str
     return None
 
 
+def format_of(text: str, tools: Tools) -> str | None:
+    """The first format in which a text has calls of these tools; None if it has none."""
+    known = {str((tool.get("function") or {}).get("name")) for tool in tools}
+    for name in names(TOOLS):
+        form = tool_format(name)
+        parts = [
+            re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
+            for start, end in form.regions
+            if start in text
+        ]
+        if text.lstrip()[:1] in [*form.whole]:
+            parts.append(text)
+        for part in parts:
+            try:
+                if {call.name for call in form.parse(part, tools)} & known:
+                    return name
+            except ValueError:
+                continue
+    return None
+
+
 def renders_tools(template: str) -> bool:
     """Whether a chat template writes the tools of a request into the prompt."""
     return re.search(r"{[{%][^}]*\btools\b", template) is not None
