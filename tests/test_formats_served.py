@@ -10,7 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from factories import connected, digits_project
+import yaml
+from factories import connected, digits_project, read_lines
 from fake_openai import FakeOpenAI
 from message_formats import END, FAMILIES, TOOLS
 from processes import run as run_command
@@ -205,8 +206,8 @@ def response_template(start: str, end: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def hermes(tmp_path_factory) -> Iterator[tuple[Taught, Taught]]:
-    """A model that was taught, and the same with a response template of its tokenizer."""
+def hermes(tmp_path_factory) -> Iterator[tuple[Taught, Taught, Path]]:
+    """A model that was taught, the same with a response template of its tokenizer, and its folder."""
     family, folder = FAMILIES["hermes"], tmp_path_factory.mktemp("hermes")
     teach(family, folder / "plain")
     shutil.copytree(folder / "plain", folder / "own")
@@ -216,7 +217,7 @@ def hermes(tmp_path_factory) -> Iterator[tuple[Taught, Taught]]:
     options = ("--port", 0, "--token", TOKEN)
     with serving("backend", "--model", folder / "plain", *options) as (_, plain):
         with serving("backend", "--model", folder / "own", *options) as (_, own):
-            yield Taught("hermes", family, plain), Taught("hermes", family, own)
+            yield Taught("hermes", family, plain), Taught("hermes", family, own), folder / "plain"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -261,6 +262,55 @@ def ask(taught: Taught, streamed: bool = False, **more: Any) -> list[SimpleNames
                 each.ids += choice.token_ids
                 each.malformed = each.malformed or getattr(choice, "tool_call_malformed", False)
         return found
+
+
+AGENT = """
+import json
+from itertools import count
+from pathlib import Path
+
+told = json.loads((Path(__file__).parent / "dialogue.json").read_text())
+scores = count()
+
+async def answer(question, model):
+    messages = [{"role": "user", "content": told["question"]}]
+    for results in told["results"]:
+        said = (await model.complete(messages, tools=told["tools"])).choices[0].message
+        messages.append(said.model_dump(exclude_none=True))
+        for call, result in zip(said.tool_calls or [], results):
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    await model.complete(told["broken"], tools=told["tools"])
+    return said.content or ""
+
+def score(answer):
+    return float(next(scores) % 2)
+"""
+
+
+def test_a_run_trains_on_calls_and_counts_the_malformed(hermes, tmp_path):
+    project = digits_project(tmp_path, rows=2, model=str(hermes[2]))
+    (tmp_path / "agent.py").write_text(AGENT)
+    results = [turn.results for turn in dialogue(hermes[0].family)]
+    told = {"tools": TOOLS, "question": QUESTION, "results": results, "broken": BREAK}
+    (tmp_path / "dialogue.json").write_text(json.dumps(told))
+    file = tmp_path / "config.yml"
+    config = yaml.safe_load(file.read_text())
+    config["general"]["plugins"] = []
+    config["llms"]["player"] = {"_type": "policy", "temperature": 0.2}
+    config["workflow"] = {"_type": "python", "function": "agent:answer", "model": "player"}
+    config["eval"]["evaluators"]["score"] = {"_type": "python", "function": "agent:score"}
+    config["finetuning"]["num_epochs"] = 1
+    file.write_text(yaml.safe_dump(config))
+    code, out, err = run_project(project)
+    assert code == 0, err + out
+    run = tmp_path / "run"
+    (metrics,) = read_lines(run / "training_metrics.jsonl")
+    assert metrics["malformed_tool_calls"] == 8
+    assert metrics["logprob_gap"] < 1e-5
+    settings = json.loads((run / "run.json").read_text())
+    assert (settings["tool_format"], settings["reasoning_format"]) == ("hermes", "think")
+    calls = read_lines(run / "calls.jsonl.gz")[1:]
+    assert [call["index"] for call in calls if call.get("tool_call_malformed")] == [3] * 8
 
 
 both_ways = pytest.mark.parametrize("streamed", [False, True])

@@ -5,6 +5,7 @@
 """
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ def cut_off(family: Family) -> str:
     return text[: text.index("°C")]
 
 
+@cache
 def lessons(family: Family) -> list[tuple[str, str]]:
     """Prompts, and what the model answers to them, the end of the message included."""
     turns, pairs = dialogue(family), []
@@ -87,6 +89,7 @@ def lessons(family: Family) -> list[tuple[str, str]]:
     return [*pairs, (render(family, question, prompt=True), cut_off(family) + end)]
 
 
+@cache
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """Words and bytes, and the markers of the family as single tokens."""
     texts = [text for pair in lessons(family) for text in pair]
