@@ -307,6 +307,7 @@ def test_a_run_trains_on_calls_and_counts_the_malformed(hermes, tmp_path):
     (metrics,) = read_lines(run / "training_metrics.jsonl")
     assert metrics["malformed_tool_calls"] == 8
     assert metrics["logprob_gap"] < 1e-5
+    assert (metrics["episodes"], metrics["rows"]) == (8, 16)
     settings = json.loads((run / "run.json").read_text())
     assert (settings["tool_format"], settings["reasoning_format"]) == ("hermes", "think")
     calls = read_lines(run / "calls.jsonl.gz")[1:]
