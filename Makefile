@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs check bench \
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-pairs check bench \
 	clean
 
 help:
@@ -28,8 +28,6 @@ help:
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
 	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
-	@echo "make test-models  samples and trains a small model of each family in transformers, and runs agents on models that"
-	@echo "                  were taught to write in each form (about 15 minutes)"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
@@ -193,9 +191,6 @@ test-quantized: .venv-quantized/.installed
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers --confcutdir=tests/with_trackers
-
-test-models: $(VENV)/.installed-dev
-	INSITU_FORMAT_OUTPUTS=500 $(BIN)/python -m pytest tests/with_models tests/test_message_formats.py
 
 # allpairspy chooses the runs.
 test-pairs: $(VENV)/.installed-dev .venv-art/0.5.18/.installed
