@@ -33,6 +33,10 @@ OTHER: dict[str, tuple[Callable[[Output], bool], str]] = {
         "vLLM drops text before the calls, and cuts the list at its first closing bracket",
     ),
     "llama3_ipython": (lambda output: bool(output.calls and output.content), "vLLM drops text before <|python_tag|>"),
+    "llama4_json": (
+        lambda output: len(output.calls) > 1 or bool(output.calls and output.content),
+        "the template of Llama 4 puts no semicolon between calls, and vLLM drops text before them",
+    ),
     "llama4": (lambda output: bool(output.calls and output.content), "for vLLM a message with text has no calls"),
 }
 """Well-formed outputs that vLLM reads otherwise, by family, and why ours is right."""
@@ -141,6 +145,7 @@ MALFORMED = {
     "glm45": PARTIAL,
     "minimax_m2": PARTIAL,
     "deepseek_v3": LOST,
+    "deepseek_text": LOST,
     "deepseek_v31": LOST,
     "phi4_functools": LOST,
     "mistral": BROKEN,
