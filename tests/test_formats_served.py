@@ -24,7 +24,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from insitu.agents.frameworks import async_client, sync_client
 from insitu.agents.python import BlockingModel
 from insitu.backend.inference.tokenizer import ChatTokenizer
-from insitu.backend.protocols.openai.chat import ChatRequest, Message, template_messages
+from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.formats.parser import MessageFormats, message_parser
 from insitu.formats.templates import dropped_reasoning, template_error
 from insitu.gateway.server import Gateway
@@ -157,17 +157,14 @@ def test_requests_with_tools_to_a_model_of_unknown_format_are_refused(strange):
                 )
 
 
-def test_a_template_that_asks_for_no_content_gets_none():
+@pytest.mark.parametrize("content", ["", None])
+def test_a_template_that_asks_for_no_content_gets_none(content):
     """Those of DeepSeek leave out the calls of a message that has content, be it empty."""
-    message = Message(role="assistant", content="", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
-    source = FAMILIES["deepseek_text"].source
-    assert tokenizer(source).reads_null
-    assert not tokenizer(HERMES).reads_null
-    assert template_messages([message], null=True)[0]["content"] is None
-    assert template_messages([message])[0]["content"] == ""
-    request = ChatRequest(model="m", messages=[{"role": "user", "content": "Q"}, message.model_dump()])
-    (ids,) = request.prompts(tokenizer(source))
-    assert "function<｜tool▁sep｜>f\n```json\n{}\n```" in tokenizer(source).decode(ids)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    deepseek = tokenizer(FAMILIES["deepseek_text"].source)
+    (ids,) = ChatRequest(model="m", messages=messages).prompts(deepseek)
+    assert 'function<｜tool▁sep｜>f\n```json\n{"x":1}\n```' in deepseek.decode(ids)
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])

@@ -35,8 +35,7 @@ class ChatTokenizer:
         template = getattr(tokenizer, "response_template", None)
         self.formats = MessageFormats.of(tokenizer.chat_template, template)
         """How the model writes tool calls and reasoning."""
-        self.reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
-        """Whether the chat template asks if a message has no content, as those of DeepSeek do before they add calls."""
+        self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
 
     @cached_property
     def special_tokens(self) -> re.Pattern[str]:
@@ -57,6 +56,7 @@ class ChatTokenizer:
         Raises RequestRefused if the chat template rejects the messages.
         """
         try:
+            messages = [*map(self._without_empty_content, messages)] if self._reads_null else messages
             source = self._tokenizer.get_chat_template(tools=tools)
             rendered = render_jinja_template(
                 [messages],
@@ -70,6 +70,11 @@ class ChatTokenizer:
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
         return self.encode(rendered[0][0], add_special_tokens=False)
+
+    @staticmethod
+    def _without_empty_content(message: dict[str, Any]) -> dict[str, Any]:
+        """Templates that ask whether a message has content, as those of DeepSeek do, add its calls only if not."""
+        return {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written in the text are parsed in either case."""

@@ -358,7 +358,7 @@ def render_dialogue(
     A trained message is a completion of the prompt that the messages before it are rendered to, up to the token that
     ends its turn. `trained` are positions in `messages`; None: all assistant messages. Raises RequestRefused.
     """
-    rendered = template_messages(messages, null=tokenizer.reads_null)
+    rendered = template_messages(messages)
     if trained is None:
         trained = [index for index, message in enumerate(messages) if message.role == "assistant"]
     calls = []

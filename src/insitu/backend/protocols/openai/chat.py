@@ -40,8 +40,6 @@ def template_messages(messages: Sequence[Message], *, objects: bool = True, null
             keys |= {"reasoning_content": reasoning, "thinking": reasoning}
         if message.tool_calls:
             keys["tool_calls"] = [_template_tool_call(call) if objects else call for call in message.tool_calls]
-            if null and not keys["content"]:
-                keys["content"] = None
         formatted.append(keys)
     return formatted
 
@@ -197,14 +195,12 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         variables |= self.chat_template_kwargs or {}
-        null = tokenizer.reads_null
         try:
-            messages = template_messages(self.messages, null=null)
-            return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
+            return [tokenizer.render_prompt(template_messages(self.messages), self.enabled_tools, variables)]
         except RequestRefused:  # some templates add arguments to text
             if not any(message.tool_calls for message in self.messages):
                 raise
-            messages = template_messages(self.messages, objects=False, null=null)
+            messages = template_messages(self.messages, objects=False)
             return [tokenizer.render_prompt(messages, self.enabled_tools, variables)]
 
     @property
