@@ -13,7 +13,7 @@ import pytest
 import yaml
 from factories import connected, digits_project, read_lines
 from fake_openai import FakeOpenAI
-from message_formats import END, FAMILIES, TOOLS
+from message_formats import ALL_FAMILIES, END, TOOLS
 from processes import run as run_command
 from processes import run_project, serving
 from taught_agents import expected
@@ -39,7 +39,7 @@ FORMATS = (
 UNKNOWN = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
-HERMES = FAMILIES["hermes"].source
+HERMES = ALL_FAMILIES["hermes"].source
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_template_that_asks_for_no_content_gets_none(content):
     """Those of DeepSeek leave out the calls of a message that has content, be it empty."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
-    deepseek = tokenizer(FAMILIES["deepseek_text"].source)
+    deepseek = tokenizer(ALL_FAMILIES["deepseek_text"].source)
     (ids,) = ChatRequest(model="m", messages=messages).prompts(deepseek)
     assert 'function<｜tool▁sep｜>f\n```json\n{"x":1}\n```' in deepseek.decode(ids)
 
@@ -205,7 +205,7 @@ def response_template(start: str, end: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory) -> Iterator[tuple[Taught, Taught, Path]]:
     """A model that was taught, the same with a response template of its tokenizer, and its folder."""
-    family, folder = FAMILIES["hermes"], tmp_path_factory.mktemp("hermes")
+    family, folder = ALL_FAMILIES["hermes"], tmp_path_factory.mktemp("hermes")
     teach(family, folder / "plain")
     shutil.copytree(folder / "plain", folder / "own")
     settings = json.loads((folder / "own/tokenizer_config.json").read_text())
@@ -407,7 +407,7 @@ async def test_a_template_reads_its_variables(hermes, tmp_path, thinking):
     model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
     options = ("--port", 0, "--token", TOKEN, "--chat_template", tmp_path / "thinks.jinja")
     with serving("backend", "--model", model, *options) as (_, address):
-        taught = Taught("hermes", FAMILIES["hermes"], address)
+        taught = Taught("hermes", ALL_FAMILIES["hermes"], address)
         nothing = [Turn("", [], "", [])]
         kwargs = {"chat_template_kwargs": {"enable_thinking": thinking}, "max_tokens": 2}
         _, (call,) = await run_agent(taught, "chat", False, turns=nothing, **kwargs)

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from message_formats import FAMILIES, TOOLS
+from message_formats import ALL_FAMILIES, TOOLS
 from message_strategies import NUM_OUTPUTS, outputs
 
 from insitu.disk.model_files import chat_template
 from insitu.formats.parser import MessageFormats, Piece, message_parser
 
-each_family = pytest.mark.parametrize("name", FAMILIES)
+each_family = pytest.mark.parametrize("name", ALL_FAMILIES)
 
 
 def parsed(name: str, text: str, prompt: str = "", cuts: tuple[int, ...] = ()) -> Piece:
     """What the parser makes of a completion of a family, fed in pieces that end at `cuts`."""
-    formats = MessageFormats.of(FAMILIES[name].source)
+    formats = MessageFormats.of(ALL_FAMILIES[name].source)
     parser = message_parser(formats, prompt, TOOLS)
     content = reasoning = ""
     for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
@@ -29,7 +29,7 @@ def parsed(name: str, text: str, prompt: str = "", cuts: tuple[int, ...] = ()) -
 
 @each_family
 def test_formats_are_recognized(name):
-    family = FAMILIES[name]
+    family = ALL_FAMILIES[name]
     assert MessageFormats.of(family.source) == (family.tools, family.reasoning, None)
 
 

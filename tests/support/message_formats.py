@@ -1,6 +1,6 @@
 """Chat templates of our own in the form of each family of models, for tests that parse what they render.
 
-`FAMILIES` maps a name to its template and to the formats that it is for. The templates render what a model of the
+`ALL_FAMILIES` maps a name to its template and to the formats that it is for. The templates render what a model of the
 family would write; in all of them a message of the assistant ends with `END`, or in harmony with one of its own ends.
 """
 
@@ -177,7 +177,6 @@ FAMILIES = {
     "mistral": Family("mistral", "mistral", _MISTRAL_NEW, ("[THINK]", "[/THINK]")),
     "gpt_oss": Family("openai", "harmony", "", template=_HARMONY),
     "deepseek_v3": Family("deepseek_v3", "none", _DEEPSEEK),
-    "deepseek_text": Family("deepseek_v3", "none", _DEEPSEEK_TEXT),
     "deepseek_v31": Family("deepseek_v3", "think", _DEEPSEEK_31, _THINK),
     "glm45": Family("glm45", "think", _GLM, _THINK),
     "gemma3": Family("gemma3", "none", _PYTHON, hint="<start_of_turn>"),
@@ -195,6 +194,8 @@ FAMILIES = {
     "minimax_m2": Family("minimax_m2", "think", _MINIMAX, _THINK),
     "kimi_k2": Family("kimi_k2", "none", _KIMI),
 }
+ALL_FAMILIES = {**FAMILIES, "deepseek_text": Family("deepseek_v3", "none", _DEEPSEEK_TEXT)}
+"""With the one whose template gets arguments as text."""
 ENDS = (END, "<|call|>", "<|return|>")
 
 

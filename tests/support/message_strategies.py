@@ -4,7 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
-from message_formats import FAMILIES, completion, message
+from message_formats import ALL_FAMILIES, completion, message
 
 NUM_OUTPUTS = int(os.environ.get("INSITU_FORMAT_OUTPUTS", "60"))
 """Outputs of each family that are generated."""
@@ -44,7 +44,7 @@ class Output(NamedTuple):
 @st.composite
 def outputs(draw: st.DrawFn, name: str) -> Output:
     """What a model of the family may write: such a message has content or calls, and reasoning if the family has it."""
-    family = FAMILIES[name]
+    family = ALL_FAMILIES[name]
     content, calls = draw(st.just("") | _PLAIN), draw(st.lists(_CALL, max_size=3))
     reasoning = draw(st.just("") | _PLAIN) if family.reasoning != "none" else ""
     if calls and family.is_whole:

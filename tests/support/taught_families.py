@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from message_formats import FAMILIES, Family
+from message_formats import ALL_FAMILIES, Family
 from processes import serving
 from taught_agents import AGENTS, Answer, expected, post_job
 from taught_models import BREAK, QUESTION, Turn, cut_off, dialogue, lessons, teach, tokenizer_of
@@ -36,7 +36,7 @@ class Taught(NamedTuple):
 
 
 def taught_family(request: pytest.FixtureRequest, folder: Path) -> Iterator[Taught]:
-    family = FAMILIES[request.param]
+    family = ALL_FAMILIES[request.param]
     options = {"model": teach(family, folder / "model"), "port": 0, "token": TOKEN, "output_dir": folder / "out"}
     with serving("backend", *(part for key, value in options.items() for part in (f"--{key}", value))) as (_, address):
         yield Taught(request.param, family, address)

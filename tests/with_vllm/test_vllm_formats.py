@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from message_formats import FAMILIES, TOOLS, Family
+from message_formats import ALL_FAMILIES, TOOLS, Family
 from message_strategies import NUM_OUTPUTS, Output, outputs
 from taught_models import cut_off, tokenizer_of
 
@@ -67,7 +67,7 @@ class Theirs:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.parser.parser_manager import ParserManager
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
-        family = FAMILIES[name]
+        family = ALL_FAMILIES[name]
         tools = TOOL_PARSERS.get(name, family.tools)
         self._kinds = {
             reasons: ParserManager.get_parser(
@@ -108,9 +108,9 @@ def _json(text: str) -> Any:
         return text
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_well_formed_outputs_are_what_vllm_reads(name: str) -> None:
-    theirs, family = Theirs(name), FAMILIES[name]
+    theirs, family = Theirs(name), ALL_FAMILIES[name]
     is_other, _ = OTHER.get(name, (lambda output: False, ""))
     equal, other = 0, 0
 
@@ -157,10 +157,10 @@ MALFORMED = {
 or a call whose arguments are no JSON. An agent would act on half a call, or fail; and training could not count it."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_a_call_that_ends_too_early(name: str) -> None:
-    text = cut_off(FAMILIES[name])
-    assert ours(FAMILIES[name], text) == ((text.strip(), "", []), True)
+    text = cut_off(ALL_FAMILIES[name])
+    assert ours(ALL_FAMILIES[name], text) == ((text.strip(), "", []), True)
     content, _, calls = Theirs(name)(text, reasons=False)
     if not calls:
         kind = KEPT if '"日本", null' in content else LOST

@@ -27,11 +27,10 @@ class Message(RequestModel):
     tool_calls: Objects | None = None
 
 
-def template_messages(messages: Sequence[Message], *, objects: bool = True, null: bool = False) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message], *, objects: bool = True) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of tool calls as objects, or as JSON.
 
-    With `null`, messages with calls and without text have no content. Reasoning has the names that templates read it
-    by.
+    Reasoning has the names that templates read it by.
     """
     formatted = []
     for index, message in enumerate(messages):
