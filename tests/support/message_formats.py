@@ -1,9 +1,11 @@
 """Chat templates of our own in the form of each family of models, for tests that parse what they render.
 
-`FAMILIES` maps a name to its template and to the formats that it is for. The templates render what a model of the
+`ALL_FAMILIES` maps a name to its template and to the formats that it is for. The templates render what a model of the
 family would write; in all of them a message of the assistant ends with `END`, or in harmony with one of its own ends.
 """
 
+import json
+import re
 from typing import Any, NamedTuple
 
 END = "<|im_end|>"
@@ -52,6 +54,11 @@ class Family(NamedTuple):
     def source(self) -> str:
         return self.template or _template(self)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a message with calls has no other text."""
+        return not re.search(r"<|\[T|functools", self.calls + (self.template or "")) or "content is none" in self.calls
+
 
 def _template(family: Family) -> str:
     reasoning = ""
@@ -80,6 +87,10 @@ def _template(family: Family) -> str:
 
 
 _JSON = '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
+_NEMO = (
+    '[TOOL_CALLS][{% for c in calls %}{"name": {{ c.function.name | tojson }}, "arguments": '
+    '{{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]'
+)
 _LIST = "[{% for c in calls %}" + _JSON + "{% if not loop.last %}, {% endif %}{% endfor %}]"
 _VALUE = "{{ v if v is string else v | tojson }}"
 _EACH = "{% for k, v in c.function.arguments.items() %}"
@@ -97,6 +108,12 @@ _DEEPSEEK_31 = (
     "<｜tool▁calls▁begin｜>{% for c in calls %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
     "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>"
 )
+_DEEPSEEK_TEXT = (
+    "{% if m.content is none %}<｜tool▁calls▁begin｜>{% for c in calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    "{{ c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}<｜tool▁call▁end｜>"
+    "{% if not loop.last %}\n{% endif %}{% endfor %}<｜tool▁calls▁end｜>{% endif %}"
+)
+"""As the templates of V3 and R1, which add arguments to text, and leave out calls beside content."""
 _KIMI = (
     "<|tool_calls_section_begin|>{% for c in calls %}<|tool_call_begin|>functions."
     "{{ c.function.name }}:{{ loop.index0 }}"
@@ -152,6 +169,10 @@ FAMILIES = {
     "llama3_ipython": Family("llama3_json", "none", "<|python_tag|>" + _LLAMA),
     "llama4": Family("llama4_pythonic", "none", "<|python_start|>" + _PYTHON + "<|python_end|>"),
     "llama4_bare": Family("llama4_pythonic", "none", _PYTHON, hint="<|header_start|>"),
+    "llama4_json": Family(
+        "llama4_pythonic", "none", "<|python_start|><|python_end|>" + _LLAMA.replace("; ", ""), hint="<|header_start|>"
+    ),
+    "mistral_nemo": Family("mistral", "none", _NEMO),
     "mistral_old": Family("mistral", "none", "[TOOL_CALLS] " + _LIST),
     "mistral": Family("mistral", "mistral", _MISTRAL_NEW, ("[THINK]", "[/THINK]")),
     "gpt_oss": Family("openai", "harmony", "", template=_HARMONY),
@@ -173,6 +194,8 @@ FAMILIES = {
     "minimax_m2": Family("minimax_m2", "think", _MINIMAX, _THINK),
     "kimi_k2": Family("kimi_k2", "none", _KIMI),
 }
+ALL_FAMILIES = {**FAMILIES, "deepseek_text": Family("deepseek_v3", "none", _DEEPSEEK_TEXT)}
+"""With the one whose template gets arguments as text."""
 ENDS = (END, "<|call|>", "<|return|>")
 
 
@@ -184,7 +207,7 @@ def message(content: str, calls: list[tuple[str, dict[str, Any]]], reasoning: st
     ]
     return {
         "role": "assistant",
-        "content": content,
+        "content": content if content or not calls else None,
         "tool_calls": named,
         "reasoning_content": reasoning,
         "thinking": reasoning,
@@ -194,10 +217,18 @@ def message(content: str, calls: list[tuple[str, dict[str, Any]]], reasoning: st
 def render(family: Family, messages: list[dict[str, Any]], tools: Any = TOOLS, *, prompt: bool = False) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    if "+ c.function.arguments" in family.calls:  # as the model wrote them, in its own way
+        messages = [{**each, "tool_calls": [*map(_with_text, each.get("tool_calls") or ())]} for each in messages]
     rendered, _ = render_jinja_template(
         [messages], tools=tools, chat_template=family.source, add_generation_prompt=prompt
     )
     return rendered[0]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False, separators=(",", ":"))
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def completion(family: Family, answer: dict[str, Any]) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from insitu.disk.model_files import (
     code_problem,
 )
 from insitu.errors import BackendError
+from insitu.formats.templates import chosen_template, template_error
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +206,9 @@ def _tokenizer(source: str, chat_template: Path | None) -> PreTrainedTokenizerBa
             f"the tokenizer of {source} has no chat template; add chat_template.jinja (or the key chat_template in "
             "tokenizer_config.json), which turns messages into a prompt"
         )
+    error = template_error(chosen_template(tokenizer.chat_template))
+    if error is not None:
+        raise BackendError(f"{chat_template or f'the chat template of {source}'} is no template: {error}")
     if not tokenizer.is_fast:
         raise BackendError(
             f"the tokenizer of {source} has no tokenizer.json; save it with a release of tokenizers first"

@@ -9,6 +9,7 @@ from insitu.advantages.estimator import rows_of
 from insitu.collect.conversations import same_message
 from insitu.doctor.findings import Evidence, Finding, Severity, is_random, severity_of, will_learn
 from insitu.doctor.plan import Plan, about_rows, about_settings
+from insitu.formats.registry import format_of
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
@@ -63,6 +64,7 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
     codes = {finding.code for finding in groups}
     yield from (finding for finding in about_lengths(plan, evidence) if finding.code not in codes)
     yield from about_scores(plan, evidence)
+    yield from about_tool_calls(plan, evidence)
     yield from about_prefixes(plan, evidence, decode)
     if evidence.job_problem is not None:
         change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
@@ -156,6 +158,34 @@ def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         what = f"a prompt and its answer have up to {longest} tokens, the model's context {limit}"
         change = "shorten the prompts, or train a model with a longer context, before they are longer"
         yield Finding("context_nearly_full", Severity.NOTE, what, f"{plan.adapter}.model", change)
+
+
+def _harm_of(count: int, total: int) -> Severity:
+    """Of what some episodes learn from all the same."""
+    return min(severity_of(count, total), Severity.HARMS, key=[*Severity][::-1].index)
+
+
+def about_tool_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    """Tool calls that the agent did not get: the server could not parse them, or took them as text."""
+    answers = [call for call in evidence.answers if call.tools]
+    where = f"{plan.adapter}.tool_format"
+    malformed = [call for call in answers if call.tool_call_malformed and call.finish_reason != "length"]
+    if malformed:
+        severity = _harm_of(len(malformed), len(answers))
+        share, text = (
+            share_of(len(malformed), len(answers), "answers"),
+            str((malformed[0].message or {}).get("content")),
+        )
+        what = f"{share} have tool calls that cannot be parsed, such as {text!r:.200}"
+        change = "see whether they are in the model's format; if the model writes them badly, its rewards must say so"
+        yield Finding("malformed_tool_calls", severity, what, where, change)
+    texts = [(call, str((call.message or {}).get("content") or "")) for call in answers if call not in malformed]
+    found = [format_of(text, call.tools or ()) for call, text in texts if not (call.message or {}).get("tool_calls")]
+    if formats := [name for name in found if name is not None]:
+        severity = _harm_of(len(formats), len(answers))
+        what = f"{share_of(len(formats), len(answers), 'answers')} have tool calls in the text, as of {formats[0]}"
+        change = f"set tool_format: {formats[0]}, or, where vLLM serves the model, --tool-call-parser {formats[0]}"
+        yield Finding("unparsed_tool_calls", severity, what, where, change)
 
 
 def about_scores(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
@@ -311,7 +341,7 @@ def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None
         if not affected:
             continue
         episode, first = affected[0]
-        severity = min(severity_of(len(affected), len(episodes)), Severity.HARMS, key=[*Severity][::-1].index)
+        severity = _harm_of(len(affected), len(episodes))
         share = share_of(len(affected), len(episodes), "episodes")
         what = (
             f"{share} need more than one training row, as {_difference(first, decode)} (episode {episode.key.text()})"
@@ -320,7 +350,10 @@ def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None
             change = "append the model's message as it was returned; rewriting it costs time and context"
             yield Finding("answers_rewritten", severity, what, "workflow", change)
         else:
-            change = "use a chat template that keeps earlier answers as they were sampled, thinking included"
+            change = (
+                "set token_bridge: true of the llm, or use a chat template that keeps earlier answers as they were "
+            )
+            change += "sampled, reasoning included"
             yield Finding("prefix_broken", severity, what, f"{plan.adapter}.model (chat template)", change)
 
 

@@ -268,6 +268,9 @@ class TemplateParser(Parser):
 
         self._parser: Any = ResponseParser(formats.template, prompt, tools=[*map(dict, tools)])
         self._special = special
+        strip = {name: field.get("content_args", {}).get("strip", True) for name, field in self._fields(formats)}
+        names = {name: (None if strip.get(name, True) else "") for name in ("content", *_REASONING)}
+        self._held = {name: _Held(characters, from_start=True) for name, characters in names.items()}
         self._text, self._at = "", 0
         """All text, and where the text ends that has been returned."""
         self._calls: list[dict[str, Any]] = []
@@ -293,15 +296,21 @@ class TemplateParser(Parser):
                     self._calls += [self._call(value) for value in values]
                 if text and name in ("content", *_REASONING):
                     self._at = self._text.find(text, self._at) + len(text)
-                    text = self._special.sub("", text) if self._special is not None else text
+                    text = self._held[name].add(self._special.sub("", text) if self._special is not None else text)
                     content, reasoning = (
                         (content + text, reasoning) if name == "content" else (content, reasoning + text)
                     )
         except ValueError:  # what the template expects to be calls are none
             self._is_broken = True
         if self._is_broken:
-            content, self._at = content + self._text[self._at :], len(self._text)
+            content += self._held["content"].space + self._text[self._at :]
+            self._held["content"].space, self._at = "", len(self._text)
         return Piece(content, reasoning)
+
+    @staticmethod
+    def _fields(formats: MessageFormats) -> list[tuple[str, dict[str, Any]]]:
+        fields = formats.template.get("fields", {}) if isinstance(formats.template, dict) else {}
+        return [(name, field) for name, field in fields.items() if isinstance(field, dict)]
 
     @staticmethod
     def _call(value: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from insitu.formats.tool_calls import (
     harmony_calls,
     json_calls,
     kimi_calls,
+    llama4_calls,
     minimax_calls,
     mistral_calls,
     python_calls,
@@ -78,7 +79,7 @@ OPENAI = ToolFormat(
     ),
 )
 KIMI_K2 = ToolFormat(
-    ("<|tool_calls_section_begin|>",),
+    ("<|tool_calls_section_begin|>", "<|im_middle|>"),
     kimi_calls,
     (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
 )
@@ -98,9 +99,9 @@ GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None
 HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS)
 LLAMA4_PYTHONIC = ToolFormat(
     ("<|header_start|>", "<|python_start|>"),
-    python_calls,
-    (("<|python_start|>", "<|python_end|>"),),
-    whole="[",
+    llama4_calls,
+    (("<|python_start|>", None),),
+    whole="[{",
 )
 LLAMA3_JSON = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
@@ -121,7 +122,9 @@ THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)
 MAGISTRAL = ReasoningFormat(("[THINK]",), ("[THINK]",), ("[/THINK]",))
 GRANITE_THOUGHT = ReasoningFormat(
-    ("Here is my thought process:",), ("Here is my thought process:",), ("Here is my response:",)
+    ("Here is my thought process:",),
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
 )
 _ENDS = ("<|end|>", "<|return|>")
 HARMONY = ReasoningFormat(
@@ -169,6 +172,27 @@ def _first(kind: str, template: str, get: Callable[[str], Any], order: tuple[str
     for name in sorted(names(kind), key=lambda name: ranks.get(name, -1)):
         if any(all(word in template for word in marker.split(" ")) for marker in get(name).markers):
             return name
+    return None
+
+
+def format_of(text: str, tools: Tools) -> str | None:
+    """The first format in which a text has calls of these tools; None if it has none."""
+    known = {str((tool.get("function") or {}).get("name")) for tool in tools}
+    for name in names(TOOLS):
+        form = tool_format(name)
+        parts = [
+            re.split(re.escape(end) if end else "$^", text.partition(start)[2], maxsplit=1)[0]
+            for start, end in form.regions
+            if start in text
+        ]
+        if text.lstrip()[:1] in [*form.whole]:
+            parts.append(text)
+        for part in parts:
+            try:
+                if {call.name for call in form.parse(part, tools)} & known:
+                    return name
+            except ValueError:
+                continue
     return None
 
 

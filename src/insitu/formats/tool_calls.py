@@ -18,15 +18,20 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ToolCall(NamedTuple):
-    """A call of a function with `arguments` by name; `id` is the one that the model wrote, if its format has ids."""
+    """A call of a function with `arguments` by name.
+
+    `id` is the one that the model wrote, if its format has ids, and `text` the arguments as it wrote them, if that is
+    JSON of its own: a template that adds them to the next prompt as they are then keeps what was sampled.
+    """
 
     name: str
     arguments: dict[str, Any]
     id: str | None = None
+    text: str | None = None
 
     def openai(self, new_id: str) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
-        return {"id": self.id or new_id, "type": "function", "function": function}
+        arguments = json.dumps(self.arguments, ensure_ascii=False) if self.text is None else self.text
+        return {"id": self.id or new_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 def call_id() -> str:
@@ -43,37 +48,46 @@ def json_calls(text: str, tools: Tools) -> list[ToolCall]:
 
     Llama calls the arguments `parameters`, and separates calls by semicolons.
     """
+    return [call._replace(id=None) for call in _json_objects(text)]
+
+
+def _json_objects(text: str) -> list[ToolCall]:
     return [
-        parsed_call(value)
+        parsed_call(value, value.get("id") if isinstance(value, dict) else None)
         for values in _json_values(text)
         for value in (values if isinstance(values, list) else [values])
     ]
 
 
-def named_json_calls(separator: str, text: str, tools: Tools) -> list[ToolCall]:
-    """A name, `separator`, and the arguments as a JSON object."""
-    name, found, arguments = text.partition(separator)
-    if not found:
-        raise ValueError(f"{separator} is missing")
-    return [parsed_call({"name": name.strip(), "arguments": _json(arguments)})]
+def llama4_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Between `<|python_start|>` and `<|python_end|>`, or after them: as `python_calls`, or as `json_calls`."""
+    first, _, second = (part.strip() for part in text.partition("<|python_end|>"))
+    if first and second:
+        raise ValueError("text on both sides of <|python_end|>")
+    calls = first or second
+    return json_calls(calls, tools) if calls.startswith("{") else python_calls(calls, tools)
 
 
 def mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """After `[TOOL_CALLS]`: as `json_calls`; of newer models `NAME[ARGS]{...}`, `NAME[CALL_ID]ID[ARGS]{...}`."""
+    """After `[TOOL_CALLS]`: as `json_calls`; of newer models `NAME[ARGS]{...}`, `NAME[CALL_ID]ID[ARGS]{...}`.
+
+    Objects may have an `id`. The templates refuse ids that are not like those of `short_id`.
+    """
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]"):
         if part.lstrip().startswith(("[", "{")):
-            calls += json_calls(part, tools)
+            calls += _json_objects(part)
             continue
         head, found, arguments = part.partition("[ARGS]")
         name, _, own_id = head.partition("[CALL_ID]")
         if not found:  # the oldest of the new form has no delimiter
             name, brace, rest = part.partition("{")
             arguments = brace + rest
-        calls.append(parsed_call({"name": name.strip(), "arguments": _json(arguments)}, own_id.strip()))
-    return calls
+        calls.append(parsed_call({"name": name.strip(), "arguments": arguments}, own_id.strip()))
+    return [call if _SHORT_ID.fullmatch(call.id or "") else call._replace(id=None) for call in calls]
 
 
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 _FENCED = re.compile(r"\s*(?P<name>.*?)\n```json\n(?P<arguments>.*)\n```\s*", re.DOTALL)
 
@@ -85,7 +99,7 @@ def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
         name, arguments = first.strip(), second
         if match := _FENCED.fullmatch(second):
             name, arguments = match["name"], match["arguments"]
-        calls.append(parsed_call({"name": name, "arguments": _json(arguments)}))
+        calls.append(parsed_call({"name": name, "arguments": arguments}))
     return calls
 
 
@@ -97,7 +111,7 @@ def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
     calls = []
     for own_id, arguments in _only(_KIMI, text):
         name = own_id.strip().rpartition(":")[0].removeprefix("functions.")
-        calls.append(parsed_call({"name": name, "arguments": _json(arguments)}, own_id.strip()))
+        calls.append(parsed_call({"name": name, "arguments": arguments}, own_id.strip()))
     return calls
 
 
@@ -107,7 +121,7 @@ def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     if not found:
         raise ValueError("<|message|> is missing")
     name = re.split(r"[\s<]", head, maxsplit=1)[0]
-    return [parsed_call({"name": name, "arguments": _json(arguments or "{}")})]
+    return [parsed_call({"name": name, "arguments": arguments.strip() or "{}"})]
 
 
 _QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
@@ -194,12 +208,13 @@ def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} instead of a call")
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
+    text = arguments.strip(_BETWEEN) if isinstance(arguments, str) else None
+    if text is not None:
+        arguments = _json(text)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call needs a name and arguments")
     json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()  # UnicodeEncodeError is a ValueError
-    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and own_id else None)
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and own_id else None, text)
 
 
 def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
@@ -265,14 +280,16 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
+_BETWEEN = "; \t\r\n"
+"""What may stand between JSON values, and around them."""
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _json_values(text: str) -> Iterator[Any]:
     """Values one after another, separated by white space or semicolons; raises ValueError if there is none."""
     at = 0
-    while at == 0 or text[at:].strip("; \t\r\n"):
-        at += len(text[at:]) - len(text[at:].lstrip("; \t\r\n"))
+    while at == 0 or text[at:].strip(_BETWEEN):
+        at += len(text[at:]) - len(text[at:].lstrip(_BETWEEN))
         try:
             value, at = _DECODER.raw_decode(text, at)
         except RecursionError:

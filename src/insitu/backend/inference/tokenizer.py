@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MessageFormats
 
+_NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
 _CACHED_PROMPTS = 1024
 _MAX_CACHED_LENGTH = 4096
@@ -34,6 +35,7 @@ class ChatTokenizer:
         template = getattr(tokenizer, "response_template", None)
         self.formats = MessageFormats.of(tokenizer.chat_template, template)
         """How the model writes tool calls and reasoning."""
+        self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
 
     @cached_property
     def special_tokens(self) -> re.Pattern[str]:
@@ -66,6 +68,7 @@ class ChatTokenizer:
     ) -> str:
         """The prompt's text, see `render_prompt`."""
         try:
+            messages = [*map(self._without_empty_content, messages)] if self._reads_null else messages
             source = self._tokenizer.get_chat_template(tools=tools)
             rendered = render_jinja_template(
                 [[*messages]],
@@ -79,6 +82,11 @@ class ChatTokenizer:
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
         return str(rendered[0][0])
+
+    @staticmethod
+    def _without_empty_content(message: dict[str, Any]) -> dict[str, Any]:
+        """Templates that ask whether a message has content, as those of DeepSeek do, add its calls only if not."""
+        return {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written in the text are parsed in either case."""

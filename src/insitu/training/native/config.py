@@ -1,6 +1,7 @@
 """The configuration block of the adapter."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -10,10 +11,14 @@ from insitu.config import Config
 from insitu.disk.model_files import chat_template
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
+from insitu.formats.registry import NONE
+from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 from insitu.wire.http_format import split_userinfo
+
+logger = logging.getLogger(__name__)
 
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _CHAT_TEMPLATE = "trainer_adapters: chat_template"
@@ -111,9 +116,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
 
     def check_formats(self, model: str, config: Config) -> None:
-        """Raises ConfigError if a model in a folder writes tool calls in an unknown way.
+        """Raises ConfigError if a model in a folder writes tool calls in an unknown way, or has a broken template.
 
-        Of a model on the Hub nothing is known before it is loaded.
+        Warns of a template that leaves out earlier reasoning. Of a model on the Hub nothing is known before it is
+        loaded.
         """
         template, response = None, None
         if self.chat_template is not None:
@@ -124,8 +130,22 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
                 raise ConfigError(f"{_CHAT_TEMPLATE} {path} cannot be read: {error}") from error
         elif (Path(model) / "tokenizer_config.json").is_file():
             template, response = chat_template(Path(model))
-        if template and MessageFormats.of(template, response, self.tool_format, self.reasoning_format).tools is None:
+        if not template:
+            return
+        formats = MessageFormats.of(template, response, self.tool_format, self.reasoning_format)
+        if formats.tools is None:
             raise ConfigError(f"trainer_adapters: {unknown_format(model)}")
+        source = chosen_template(template)
+        if (problem := template_error(source)) is not None:
+            where = f"{_CHAT_TEMPLATE} {self.chat_template}" if self.chat_template else f"chat template of {model}"
+            raise ConfigError(f"{where}: {problem}")
+        if formats.reasoning != NONE and (dropped := dropped_reasoning(source)) is not None:
+            logger.warning(
+                "the chat template of %s leaves out the reasoning %s: a conversation then needs several training rows, "
+                "unless its llm has token_bridge: true or chat_template is a file with a template that keeps it",
+                model,
+                dropped,
+            )
 
     @property
     def trains_shaped_logits(self) -> bool:
