@@ -65,18 +65,15 @@ def truncation(sampling: Mapping[str, Any]) -> str | None:
     temperature = sampling.get("temperature")
     if isinstance(temperature, int | float) and temperature < GREEDY_TEMPERATURE:
         return "greedy"
-    modelled = SHAPING if sampling.get("logprobs_processed") else ()
-    return next((key for key in _effective(sampling, NEUTRAL_SAMPLING) if key not in modelled), None)
+    changed = [key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral)]
+    if changed and sampling.get("logprobs_processed"):
+        changed = [key for key in changed if key not in SHAPING]
+    return changed[0] if changed else None
 
 
-def _effective(sampling: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if sampling.get(key) not in (None, *NEUTRAL_SAMPLING[key])]
-
-
-def _shaping(call: ModelCall) -> dict[str, Any]:
-    """The parameters that its log-probabilities are processed by."""
-    keys = _effective(call.sampling, SHAPING) if call.sampling.get("logprobs_processed") else []
-    return {key: call.sampling[key] for key in keys}
+def _shaping(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that log-probabilities are processed by."""
+    return {key: sampling[key] for key in SHAPING if sampling.get(key) not in (None, *NEUTRAL_SAMPLING[key])}
 
 
 class AdvantageEstimator(Protocol):
@@ -270,7 +267,7 @@ def rows_of(
         prompt, sampled = call.prompt_token_ids, call.token_ids
         is_tempered = tempered and index in advantages
         temperature = (call.logprobs_temperature if is_tempered else None) or 1.0
-        shaping = _shaping(call) if is_tempered else {}
+        shaping = _shaping(call.sampling) if is_tempered and call.sampling.get("logprobs_processed") else {}
         row, start = None, -1
         for other in rows:
             length = len(other.token_ids)

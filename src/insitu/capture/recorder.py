@@ -46,6 +46,7 @@ TEXT = "completions"
 
 _BRIDGE = "continues"
 _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
+_PROCESSED = {"logprobs_processed": True}
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
@@ -335,7 +336,7 @@ class Exchange:
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling | {name: True for name in ("logprobs_processed",) if choice.get(name) is True},
+                sampling=sampling | (_PROCESSED if choice.get("logprobs_processed") is True else {}),
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),

@@ -109,7 +109,7 @@ def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     deviations = [stdev([t.reward for t in group]) for group in groups if len(group) > 1]
     answers = [call for group in groups for call in trained_calls(group)]
     lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
-    malformed = sum(call.tool_call_malformed for call in answers)
+    malformed = [call.tool_call_malformed for call in answers].count(True)
     return {
         "avg_reward": sum(rewards) / len(rewards) if rewards else None,
         "min_reward": min(rewards, default=None),

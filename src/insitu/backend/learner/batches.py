@@ -281,7 +281,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
             path_of[row.key][row.positions - 1],
             row.token_ids[row.positions],
             np.full(len(row.positions), row.temperature),
-            shaping_kinds(row.shaping, row.completions, kinds),
+            shaping_kinds(row.shaping, row.completions, kinds) if row.shaping else np.zeros_like(row.positions),
         )
         for row in rows
     ]
@@ -297,17 +297,15 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         "mask_BK": _padded([np.ones(len(row.positions), bool) for row in rows], np.bool_),
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    by_row = zip(rows, np.split(index.ravel(), counts[:-1]), strict=True)
+    shaped = [(row.shaping, row.token_ids, row.completions, places) for row, places in by_row if row.shaping]
     temperature_N = distinct_N4[:, 2].copy().view(np.float64).astype(np.float32)
     return MicroBatch(
         **tensors,
         position_ids_ST=None if tree is None else torch.from_numpy(tree.positions_T)[None].to(device),
         tree=None if tree is None else tree.nodes,
         temperature_N=None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device),
-        shaped=shaped_completions(
-            (row.shaping, row.token_ids, row.completions, places)
-            for row, places in zip(rows, np.split(index.ravel(), counts[:-1]), strict=True)
-            if row.shaping
-        ),
+        shaped=shaped_completions(shaped) if shaped else (),
     )
 
 

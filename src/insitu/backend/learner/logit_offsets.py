@@ -41,10 +41,7 @@ def shaping_text(params: dict[str, Any]) -> str:
 def shaping_kinds(shaping: str, completions: Sequence[np.ndarray], kinds: dict[tuple[str, int], int]) -> np.ndarray:
     """A number for each trained token of a row, equal where shaping and the start of the completion are."""
     return np.concatenate(
-        [
-            np.full(len(each), kinds.setdefault((shaping, int(each[0])), len(kinds) + 1) if shaping else 0)
-            for each in completions
-        ]
+        [np.full(len(each), kinds.setdefault((shaping, int(each[0])), len(kinds) + 1)) for each in completions]
     )
 
 

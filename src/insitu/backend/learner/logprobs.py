@@ -59,7 +59,9 @@ class LogprobComputer:
                 attend_to_trees(body)
             if not self.can_project_selected:
                 logits_STV = module(**inputs).logits
-                logits_NV = self._offsets.add_to(logits_STV.flatten(0, 1)[batch.logit_positions_N], batch.shaped, 0)
+                logits_NV = logits_STV.flatten(0, 1)[batch.logit_positions_N]
+                if batch.shaped:
+                    logits_NV = self._offsets.add_to(logits_NV, batch.shaped, 0)
                 return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
             assert head is not None  # the test forward pass used it
             hidden_STD = body(**inputs).last_hidden_state
@@ -68,7 +70,9 @@ class LogprobComputer:
 
     def _in_chunks(self, head: nn.Module, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
         def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None, first: int) -> TokenLogprobs:
-            logits_NV = self._offsets.add_to(head(hidden_ND), batch.shaped, first)
+            logits_NV = head(hidden_ND)
+            if batch.shaped:
+                logits_NV = self._offsets.add_to(logits_NV, batch.shaped, first)
             return _token_logprobs(logits_NV, targets_N, temperature_N)
 
         count, size = len(batch.targets_N), self._chunk_tokens

@@ -1,5 +1,6 @@
 """The keys of completion requests that shape the distribution sampled from, and structured output, as vLLM has them."""
 
+from functools import cached_property
 from typing import Annotated, Any, NoReturn, Self, cast
 
 import orjson
@@ -53,7 +54,7 @@ class SamplingParameters(BaseModel):
     def shapes_logits(self) -> bool:
         """Whether logits are changed before the division by the temperature."""
         keys = self.repetition_penalty or 1, self.presence_penalty or 0, self.frequency_penalty or 0
-        return keys != (1, 0, 0) or bool(self.bad_words or self.logit_bias) or self.grammar() is not None
+        return keys != (1, 0, 0) or bool(self.bad_words or self.logit_bias) or self.grammar is not None
 
     def shaping_params(self, vocab_size: int, num_ends: int) -> dict[str, Any]:
         """The SamplingParams of these keys. Raises RequestRefused for what the model cannot sample."""
@@ -73,7 +74,7 @@ class SamplingParameters(BaseModel):
             "logit_bias": tuple(self._biases(vocab_size)),
             "bad_words": words,
             "stop_token_ids": stop_token_ids,
-            "grammar": self.grammar(),
+            "grammar": self.grammar,
         }
 
     def _biases(self, vocab_size: int) -> list[tuple[int, float]]:
@@ -85,6 +86,7 @@ class SamplingParameters(BaseModel):
             biases[int(key)] = bias
         return [*biases.items()]
 
+    @cached_property
     def grammar(self) -> Grammar | None:
         """What the completion must match. Raises RequestRefused if that is not clear."""
         by_format, by_key = _of_response_format(self.response_format), _of_structured_outputs(self.structured_outputs)
