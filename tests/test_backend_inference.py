@@ -452,7 +452,7 @@ def test_the_openapi_document_covers_every_route(served):
     assert document["openapi"].startswith("3.1")
     operations = {(m.upper(), path): o for path, methods in document["paths"].items() for m, o in methods.items()}
     assert {("GET", "/health"), ("POST", "/v1/train/jobs"), ("POST", "/_train_model")} <= set(operations)
-    assert len(operations) == 37
+    assert len(operations) == 39
     assert all(operation["summary"] for operation in operations.values())
     schemas = document["components"]["schemas"]
     referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}

@@ -494,7 +494,7 @@ OPTIONAL = {
     "events.jsonl": {"epochs", "changes", "run", "run_id", "best_epoch", "patience", "untrained_episodes"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
     "training_metrics.jsonl": {
-        *("age", "malformed_tool_calls", "masked_share", "non_finite_metrics", "sampled_version", "warnings"),
+        *("age", "malformed_tool_calls", "teacher_kl", "masked_share", "non_finite_metrics", "sampled_version", "warnings"),
         *("planned_episodes", "extra_episodes", "saved_episodes", "replaced_groups", "skipped_rows"),
     },
 }
