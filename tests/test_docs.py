@@ -487,14 +487,15 @@ def keys_in(path: Path) -> set[str]:
 OPTIONAL = {
     "run.json": {"token_bridge"},
     "progress.json": {"stop", "due_validation"},
-    "advantages.jsonl": {"sides"},
-    "calls.jsonl.gz": {"continues", "continues_prompt"},
+    "advantages.jsonl": {"sides", "token_advantages"},
+    "calls.jsonl.gz": {"continues", "continues_prompt", "teacher_logprobs"},
     "episodes.jsonl.gz": {"candidates", "source"},
     "groups.jsonl": {"paired", "replaced_by", "saved"},
     "events.jsonl": {"epochs", "changes", "run", "run_id", "best_epoch", "patience", "untrained_episodes"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
     "training_metrics.jsonl": {
-        *("age", "malformed_tool_calls", "teacher_kl", "masked_share", "non_finite_metrics", "sampled_version", "warnings"),
+        *("age", "masked_share", "non_finite_metrics", "sampled_version", "warnings"),
+        *("malformed_tool_calls", "teacher_kl"),
         *("planned_episodes", "extra_episodes", "saved_episodes", "replaced_groups", "skipped_rows"),
     },
 }
