@@ -28,7 +28,7 @@ help:
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
 	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
-	@echo "make test-models  samples and trains a small model of each family in transformers (about 3 minutes)"
+	@echo "make test-models  samples and trains a small model of each family in transformers (about 8 minutes)"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
