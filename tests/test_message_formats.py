@@ -11,6 +11,7 @@ from message_strategies import NUM_OUTPUTS, outputs
 
 from insitu.disk.model_files import chat_template
 from insitu.formats.parser import MessageFormats, Piece, message_parser
+from insitu.formats.templates import dropped_reasoning
 
 each_family = pytest.mark.parametrize("name", ALL_FAMILIES)
 
@@ -103,3 +104,23 @@ def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, 
 def test_models_of_this_repository_write_as_hermes(folder):
     root = Path(__file__).parent.parent
     assert MessageFormats.of(*chat_template(root / folder)) == ("hermes", "none", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", f"[weather(days={'-' * 20_000}1)]"),
+        ("pythonic", f"[{'a.' * 20_000}b(days=1)]"),
+        ("qwen3_coder", "<tool_call>" + "<function=weather>" * 20_000),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 20_000),
+        ("hermes", "<tool_call>" + "1 " * 50_000),
+    ],
+)
+def test_a_model_that_repeats_itself_is_read(name, text):
+    """Recursion would end, and patterns that search from each beginning take minutes."""
+    assert parsed(name, text).content == text
+
+
+def test_a_template_that_loops_is_left_alone():
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    assert dropped_reasoning(endless) is None

@@ -34,8 +34,7 @@ from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, PluginError
-from insitu.formats.parser import check_format, unknown_format
-from insitu.formats.registry import REASONING, TOOLS
+from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings
@@ -115,12 +114,8 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
 
 def _set_formats(tokenizer: ChatTokenizer, options: BackendOptions) -> None:
     """Raises BackendError for a format that does not exist."""
-    for key, kind in (("tool_format", TOOLS), ("reasoning_format", REASONING)):
-        if (name := getattr(options, key)) is not None:
-            try:
-                check_format(kind, name)
-            except ValueError as error:
-                raise BackendError(f"{key}: {error}") from None
+    if (found := format_problem(options.tool_format, options.reasoning_format)) is not None:
+        raise BackendError(found[1])
     tokenizer.formats = tokenizer.formats.replaced(options.tool_format, options.reasoning_format)
     if tokenizer.formats.tools is None:
         logger.warning("requests with tools are refused: %s", unknown_format(options.model))

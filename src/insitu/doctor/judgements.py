@@ -161,7 +161,7 @@ def about_lengths(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _harm_of(count: int, total: int) -> Severity:
-    """Of what some episodes learn from all the same."""
+    """The severity of a problem that leaves something to learn from: at most HARMS."""
     return min(severity_of(count, total), Severity.HARMS, key=[*Severity][::-1].index)
 
 

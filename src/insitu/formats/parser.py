@@ -53,7 +53,7 @@ class MessageFormats(NamedTuple):
     def of(
         cls, chat_template: Any, template: Any = None, tools: str | None = None, reasoning: str | None = None
     ) -> "MessageFormats":
-        """Those that are stated, or else those that the chat template (a text, or texts by name) asks for."""
+        """Returns the stated formats; one that is not stated is recognized from the chat template, or those by name."""
         if template is not None and tools is None and reasoning is None:
             return cls(_TEMPLATE, _TEMPLATE, template)
         text = "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
@@ -84,6 +84,17 @@ def check_format(kind: str, name: str) -> str:
     if name != NONE and name not in (known := names(kind)):
         raise ValueError(f"{name!r} does not exist; available: {', '.join([*known, NONE])}")
     return name
+
+
+def format_problem(tools: str | None, reasoning: str | None) -> tuple[str, str] | None:
+    """The key of a stated format that does not exist, and the message for it."""
+    for key, kind, name in (("tool_format", TOOLS, tools), ("reasoning_format", REASONING, reasoning)):
+        try:
+            if name is not None:
+                check_format(kind, name)
+        except ValueError as error:
+            return key, f"{key}: {error}"
+    return None
 
 
 ToolFormatName = Annotated[str, AfterValidator(partial(check_format, TOOLS))]
@@ -120,7 +131,7 @@ def _template(tools: str, reasoning: str) -> Any:
 
 
 def _opened(name: str, prompt: str) -> str:
-    """The delimiter of reasoning that a prompt ends with, or that is understood, and the text after it."""
+    """The delimiter with which the prompt, or the format itself, has begun reasoning; empty if none has."""
     if name == NONE:
         return ""
     form = reasoning_format(name)
@@ -167,7 +178,7 @@ class Parser(ABC):
 
 
 class RegionParser(Parser):
-    """Of the formats of the registry."""
+    """Parses completions in the formats of the registry."""
 
     def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: re.Pattern[str] | None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -246,7 +257,7 @@ class RegionParser(Parser):
         """Raises ValueError if a call cannot be parsed."""
         assert self._format is not None
         texts = [self._raw] if self._is_whole else self._bodies
-        calls = [call for text in texts for call in self._format.parse(text, self._tools)]
+        calls = [call for text in texts for call in self._format.calls(text, self._tools)]
         if self._is_whole:
             if not {call.name for call in calls} <= self._names():
                 raise ValueError("not calls of the request's tools")
@@ -261,7 +272,7 @@ class RegionParser(Parser):
 
 
 class TemplateParser(Parser):
-    """Of a response template of the tokenizer."""
+    """Parses completions by the response template of a tokenizer."""
 
     def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: re.Pattern[str] | None) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -300,7 +311,7 @@ class TemplateParser(Parser):
                     content, reasoning = (
                         (content + text, reasoning) if name == "content" else (content, reasoning + text)
                     )
-        except ValueError:  # what the template expects to be calls are none
+        except (ValueError, RecursionError):  # what the template expects to be calls are none
             self._is_broken = True
         if self._is_broken:
             content += self._held["content"].space + self._text[self._at :]

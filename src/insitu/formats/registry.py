@@ -6,10 +6,12 @@ An installed package adds its own as entry points of the groups `insitu.tool_for
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from insitu.formats.tool_calls import (
+    MINIMAX,
+    QWEN,
     ToolCall,
     Tools,
     call_id,
@@ -19,11 +21,10 @@ from insitu.formats.tool_calls import (
     json_calls,
     kimi_calls,
     llama4_calls,
-    minimax_calls,
     mistral_calls,
     python_calls,
-    qwen_xml_calls,
     short_id,
+    tagged_calls,
 )
 from insitu.schemas.parts import load_named, names
 
@@ -46,6 +47,13 @@ class ToolFormat:
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
     new_id: Callable[[], str] = call_id
+
+    def calls(self, text: str, tools: Tools) -> list[ToolCall]:
+        """The calls in the text of a region. Raises ValueError if it is not complete calls."""
+        try:
+            return self.parse(text, tools)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,10 @@ KIMI_K2 = ToolFormat(
 DEEPSEEK_V3 = ToolFormat(
     ("<｜tool▁calls▁begin｜>",), deepseek_calls, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
 )
-MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), minimax_calls, (("<minimax:tool_call>", "</minimax:tool_call>"),))
-QWEN3_CODER = ToolFormat(("<function= <parameter=",), qwen_xml_calls, _TAGS)
+MINIMAX_M2 = ToolFormat(
+    ("<minimax:tool_call>",), partial(tagged_calls, MINIMAX), (("<minimax:tool_call>", "</minimax:tool_call>"),)
+)
+QWEN3_CODER = ToolFormat(("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS)
 GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS)
 MISTRAL = ToolFormat(("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id)
 PHI4_MINI_JSON = ToolFormat(
@@ -189,7 +199,7 @@ def format_of(text: str, tools: Tools) -> str | None:
             parts.append(text)
         for part in parts:
             try:
-                if {call.name for call in form.parse(part, tools)} & known:
+                if {call.name for call in form.calls(part, tools)} & known:
                     return name
             except ValueError:
                 continue

@@ -5,11 +5,15 @@ The control plane may have no jinja2. Then nothing is known, which is no problem
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 """Tags of transformers around what the model writes; they render nothing."""
+_SECONDS = 10
+"""For rendering a template, which takes a fraction of one."""
 _REASON, _ANSWER = "reason-7f3a", "answer-7f3a"
 _FUNCTION = {"name": "look", "arguments": {"at": "sky"}}
 _ASKED = {"role": "user", "content": "Well?"}
@@ -58,7 +62,20 @@ def template_error(source: str) -> str | None:
 
 
 def dropped_reasoning(source: str) -> str | None:
-    """What reasoning of earlier messages a template leaves out; None: it keeps all, or that is not known."""
+    """What reasoning of earlier messages a template leaves out; None: it keeps all, or that is not known.
+
+    The template runs in another process: it is a program of the model's author, which may loop.
+    """
+    code = "import sys; from insitu.formats.templates import _dropped; print(_dropped(sys.stdin.read()) or '')"
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() or None
+
+
+def _dropped(source: str) -> str | None:
     try:
         template = _template(source)
         texts = [

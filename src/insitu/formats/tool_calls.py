@@ -1,8 +1,8 @@
 """The text of tool calls, as models of each family write it, as names and arguments.
 
 A function here gets what stands between the delimiters of a format and the tools of the request, and returns the calls.
-It raises ValueError if the text is not complete calls of its format. Strings with characters that UTF-8 cannot encode,
-numbers that JSON does not have, and texts that are nested too deeply are such errors too.
+It raises ValueError if the text is not complete calls of its format, or has strings that UTF-8 cannot encode or numbers
+that JSON does not have, and RecursionError if it is nested too deeply.
 """
 
 import ast
@@ -20,8 +20,8 @@ Tools = Sequence[Mapping[str, Any]]
 class ToolCall(NamedTuple):
     """A call of a function with `arguments` by name.
 
-    `id` is the one that the model wrote, if its format has ids, and `text` the arguments as it wrote them, if that is
-    JSON of its own: a template that adds them to the next prompt as they are then keeps what was sampled.
+    `id` is the one that the model wrote, if its format has ids. `text` are the arguments exactly as it wrote them, in
+    formats that have them as JSON of their own, so that the next prompt can repeat the sampled text.
     """
 
     name: str
@@ -89,17 +89,17 @@ def mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
-_FENCED = re.compile(r"\s*(?P<name>.*?)\n```json\n(?P<arguments>.*)\n```\s*", re.DOTALL)
 
 
 def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """Of V3 and R1 `function<sep>NAME` and the arguments in a Markdown block, of V3.1 `NAME<sep>{...}`."""
+    """V3 and R1 write `function<sep>NAME` and the arguments in a Markdown block, V3.1 writes `NAME<sep>{...}`."""
     calls = []
     for first, second in _only(_DEEPSEEK, text):
-        name, arguments = first.strip(), second
-        if match := _FENCED.fullmatch(second):
-            name, arguments = match["name"], match["arguments"]
-        calls.append(parsed_call({"name": name, "arguments": arguments}))
+        name, fence, block = second.partition("\n```json\n")
+        if fence and block.rstrip().endswith("\n```"):
+            calls.append(parsed_call({"name": name.strip(), "arguments": block.rstrip().removesuffix("```")}))
+        else:
+            calls.append(parsed_call({"name": first.strip(), "arguments": second}))
     return calls
 
 
@@ -124,15 +124,29 @@ def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [parsed_call({"name": name, "arguments": arguments.strip() or "{}"})]
 
 
-_QWEN_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_QWEN_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+class TagPatterns(NamedTuple):
+    """Match a call, as its name and its body, and an argument in that, as its name and its value."""
+
+    call: re.Pattern[str]
+    argument: re.Pattern[str]
 
 
-def qwen_xml_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """`<function=NAME>` with `<parameter=NAME>` for each argument, whose type the tool's schema says."""
+_NAME, _QUOTED = r"([^>\n]+)", r'"?([^">]+)"?'
+QWEN = TagPatterns(
+    re.compile(rf"<function={_NAME}>(.*?)</function>", re.DOTALL),
+    re.compile(rf"<parameter={_NAME}>(.*?)</parameter>", re.DOTALL),
+)
+MINIMAX = TagPatterns(
+    re.compile(rf"<invoke name={_QUOTED}>(.*?)</invoke>", re.DOTALL),
+    re.compile(rf"<parameter name={_QUOTED}>(.*?)</parameter>", re.DOTALL),
+)
+
+
+def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> list[ToolCall]:
+    """A tag for each call and, in it, for each argument, whose type the tool's schema says."""
     calls = []
-    for name, body in _only(_QWEN_FUNCTION, text):
-        arguments = {key: _one_line_less(value) for key, value in _only(_QWEN_PARAMETER, body, empty=True)}
+    for name, body in _only(patterns.call, text):
+        arguments = {key: _one_line_less(value) for key, value in _only(patterns.argument, body, empty=True)}
         calls.append(_typed_call(name, arguments, tools))
     return calls
 
@@ -147,24 +161,11 @@ def glm_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [_typed_call(name.strip(), arguments, tools)]
 
 
-_MINIMAX_CALL = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
-_MINIMAX_PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
-
-
-def minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """`<invoke name="NAME">` with `<parameter name="NAME">` for each argument, whose type the tool's schema says."""
-    calls = []
-    for name, body in _only(_MINIMAX_CALL, text):
-        arguments = {key: _one_line_less(value) for key, value in _only(_MINIMAX_PARAMETER, body, empty=True)}
-        calls.append(_typed_call(name, arguments, tools))
-    return calls
-
-
 def python_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Python calls with keyword arguments, in a list or alone: `[weather(city="Bern"), time(zone="CET")]`."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
+    except (SyntaxError, MemoryError) as error:
         raise ValueError(f"not Python: {error}") from None
     calls = []
     for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
@@ -264,11 +265,21 @@ def _types(schema: Any) -> set[str]:
 
 
 def _only(pattern: re.Pattern[str], text: str, *, empty: bool = False) -> list[Any]:
-    """The matches of a pattern, between which there may be nothing but white space; none only if `empty`."""
-    matches = pattern.findall(text)
-    if pattern.sub("", text).strip() or not (matches or empty):
-        raise ValueError("the text is not complete calls")
+    """The groups of the matches that make up a text, with white space between them; none only if `empty`."""
+    matches: list[Any] = []
+    text = text.strip()
+    at = 0
+    while at < len(text):
+        if (match := pattern.match(text, at)) is None:
+            raise ValueError("the text is not complete calls")
+        matches.append(match.groups())
+        at = _WHITE_SPACE.match(text, match.end()).end()  # type: ignore[union-attr]
+    if not (matches or empty):
+        raise ValueError("the text has no call")
     return matches
+
+
+_WHITE_SPACE = re.compile(r"\s*")
 
 
 def _one_line_less(text: str) -> str:
@@ -282,19 +293,20 @@ def _refuse(constant: str) -> NoReturn:
 
 _BETWEEN = "; \t\r\n"
 """What may stand between JSON values, and around them."""
+_SEPARATORS = re.compile(f"[{_BETWEEN}]*")
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _json_values(text: str) -> Iterator[Any]:
     """Values one after another, separated by white space or semicolons; raises ValueError if there is none."""
+    text = text.strip(_BETWEEN)
     at = 0
-    while at == 0 or text[at:].strip(_BETWEEN):
-        at += len(text[at:]) - len(text[at:].lstrip(_BETWEEN))
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+    while True:
+        value, at = _DECODER.raw_decode(text, at)
         yield value
+        at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
+        if at == len(text):
+            return
 
 
 def _json(text: str) -> Any:

@@ -6,6 +6,7 @@
 It is asked once an episode is scored, while others still play. What it says is recorded with the calls.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -142,7 +143,7 @@ class Teacher:
             return
         try:
             await self._check_logprobs(self._endpoint.model)
-            own = _tokenizer_of(config, model) if model is not None else None
+            own = await asyncio.to_thread(_tokenizer_of, config, model) if model is not None else None
             if own is not None:
                 text = _readable(own.decode(_spread(own.get_vocab_size()), skip_special_tokens=False))
                 await self._compare(text, own.encode(text, add_special_tokens=False).ids)

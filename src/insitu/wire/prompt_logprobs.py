@@ -92,7 +92,7 @@ def _read(connection: Connection, text: Text, entries: Any) -> Logprobs:
 
 
 def longest(texts: Iterable[Text]) -> list[Text]:
-    """Those with which no other one begins: of the turns of a conversation, the last."""
+    """Drops each text that is a prefix of another one, so that a conversation is asked about once, by its last turn."""
     kept: list[Text] = []
     for text in sorted(set(texts), key=len, reverse=True):
         if not any(other[: len(text)] == text for other in kept):

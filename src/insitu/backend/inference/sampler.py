@@ -83,6 +83,10 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end the completion."""
         if not self.stop_token_ids:

@@ -55,22 +55,16 @@ class LogitsProcessor:
         self._params = params
         self._bad_words = bad_word_ids(params.bad_words, tokenizer)
         self._bias = tuple(zip(*params.logit_bias, strict=True))
-        self._has_penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1,
-            0,
-            0,
-        )
-        self._counts_V = torch.zeros(vocab_size if self._has_penalties else 0)
+        self._counts_V = torch.zeros(vocab_size if params.has_penalties else 0)
         """How often each token was sampled; the first `_counted` tokens are counted."""
         self._counted = 0
         self._seen_V = torch.zeros(len(self._counts_V), dtype=torch.bool)
-        if self._has_penalties:
+        if params.has_penalties:
             self._seen_V[list(prompt)] = True
 
     @staticmethod
     def is_needed(params: SamplingParams) -> bool:
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        return penalties != (1, 0, 0) or bool(params.bad_words or params.logit_bias)
+        return params.has_penalties or bool(params.bad_words or params.logit_bias)
 
     def apply(self, logits_V: torch.Tensor, output: Sequence[int]) -> None:
         """Changes the logits in place; `output` are the tokens sampled so far."""
@@ -80,7 +74,7 @@ class LogitsProcessor:
         if self._bias:
             ids, values = self._bias
             logits_V[list(ids)] += logits_V.new_tensor(values)
-        if self._has_penalties:
+        if self._params.has_penalties:
             self._penalize(logits_V, output)
 
     def _penalize(self, logits_V: torch.Tensor, output: Sequence[int]) -> None:

@@ -48,7 +48,9 @@ def shaping_kinds(shaping: str, completions: Sequence[np.ndarray], kinds: dict[t
 def shaped_completions(
     rows: Iterable[tuple[str, np.ndarray, Sequence[np.ndarray], np.ndarray]],
 ) -> tuple[ShapedCompletion, ...]:
-    """Those of rows: shaping, token ids, the positions of each completion, the places of the row's trained tokens."""
+    """The completions of rows, each given as its shaping, its token ids, the positions of each of its completions, and
+    the places of its trained tokens.
+    """
     return tuple(
         ShapedCompletion(shaping, token_ids[positions].tolist(), of_completion.tolist())
         for shaping, token_ids, completions, places in rows

@@ -12,8 +12,16 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.bridge import Continuation, bridged_prompt
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest
 from insitu.errors import RequestRefused
-from insitu.formats.parser import MALFORMED, MessageFormats, Parser, Piece, check_format, message_parser, unknown_format
-from insitu.formats.registry import NONE, REASONING, TOOLS
+from insitu.formats.parser import (
+    MALFORMED,
+    MessageFormats,
+    Parser,
+    Piece,
+    format_problem,
+    message_parser,
+    unknown_format,
+)
+from insitu.formats.registry import NONE
 
 _PROMPT_END = 512
 """Tokens at the end of a prompt in which the beginning of the message is looked for."""
@@ -184,12 +192,9 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
-        for key, kind in (("tool_format", TOOLS), ("reasoning_format", REASONING)):
-            if (name := getattr(self, key)) is not None:
-                try:
-                    check_format(kind, name)
-                except ValueError as error:
-                    raise RequestRefused(f"{key}: {error}", param=key) from None
+        stated = self.tool_format, self.reasoning_format
+        if stated != (None, None) and (found := format_problem(*stated)) is not None:
+            raise RequestRefused(found[1], param=found[0])
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
         self._formats = tokenizer.formats
