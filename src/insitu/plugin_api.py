@@ -15,6 +15,7 @@ from insitu.builder import Builder as Builder, EvalBuilder as EvalBuilder, Workf
 from insitu.collect.evaluation import EvaluationRun as EvaluationRun
 from insitu.collect.evaluators import BaseEvaluator as BaseEvaluator
 from insitu.collect.episodes import Executor as Executor
+from insitu.collect.outcomes import Outcome as Outcome
 from insitu.registry import (
     register_dataset_loader as register_dataset_loader,
     register_evaluator as register_evaluator,

@@ -1,0 +1,77 @@
+"""Rewards that an episode's environment has given, and the evaluator that reads them.
+
+A workflow that runs somebody else's environment returns an `Outcome` as its output:
+
+    return Outcome(answer=text, reward=1.0, rewards={"correct": 1.0}, metrics={"turns": 3}).model_dump()
+
+    evaluators: {reward: {_type: outcome}}
+"""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from insitu.builder import Builder
+from insitu.collect.scores import FunctionEvaluator, Score
+from insitu.errors import WorkflowError, a_type
+from insitu.registry import not_found, register_evaluator
+from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Outcome(BaseModel):
+    """What an environment says of a finished episode. A failed episode has none: its workflow raises."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    answer: Any = None
+    """The agent's last words, or the state that it leaves."""
+    reward: Number
+    rewards: dict[str, Number] = Field(default_factory=dict)
+    """The parts of the reward, by name."""
+    metrics: dict[str, Number] = Field(default_factory=dict)
+    """Other numbers, by name."""
+    step_rewards: list[Number] | None = None
+    """The reward of each answer of the model under training, in order."""
+
+    def score(self, name: str | None) -> float:
+        """The reward, or the part or metric with this name. Raises WorkflowError if there is none."""
+        if name is None:
+            return self.reward
+        named = self.metrics | self.rewards
+        if name not in named:
+            raise WorkflowError(not_found("the outcome's reward or metric", name, named))
+        return named[name]
+
+
+class OutcomeConfig(EvaluatorBaseConfig, name="outcome"):
+    """The reward that the environment of the workflow has given to the episode."""
+
+    part: str | None = None
+    """A part of the reward or a metric, by its name there; none: the reward."""
+
+
+async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
+    """The factory of evaluators that read an `Outcome`: an environment registers it for a configuration of its own."""
+
+    async def score(item: EvalInputItem) -> Score:
+        output = item.output_obj
+        if not isinstance(output, dict):
+            raise WorkflowError(
+                f"the workflow's output is {a_type(output)}, not the outcome of an environment: use _type: "
+                f"{config.static_type()} with a workflow that runs one"
+            )
+        try:
+            outcome = Outcome.model_validate(output)
+        except ValidationError as error:
+            raise WorkflowError(f"the workflow's output is no outcome of an environment: {error}") from error
+        steps = outcome.step_rewards if config.part is None else None
+        return Score(outcome.score(config.part), {**outcome.rewards, **outcome.metrics} or None, steps)
+
+    evaluator = FunctionEvaluator(score)
+    yield EvaluatorInfo(config=config, evaluate_fn=evaluator.evaluate, description="The reward of the environment")
+
+
+register_evaluator(config_type=OutcomeConfig)(outcome_score)
