@@ -30,12 +30,12 @@ HELP_DESK = HERE.parent / "examples/help_desk/model"
 GENERATIONS, CONCURRENCY = 8, 128
 REPETITIONS = 2
 """Of each held-out row, of which there are as many as groups."""
-ROLLOUT = {"old_logprobs": "rollout"}
+CORRECTED = {"old_logprobs": "recomputed", "truncated_importance": 2.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "K = 0": {},
     "streamed": {"trainer": {"stream": True}},
-    "K = 1": {"trainer": {"staleness": 1}, "training": ROLLOUT},
-    "K = 2": {"trainer": {"staleness": 2}, "training": ROLLOUT},
+    "K = 1": {"trainer": {"staleness": 1}, "training": CORRECTED},
+    "K = 2": {"trainer": {"staleness": 2}, "training": CORRECTED},
 }
 """What each changes in the sections of the trainer and of `training`."""
 FIRST = "K = 0"
@@ -98,7 +98,7 @@ def rows(case: Case) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def settings(case: Case, folder: Path) -> dict[str, Any]:
-    training = {"learning_rate": 1.5e-3} | case.training
+    training = {"learning_rate": 1e-3, "schedule": "linear"} | case.training
     return {
         "general": {"seed": case.seed},
         "llms": {"student": {"_type": "policy", "temperature": 1.0, "max_tokens": case.max_tokens}},

@@ -40,7 +40,7 @@ def epochs_done(run: Path) -> int:
     return len(read_lines(path)) if path.exists() else 0
 
 
-def tic_tac_toe_options(folder: Path, model: Path, sampler: dict[str, Any], lora: bool) -> list[str]:
+def tic_tac_toe_options(folder: Path, model: Path, sampler: dict[str, Any], lora: bool, **trainer: Any) -> list[str]:
     rows = (EXAMPLES / "tic_tac_toe/train.jsonl").read_text().splitlines()[:32]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     values = {
@@ -55,6 +55,9 @@ def tic_tac_toe_options(folder: Path, model: Path, sampler: dict[str, Any], lora
     }
     if lora:
         values["trainer_adapters.backend.training.lora"] = json.dumps({"rank": 8, "alpha": 16})
+    values |= {f"trainers.grpo.{key}": json.dumps(value) for key, value in trainer.items()}
+    if trainer.get("staleness"):
+        values["trainer_adapters.backend.training.old_logprobs"] = "rollout"
     return [text for key, value in values.items() for text in ("-o", key, value)]
 
 
@@ -94,7 +97,30 @@ def test_a_run_survives_the_death_of_vllm(tmp_path: Path, player: Path, servers:
         assert victim.num_completed() > 0
 
 
-def check_versions(run: Path, player: Path) -> None:
+OVERLAPPING: dict[str, tuple[bool, dict[str, Any]]] = {
+    "streamed, adapters": (True, {"stream": True}),
+    "streamed, all weights": (False, {"stream": True}),
+    "an epoch ahead, adapters": (True, {"stream": True, "staleness": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_runs_that_overlap_are_sampled_from_planned_versions(
+    tmp_path: Path, player: Path, servers: list[VllmServer], case: str
+) -> None:
+    lora, trainer = OVERLAPPING[case]
+    sampler = {"_type": "vllm", "addresses": [servers[0].address]}
+    options = tic_tac_toe_options(tmp_path, player, sampler, lora, **trainer)
+    with finetune(tmp_path, EXAMPLES / "tic_tac_toe/grpo.yml", *options) as process:
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
+    assert [each["policy_version"] for each in metrics] == [*range(1, EPOCHS + 1)]
+    assert all(each["num_trajectories"] == 32 * 8 for each in metrics)
+    check_versions(tmp_path / "run", player, trainer.get("staleness", 0))
+
+
+def check_versions(run: Path, player: Path, staleness: int = 0) -> None:
     """Log-probabilities are those of the version that a call and its epoch name, and of no other.
 
     Of the first calls of episodes, whose prompts are recorded whole; `logprob_gap` is of all that were trained.
@@ -102,12 +128,12 @@ def check_versions(run: Path, player: Path) -> None:
     calls: dict[int, list[Any]] = defaultdict(list)
     for call in read_lines(run / "calls.jsonl.gz")[1:]:
         epoch, version = int(call["episode"].split("/")[1]), int(call["policy_version"])
-        assert version == epoch - 1
+        assert version == max(0, epoch - 1 - staleness)
         if call["index"] == 0:
             calls[version].append(call)
     checkpoints = {version: run / f"backend/checkpoints/step_{version:06d}" for version in calls}
     models = {v: load_model(str(folder if v else player), "cpu") for v, folder in checkpoints.items()}
-    assert sorted(calls) == [*range(EPOCHS)]
+    assert sorted(calls) == [*range(EPOCHS - staleness)]
     for version, made in calls.items():
         chosen = made[:: max(1, len(made) // 50)]
         gaps = {other: max(gap(model.module, call) for call in chosen) for other, model in models.items()}
