@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -128,7 +129,8 @@ class TrainingQueue:
         self._jobs: dict[str, TrainingJob] = {}
         self._by_idempotency_key: dict[str, TrainingJob] = {}
         self._lock = asyncio.Lock()  # FIFO: jobs run in submission order
-        self._learner_locks: dict[Learner, asyncio.Lock] = {}  # an open job delays only jobs of the same learner
+        # an open job delays only jobs of the same learner
+        self._learner_locks = WeakKeyDictionary[Learner, asyncio.Lock]()
         for state in self._earlier_jobs():
             self._add(TrainingJob(state, self.learner, PartedRows.whole(())))
 
