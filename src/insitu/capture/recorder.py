@@ -46,7 +46,8 @@ TEXT = "completions"
 
 _BRIDGE = "continues"
 _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
-_PROCESSED = {"logprobs_processed": True}
+_SHAPING = ("logprobs_processed", "structured_outputs")
+"""What choices say of how logprobs were changed: whether by the request, and by which grammar of forced calls."""
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
@@ -85,6 +86,11 @@ class CompletionRequest(NamedTuple):
         n = body.get("n")
         n = n if isinstance(n, int) and n > 0 else 1
         return cls(CHAT if is_chat else TEXT, prompts, n, _prompt_key(prompt)) if prompts else None
+
+
+def _shaping(choice: Mapping[str, Any]) -> dict[str, Any]:
+    processed = choice.get("logprobs_processed") is True
+    return {name: value for name in _SHAPING if (value := choice.get(name))} if processed else {}
 
 
 def _prompt_key(prompt: str | list[Any]) -> bytes:
@@ -245,7 +251,7 @@ class Exchange:
                 changed |= choice.pop(name, None) is not None
             if self._strips_logprobs:
                 changed |= choice.pop("logprobs_temperature", None) is not None
-                changed |= choice.pop("logprobs_processed", None) is not None
+                changed |= len([name for name in _SHAPING if choice.pop(name, None) is not None]) > 0
                 if choice.get("logprobs") is not None:
                     choice["logprobs"] = None
                     changed = True
@@ -336,7 +342,7 @@ class Exchange:
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling | (_PROCESSED if choice.get("logprobs_processed") is True else {}),
+                sampling=sampling | _shaping(choice),
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),

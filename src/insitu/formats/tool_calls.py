@@ -222,21 +222,43 @@ def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
     functions = (tool.get("function") or {} for tool in tools)
     schema = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
     properties = schema.get("properties") or {}
-    return parsed_call(
-        {"name": name, "arguments": {key: _typed(text, properties.get(key)) for key, text in texts.items()}}
-    )
+    arguments = {key: _typed(text, resolved(properties.get(key), schema)) for key, text in texts.items()}
+    return parsed_call({"name": name, "arguments": arguments})
+
+
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
+
+    Empty for what is no schema.
+    """
+    schema = schema if isinstance(schema, dict) else {}
+    for _ in range(_MAX_REFERENCES):
+        match = _REFERENCE.fullmatch(str(schema.get("$ref")))
+        definitions = root.get(match[1]) if match else None
+        definition = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
+        if not isinstance(definition, dict):
+            break
+        schema = {**definition, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+_MAX_REFERENCES = 8
+"""One to another; they may go in a circle."""
 
 
 def _typed(text: str, schema: Any) -> Any:
     """A value of the type that `schema` allows; without a schema, JSON where the text is JSON, else text."""
-    types = _types(schema)
+    types = schema_types(schema)
     if types == {"string"}:
         return text
     try:
         value = _json(text)
     except ValueError:
         return _PYTHON_CONSTANTS.get(text.strip(), text)
-    return text if "string" in types and not _is_of(value, types) else value
+    return text if "string" in types and not _is_of(value, types - {"string"}) else value
 
 
 _PYTHON_CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
@@ -247,6 +269,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "array": (list,),
     "object": (dict,),
+    "string": (str,),
 }
 
 
@@ -254,14 +277,18 @@ def _is_of(value: Any, types: set[str]) -> bool:
     return any(type(value) in _JSON_TYPES.get(name, ()) for name in types)
 
 
-def _types(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
+    """The names of the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict):
         return set()
     stated = schema.get("type")
     types = {stated} if isinstance(stated, str) else set(stated or ())
     for name in ("anyOf", "oneOf"):
-        types = types.union(*map(_types, schema.get(name) or ()))
-    return types | {"string"} if not types and "enum" in schema else types
+        types = types.union(*map(schema_types, schema.get(name) or ()))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not types and isinstance(values, list):
+        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+    return types
 
 
 def _only(pattern: re.Pattern[str], text: str, *, empty: bool = False) -> list[Any]:
