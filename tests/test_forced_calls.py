@@ -1,27 +1,37 @@
 """`tool_choice`: models that know nothing write calls of the function, with arguments that match its schema."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema
 import llguidance
+import openai
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from message_formats import ALL_FAMILIES, TOOLS, completion, message
+from processes import serving
+from taught_agents import post_job
+from taught_families import TOKEN, Taught, gateway_to
 from taught_models import dialogue, tokenizer_of
 from test_engine import running
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from insitu.advantages.estimator import rows_of, truncation
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.chat import ChatFormatter, ChatRequest
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MessageFormats, forced_grammar
+from insitu.gateway.server import EpisodeEndpoint
+from insitu.workflow.context import EpisodeScope
 
 LENGTH = 2048
+QUESTION: list[Any] = [{"role": "user", "content": "Zürich?"}]
 PLACE = {
     "type": "object",
     "properties": {"größe": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"$ref": "#/$defs/kind"}},
@@ -238,3 +248,83 @@ async def test_which_tools_are_offered(tmp_path: Path) -> None:
         (choice,) = await answers(engine, tool_choice=choice, parallel_tool_calls=False)
     assert (offered["auto"], offered["required"][:2]) == ((True, False, None), (True, False))
     assert called(choice) == [("now", {})]
+
+
+async def of_chat(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=door.openai_url, api_key=door.key, max_retries=0) as client:
+        asked: Any = {"model": "m", "messages": QUESTION, "tools": [WEATHER, NOW], "tool_choice": choice}
+        if not streamed:
+            answer = (await client.chat.completions.create(**asked)).choices[0]
+            assert not answer.model_extra
+            return [call.function.name for call in answer.message.tool_calls or []]
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        assert not any(chunk.choices[0].model_extra for chunk in chunks)
+        return [call.function.name for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+
+
+async def of_responses(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, {"function": {"name": "now"}})]
+    async with openai.AsyncOpenAI(base_url=door.openai_url, api_key=door.key, max_retries=0) as client:
+        asked: Any = {"model": "m", "input": QUESTION, "tools": tools, "tool_choice": choice}
+        if streamed:
+            async with client.responses.stream(**asked) as stream:
+                response = await stream.get_final_response()
+        else:
+            response = await client.responses.create(**asked)
+        return [item.name for item in response.output if item.type == "function_call"]
+
+
+async def of_messages(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
+    tools: Any = [{"name": "weather", "input_schema": SCHEMA}, {"name": "now", "input_schema": {"type": "object"}}]
+    async with anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.key, max_retries=0) as client:
+        asked: Any = {"model": "m", "max_tokens": 900, "messages": QUESTION, "tools": tools, "tool_choice": choice}
+        if streamed:
+            async with client.messages.stream(**asked) as stream:
+                answer = await stream.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
+        return [block.name for block in answer.content if block.type == "tool_use"]
+
+
+_NOW = {"type": "function", "name": "now"}
+CHOICES: list[tuple[Any, Any, list[str]]] = [
+    (of_chat, BY_NAME, ["weather"]),
+    (of_chat, "none", []),
+    (of_responses, _NOW, ["now"]),
+    (of_responses, {"type": "allowed_tools", "mode": "required", "tools": [_NOW]}, ["now"]),
+    (of_messages, {"type": "tool", "name": "weather"}, ["weather"]),
+    (of_messages, {"type": "any", "disable_parallel_tool_use": True}, ["weather", "now"]),
+    (of_messages, {"type": "none"}, []),
+]
+
+
+async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path) -> None:
+    """As what was sampled from among the tokens that the grammar allows."""
+    options = ("--port", 0, "--token", TOKEN, "--output_dir", tmp_path / "out")
+    with serving("backend", "--model", untrained("hermes", tmp_path / "model"), *options) as (_, address):
+        taught = Taught("hermes", ALL_FAMILIES["hermes"], address)
+        async with gateway_to(taught, reasoning_format="none", max_tokens=900) as gateway:
+            for streamed in (False, True):
+                with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
+                    for ask, choice, expected in CHOICES:
+                        names = await ask(door, choice, streamed)
+                        assert names == expected or (len(expected) == 2 and names[0] in expected), choice
+                    with pytest.raises(openai.BadRequestError, match="those of tools: weather, now"):
+                        await of_responses(door, {"type": "function", "name": "look"}, streamed)
+                    with pytest.raises(openai.BadRequestError, match="'mcp'; allowed: function, allowed_tools"):
+                        await of_responses(door, {"type": "mcp"}, streamed)
+                    with pytest.raises(anthropic.BadRequestError, match="'all'; allowed: auto, any, tool, none"):
+                        await of_messages(door, {"type": "all"}, streamed)
+                calls = scope.calls
+                assert [bool(call.sampling.get("structured_outputs")) for call in calls] == [
+                    bool(expected) for _, _, expected in CHOICES
+                ]
+                assert [truncation({**call.sampling, "temperature": 1}) for call in calls] == [None] * len(calls)
+                rows = rows_of(calls, {0: 1.0, 2: -1.0, 4: 1.0}, "forced")
+                assert [bool(row.shaping) for row in rows] == [True] * 3
+                names = {"token_ids", "loss_mask", "logprobs", "advantages", "episode", "shaping"}
+                body = [row.model_dump(include=names) for row in rows]
+                job = await asyncio.to_thread(post_job, address, TOKEN, body, learning_rate=1e-5)
+                assert job["status"] == "completed", job
+                assert job["metrics"]["logprob_gap"] < 1e-5
+                assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)
