@@ -35,7 +35,8 @@ async def ask_agent(agent: MultiStepAgent, question: Any) -> Any:
 class _AutoToolChoiceModel(OpenAIModel):
     """Defaults `tool_choice` to `auto` instead of smolagents' `required`.
 
-    Constrained decoding would sample from another distribution than the trained one, and many servers lack it.
+    Forced calls would be sampled from another distribution than the answers that the agent ends with, and many servers
+    lack them.
     """
 
     def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
