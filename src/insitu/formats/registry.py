@@ -18,6 +18,7 @@ from insitu.formats.tool_calls import (
     Tools,
     call_id,
     deepseek_calls,
+    gemma4_calls,
     glm_calls,
     harmony_calls,
     json_calls,
@@ -147,6 +148,7 @@ GEMMA3 = ToolFormat(
     whole="[",
     spellings=spellings.GEMMA3,
 )
+GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
 PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[", spellings=spellings.PYTHONIC)
 XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[", spellings=spellings.XLAM)
 
@@ -158,6 +160,7 @@ GRANITE_THOUGHT = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
+GEMMA4_THOUGHT = ReasoningFormat(("<|channel>thought",), ("<|channel>thought\n",), ("<channel|>",))
 _ENDS = ("<|end|>", "<|return|>")
 HARMONY = ReasoningFormat(
     ("<|channel|> <|start|>",),
@@ -184,10 +187,10 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 _TOOL_ORDER = (
     *("openai", "kimi_k2", "deepseek_v3", "minimax_m2", "qwen3_coder", "glm45", "mistral", "granite", "phi4_mini_json"),
-    *("hermes", "llama4_pythonic", "llama3_json", "gemma3", "pythonic", "xlam"),
+    *("hermes", "llama4_pythonic", "llama3_json", "gemma4", "gemma3", "pythonic", "xlam"),
 )
 """The order in which formats are compared with a template; those of other packages come first."""
-_REASONING_ORDER = ("harmony", "mistral", "granite", "think")
+_REASONING_ORDER = ("harmony", "mistral", "granite", "gemma4", "think")
 
 
 def recognize_tools(template: str) -> str | None:

@@ -115,6 +115,21 @@ def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
     return calls
 
 
+_BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_NULL = re.compile(r"(?<=[:,\[])\s*(?:None|nil)\b")
+
+
+def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """`call:NAME{KEY:VALUE}`: JSON whose strings stand between `<|"|>`, and whose keys may have no delimiters."""
+    head, brace, rest = text.strip().partition("{")
+    parts = (brace + rest).split('<|"|>')
+    if not head.startswith("call:") or len(parts) % 2 == 0:
+        raise ValueError("the text is not a complete call")
+    parts[::2] = [_NULL.sub("null", _BARE_KEY.sub(r'\1"\2":', part)) for part in parts[::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return [parsed_call({"name": head.removeprefix("call:").strip(), "arguments": _json("".join(parts))})]
+
+
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
     head, found, arguments = text.partition("<|message|>")

@@ -35,8 +35,7 @@ async def ask_agent(agent: MultiStepAgent, question: Any) -> Any:
 class _AutoToolChoiceModel(OpenAIModel):
     """Defaults `tool_choice` to `auto` instead of smolagents' `required`.
 
-    Forced calls would be sampled from another distribution than the answers that the agent ends with, and many servers
-    lack them.
+    Many servers cannot force calls, or train them as if they had not been forced.
     """
 
     def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
