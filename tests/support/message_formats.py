@@ -162,7 +162,7 @@ _HARMONY = """{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|e
 
 _GEMMA4 = (
     "{% macro value(x) %}{% if x is string %}<|\"|>{{ x }}<|\"|>{% elif x is mapping %}{{ '{' }}"
-    "{% for k, v in x.items() %}<|\"|>{{ k }}<|\"|>:{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}"
+    '{% for k, v in x.items() %}<|"|>{{ k }}<|"|>:{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}'
     "{{ '}' }}{% elif x is iterable %}[{% for v in x %}{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}]"
     "{% else %}{{ x | tojson }}{% endif %}{% endmacro %}"
     "{% for c in calls %}<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments.items() %}"

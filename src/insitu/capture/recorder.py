@@ -47,7 +47,7 @@ TEXT = "completions"
 _BRIDGE = "continues"
 _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
 _SHAPING = ("logprobs_processed", "structured_outputs")
-"""What choices say of how logprobs were changed: whether by the request, and by which grammar of forced calls."""
+"""Says of a choice whether the request changed its logprobs, and by which grammar of forced calls."""
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
@@ -86,11 +86,6 @@ class CompletionRequest(NamedTuple):
         n = body.get("n")
         n = n if isinstance(n, int) and n > 0 else 1
         return cls(CHAT if is_chat else TEXT, prompts, n, _prompt_key(prompt)) if prompts else None
-
-
-def _shaping(choice: Mapping[str, Any]) -> dict[str, Any]:
-    processed = choice.get("logprobs_processed") is True
-    return {name: value for name in _SHAPING if (value := choice.get(name))} if processed else {}
 
 
 def _prompt_key(prompt: str | list[Any]) -> bytes:
@@ -336,13 +331,14 @@ class Exchange:
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
             token_ids, logprobs = choice_tokens(choice)
+            is_processed = choice.get("logprobs_processed") is True
             call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling | _shaping(choice),
+                sampling=sampling | {key: choice[key] for key in _SHAPING if is_processed and choice.get(key)},
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),

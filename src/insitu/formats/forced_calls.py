@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from insitu.formats.tool_calls import Tools, resolved
 
-JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,20}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n {0,20}"}
 """Optional between the parts of JSON. Were it unlimited, a model that does not know JSON would write little else."""
 ANY_TEXT = "(?s:.*)"
 _DEFINITIONS = ("$defs", "definitions")

@@ -249,15 +249,15 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
     Empty for what is no schema.
     """
-    schema = schema if isinstance(schema, dict) else {}
+    found: dict[str, Any] = schema if isinstance(schema, dict) else {}
     for _ in range(_MAX_REFERENCES):
-        match = _REFERENCE.fullmatch(str(schema.get("$ref")))
+        match = _REFERENCE.fullmatch(str(found.get("$ref")))
         definitions = root.get(match[1]) if match else None
         definition = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
         if not isinstance(definition, dict):
             break
-        schema = {**definition, **{key: value for key, value in schema.items() if key != "$ref"}}
-    return schema
+        found = {**definition, **{key: value for key, value in found.items() if key != "$ref"}}
+    return found
 
 
 _MAX_REFERENCES = 8
