@@ -316,7 +316,7 @@ REFUSED = [
         ]
     ),
     ({"model": "policy", "messages": HELLO, "temprature": 1}, 400, "temprature", "not supported"),
-    ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "auto"),
+    ({"model": "policy", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
     ({"model": "other", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy@²", "messages": HELLO}, 404, "model", "known models: policy, policy@0"),
     ({"model": "policy", "messages": HELLO, "stop": ["x"] * 65}, 400, "stop", "65 entries; allowed: 64"),

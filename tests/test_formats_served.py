@@ -33,8 +33,8 @@ from insitu.integrations.frameworks import langchain
 from insitu.workflow.context import EpisodeScope
 
 FORMATS = (
-    "deepseek_v3, gemma3, glm45, granite, hermes, kimi_k2, llama3_json, llama4_pythonic, minimax_m2, mistral, openai, "
-    "phi4_mini_json, pythonic, qwen3_coder, xlam"
+    "deepseek_v3, gemma3, gemma4, glm45, granite, hermes, kimi_k2, llama3_json, llama4_pythonic, minimax_m2, mistral, "
+    "openai, phi4_mini_json, pythonic, qwen3_coder, xlam"
 )
 UNKNOWN = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -72,7 +72,7 @@ def test_validate_lists_the_formats_of_a_model_that_has_none(tmp_path, strange):
     code, said = validate(project, "-o", "llms.player.reasoning_format", "thinks")
     assert code == 2
     assert "llms.player.reasoning_format" in said
-    assert "'thinks' does not exist; available: deepseek_r1, granite, harmony, mistral, think, none" in said
+    assert "'thinks' does not exist; available: deepseek_r1, gemma4, granite, harmony, mistral, think, none" in said
 
 
 def test_validate_reads_the_file_of_a_template(tmp_path, strange):
@@ -123,7 +123,11 @@ def test_what_a_template_drops():
     ("option", "value", "problem"),
     [
         ("tool_format", "herms", f"tool_format: 'herms' does not exist; available: {FORMATS}, none"),
-        ("reasoning_format", "x", "reasoning_format: 'x' does not exist; available: deepseek_r1, granite, harmony"),
+        (
+            "reasoning_format",
+            "x",
+            "reasoning_format: 'x' does not exist; available: deepseek_r1, gemma4, granite, harmony",
+        ),
         ("chat_template", "missing.jinja", "File 'missing.jinja' does not exist"),
         ("chat_template", "bad.jinja", "bad.jinja is no template: "),
     ],

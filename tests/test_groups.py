@@ -49,6 +49,9 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
         ({"response_format": {"type": "json_object"}}, 1.0, "response_format"),
         ({"response_format": {"type": "json_object"}, "logprobs_processed": True}, 1.0, None),
         ({"bad_words": ["a"], "top_k": 3, "logprobs_processed": True}, 1.0, "top_k"),
+        ({"tool_choice": "auto"}, 1.0, None),
+        ({"tool_choice": "required"}, 1.0, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 1.0, "tool_choice"),
         ({"repetition_penalty": 1.5, "logprobs_processed": True}, 1.0, "repetition_penalty"),
     ],
 )

@@ -1,16 +1,21 @@
 """The functions of the extending guide, as it prints them: installed as a package, and beside a configuration file."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 from factories import MODEL, ROOT, pip_install, read_lines
 from processes import run, serving
+from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.algorithms.reward_shapes import overlong
 from insitu.schemas.episodes import ModelCall
@@ -69,9 +74,10 @@ def check(folder: Path) -> None:
 
 
 def test_the_package_is_the_guide() -> None:
-    for name in ("mine.py", "mine_loss.py"):
+    for name in ("mine.py", "mine_loss.py", "mine_format.py"):
         assert snippet(f"python file={name}") == (PLUGIN / "src" / name).read_text()
-    assert snippet("text", 'insitu.objectives"').strip() in (PLUGIN / "pyproject.toml").read_text()
+    for group in ("objectives", "tool_formats"):
+        assert snippet("text", f'insitu.{group}"').strip() in (PLUGIN / "pyproject.toml").read_text()
 
 
 def test_guides_import_from_the_plugin_api_only() -> None:
@@ -127,6 +133,59 @@ def test_functions_of_an_installed_package(tmp_path: Path) -> None:
     ended = finetune(tmp_path, PYTHONPATH=str(site))
     assert ended.returncode == 0, ended.stderr
     check(tmp_path)
+
+
+TEMPLATE = (
+    "{% if tools %}Call by <<call NAME>>{}<<end>>: {{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{{ m.content }}{% endfor %}<<note>>Answer.<<done>>"
+)
+PARSE = """
+import json
+from insitu.formats.parser import MessageFormats, message_parser
+tools = [{"type": "function", "function": {"name": "look"}}]
+parser = message_parser(MessageFormats.of(input()), "", tools)
+text = '<<note>>Why.<<done>>I look.<<call look>>{"at": "ü"}<<end>>'
+pieces = [*map(parser.feed, text), parser.finish()]
+calls = [call["function"] for piece in pieces for call in piece.calls]
+print(json.dumps(["".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls]))
+"""
+
+
+def test_formats_of_an_installed_package(tmp_path: Path) -> None:
+    """Recognized from the template, parsed and streamed, and written by a model that knows nothing."""
+    site = pip_install(PLUGIN, tmp_path / "pip")
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    place = {"type": "object", "properties": {"at": {"type": "string", "maxLength": 9}}, "required": ["at"]}
+    asked: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": place}}],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "logit_bias": {str(byte_tokenizer().convert_tokens_to_ids("c")): 9},  # for a call without a note
+        "n": 8,
+        "seed": 3,
+        "max_tokens": 600,
+    }
+    with serving("backend", "--model", model, "--port", 0, PYTHONPATH=str(site)) as (_, address):
+        with urllib.request.urlopen(f"{address}/health") as health:
+            formats = json.loads(health.read())
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+            choices = client.chat.completions.create(**asked).choices
+            streamed: dict[int, list[Any]] = {}
+            for chunk in client.chat.completions.create(**asked, stream=True):
+                streamed.setdefault(chunk.choices[0].index, []).append(chunk.choices[0])
+    assert (formats["tool_format"], formats["reasoning_format"]) == ("angles", "notes")
+    for choice in choices:
+        (call,) = choice.message.tool_calls or ()
+        assert (call.function.name, choice.finish_reason) == ("look", "tool_calls")
+        assert json.loads(call.function.arguments).keys() == {"at"}
+        assert choice.message.content is None
+        assert streamed[choice.index][-1].delta.tool_calls[0].function.arguments == call.function.arguments
+    command = [sys.executable, "-c", PARSE]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, input=TEMPLATE, env=env, capture_output=True, encoding="utf-8", check=True)
+    assert json.loads(done.stdout) == ["Why.", "I look.", [{"name": "look", "arguments": '{"at": "ü"}'}]]
 
 
 @pytest.mark.parametrize(

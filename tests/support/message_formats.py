@@ -160,6 +160,15 @@ _HARMONY = """{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|e
 {% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+_GEMMA4 = (
+    "{% macro value(x) %}{% if x is string %}<|\"|>{{ x }}<|\"|>{% elif x is mapping %}{{ '{' }}"
+    '{% for k, v in x.items() %}<|"|>{{ k }}<|"|>:{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}'
+    "{{ '}' }}{% elif x is iterable %}[{% for v in x %}{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    "{% else %}{{ x | tojson }}{% endif %}{% endmacro %}"
+    "{% for c in calls %}<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ k }}:{{ value(v) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}"
+)
+
 _THINK = ("<think>", "</think>")
 FAMILIES = {
     "hermes": Family("hermes", "think", _HERMES, _THINK),
@@ -180,6 +189,7 @@ FAMILIES = {
     "deepseek_v31": Family("deepseek_v3", "think", _DEEPSEEK_31, _THINK),
     "glm45": Family("glm45", "think", _GLM, _THINK),
     "gemma3": Family("gemma3", "none", _PYTHON, hint="<start_of_turn>"),
+    "gemma4": Family("gemma4", "gemma4", _GEMMA4, ("<|channel>thought", "<channel|>")),
     "pythonic": Family("pythonic", "none", _PYTHON, hint="[func_name1(params_name1=params_value1)]"),
     "phi4": Family("phi4_mini_json", "none", "<|tool_call|>" + _LIST + "<|/tool_call|>"),
     "phi4_functools": Family("phi4_mini_json", "none", "functools" + _LIST),

@@ -26,6 +26,8 @@ REASONING = {
 }
 TOOL_PARSERS = {"deepseek_v31": "deepseek_v31", "gemma3": "pythonic", "llama4_json": "llama4_json"}
 """vLLM's names, where they are not ours: it has two for DeepSeek, and recommends `pythonic` for Gemma 3."""
+COMPARED = [name for name in ALL_FAMILIES if name != "gemma4"]
+"""vLLM's parser of Gemma 4 needs its tokens, and reads numbers with an exponent as text."""
 OTHER: dict[str, tuple[Callable[[Output], bool], str]] = {
     "phi4": (lambda output: bool(output.calls), "the model card has <|tool_call|>, vLLM reads functools only"),
     "phi4_functools": (
@@ -108,7 +110,7 @@ def _json(text: str) -> Any:
         return text
 
 
-@pytest.mark.parametrize("name", ALL_FAMILIES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_well_formed_outputs_are_what_vllm_reads(name: str) -> None:
     theirs, family = Theirs(name), ALL_FAMILIES[name]
     is_other, _ = OTHER.get(name, (lambda output: False, ""))
@@ -157,7 +159,7 @@ MALFORMED = {
 or a call whose arguments are no JSON. An agent would act on half a call, or fail; and training could not count it."""
 
 
-@pytest.mark.parametrize("name", ALL_FAMILIES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_a_call_that_ends_too_early(name: str) -> None:
     text = cut_off(ALL_FAMILIES[name])
     assert ours(ALL_FAMILIES[name], text) == ((text.strip(), "", []), True)

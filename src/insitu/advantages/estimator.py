@@ -32,6 +32,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
+    "tool_choice": ("auto", "none"),
 }
 """Parameters that change the distribution sampled from, unless they have one of these values."""
 SHAPING = (
@@ -67,7 +68,7 @@ def truncation(sampling: Mapping[str, Any]) -> str | None:
         return "greedy"
     changed = [key for key, neutral in NEUTRAL_SAMPLING.items() if sampling.get(key) not in (None, *neutral)]
     if changed and sampling.get("logprobs_processed"):
-        changed = [key for key in changed if key not in SHAPING]
+        changed = [key for key in changed if key not in (*SHAPING, "tool_choice")]  # whose grammar is one of these
     return changed[0] if changed else None
 
 

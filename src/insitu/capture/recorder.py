@@ -46,7 +46,8 @@ TEXT = "completions"
 
 _BRIDGE = "continues"
 _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
-_PROCESSED = {"logprobs_processed": True}
+_SHAPING = ("logprobs_processed", "structured_outputs")
+"""Says of a choice whether the request changed its logprobs, and by which grammar of forced calls."""
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
@@ -245,7 +246,7 @@ class Exchange:
                 changed |= choice.pop(name, None) is not None
             if self._strips_logprobs:
                 changed |= choice.pop("logprobs_temperature", None) is not None
-                changed |= choice.pop("logprobs_processed", None) is not None
+                changed |= len([name for name in _SHAPING if choice.pop(name, None) is not None]) > 0
                 if choice.get("logprobs") is not None:
                     choice["logprobs"] = None
                     changed = True
@@ -330,13 +331,14 @@ class Exchange:
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
             token_ids, logprobs = choice_tokens(choice)
+            is_processed = choice.get("logprobs_processed") is True
             call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling | (_PROCESSED if choice.get("logprobs_processed") is True else {}),
+                sampling=sampling | {key: choice[key] for key in _SHAPING if is_processed and choice.get(key)},
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),

@@ -88,6 +88,7 @@ class StreamAssembler:
             "prompt_token_ids",
             "logprobs_temperature",
             "logprobs_processed",
+            "structured_outputs",
             "tool_call_malformed",
         ):
             if chunk_choice.get(field) is not None:

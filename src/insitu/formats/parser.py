@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from insitu.errors import BackendError
+from insitu.formats.forced_calls import Reasoning, forced_calls
 from insitu.formats.registry import (
     NONE,
     REASONING,
@@ -130,7 +131,7 @@ def _template(tools: str, reasoning: str) -> Any:
     return load_response_template({"start_anchor_pattern": "^", "fields": fields})
 
 
-def _opened(name: str, prompt: str) -> str:
+def opened_reasoning(name: str, prompt: str) -> str:
     """The delimiter with which the prompt, or the format itself, has begun reasoning; empty if none has."""
     if name == NONE:
         return ""
@@ -141,6 +142,34 @@ def _opened(name: str, prompt: str) -> str:
         return start
     closed = any(prompt.rstrip().endswith(end) for end in form.end)
     return form.start[0] if form.begins and not closed else ""
+
+
+def forced_grammar(
+    formats: MessageFormats, tools: Tools, prompt: str, markers: Mapping[str, int], *, several: bool
+) -> str:
+    """The grammar of a message that is a call of these tools, or calls if `several`, after reasoning if it has that.
+
+    `prompt` is the end of the prompt's text; `markers` are tokens that are no text, and their ids. Raises ValueError if
+    the format cannot write calls, or not of these tools.
+    """
+    spellings = {name: tool_format(name).spellings for name in names(TOOLS)}
+    if not (written := spellings.get(formats.tools or NONE)):
+        able = ", ".join(name for name, found in spellings.items() if found)
+        raise ValueError(f"calls cannot be forced in the tool format {formats.tools}, but in {able}")
+    return forced_calls(written, tools, _reasoning(formats.reasoning, prompt), markers, several=several)
+
+
+def _reasoning(name: str, prompt: str) -> Reasoning | None:
+    """The reasoning that may follow a prompt."""
+    if name not in names(REASONING):
+        return None
+    form = reasoning_format(name)
+    if opened_reasoning(name, prompt):
+        return Reasoning((), form.end[0], form.after, is_open=True)
+    if prompt.rstrip().endswith(form.end):
+        return None
+    starts = {start[max(n for n in range(len(start)) if prompt.endswith(start[:n])) :] for start in form.start}
+    return Reasoning(tuple(sorted(starts)), form.end[0], form.after)
 
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -186,7 +215,7 @@ class RegionParser(Parser):
         name = formats.tools if tools and formats.tools is not None else NONE
         self._format = tool_format(name) if name != NONE else None
         self._tools, self._special = tools, special
-        self._parser = ResponseParser(_template(name, formats.reasoning), _opened(formats.reasoning, prompt))
+        self._parser = ResponseParser(_template(name, formats.reasoning), opened_reasoning(formats.reasoning, prompt))
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
         self._bodies: list[str] = []
         """The texts of the regions of calls."""

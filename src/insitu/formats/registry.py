@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from insitu.formats import spellings
+from insitu.formats.forced_calls import Spelling
 from insitu.formats.tool_calls import (
     MINIMAX,
     QWEN,
@@ -16,6 +18,7 @@ from insitu.formats.tool_calls import (
     Tools,
     call_id,
     deepseek_calls,
+    gemma4_calls,
     glm_calls,
     harmony_calls,
     json_calls,
@@ -47,6 +50,8 @@ class ToolFormat:
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
     new_id: Callable[[], str] = call_id
+    spellings: tuple[Spelling, ...] = ()
+    """How calls are written that a request forces; empty if it cannot force any."""
 
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
         """The calls in the text of a region. Raises ValueError if it is not complete calls."""
@@ -70,6 +75,8 @@ class ReasoningFormat:
     end: tuple[str, ...]
     content: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     begins: bool = False
+    after: str = ""
+    """Stands between the end of reasoning and the calls."""
 
 
 _TAGS = (("<tool_call>", "</tool_call>"),)
@@ -85,48 +92,65 @@ OPENAI = ToolFormat(
             "",
         )
     ),
+    spellings=spellings.OPENAI,
 )
 KIMI_K2 = ToolFormat(
     ("<|tool_calls_section_begin|>", "<|im_middle|>"),
     kimi_calls,
     (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+    spellings=spellings.KIMI_K2,
 )
 DEEPSEEK_V3 = ToolFormat(
-    ("<｜tool▁calls▁begin｜>",), deepseek_calls, (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
+    ("<｜tool▁calls▁begin｜>",),
+    deepseek_calls,
+    (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
+    spellings=spellings.DEEPSEEK_V3,
 )
 MINIMAX_M2 = ToolFormat(
-    ("<minimax:tool_call>",), partial(tagged_calls, MINIMAX), (("<minimax:tool_call>", "</minimax:tool_call>"),)
+    ("<minimax:tool_call>",),
+    partial(tagged_calls, MINIMAX),
+    (("<minimax:tool_call>", "</minimax:tool_call>"),),
+    spellings=spellings.MINIMAX_M2,
 )
-QWEN3_CODER = ToolFormat(("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS)
-GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS)
-MISTRAL = ToolFormat(("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id)
+QWEN3_CODER = ToolFormat(
+    ("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS, spellings=spellings.QWEN3_CODER
+)
+GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS, spellings=spellings.GLM45)
+MISTRAL = ToolFormat(
+    ("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id, spellings=spellings.MISTRAL
+)
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     json_calls,
     (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
+    spellings=spellings.PHI4,
 )
-GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS))
-HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS)
+GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS), spellings=spellings.GRANITE)
+HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS, spellings=spellings.HERMES)
 LLAMA4_PYTHONIC = ToolFormat(
     ("<|header_start|>", "<|python_start|>"),
     llama4_calls,
     (("<|python_start|>", None),),
     whole="[{",
+    spellings=spellings.LLAMA4,
 )
 LLAMA3_JSON = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
     json_calls,
     (("<|python_tag|>", None),),
     whole="{",
+    spellings=spellings.LLAMA3,
 )
 GEMMA3 = ToolFormat(
     ("tool_code", "<start_of_turn>"),
     python_calls,
     (("```tool_code\n", "```"),),
     whole="[",
+    spellings=spellings.GEMMA3,
 )
-PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[")
-XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[")
+GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
+PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[", spellings=spellings.PYTHONIC)
+XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[", spellings=spellings.XLAM)
 
 THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)
@@ -136,12 +160,14 @@ GRANITE_THOUGHT = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
+GEMMA4_THOUGHT = ReasoningFormat(("<|channel>thought",), ("<|channel>thought\n",), ("<channel|>",))
 _ENDS = ("<|end|>", "<|return|>")
 HARMONY = ReasoningFormat(
     ("<|channel|> <|start|>",),
     tuple(f"{turn}<|channel|>analysis<|message|>" for turn in (_TURN, "")),
     _ENDS,
     (tuple(f"{turn}<|channel|>{name}<|message|>" for turn in (_TURN, "") for name in ("final", "commentary")), _ENDS),
+    after=_TURN,
 )
 
 
@@ -161,10 +187,10 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 _TOOL_ORDER = (
     *("openai", "kimi_k2", "deepseek_v3", "minimax_m2", "qwen3_coder", "glm45", "mistral", "granite", "phi4_mini_json"),
-    *("hermes", "llama4_pythonic", "llama3_json", "gemma3", "pythonic", "xlam"),
+    *("hermes", "llama4_pythonic", "llama3_json", "gemma4", "gemma3", "pythonic", "xlam"),
 )
 """The order in which formats are compared with a template; those of other packages come first."""
-_REASONING_ORDER = ("harmony", "mistral", "granite", "think")
+_REASONING_ORDER = ("harmony", "mistral", "granite", "gemma4", "think")
 
 
 def recognize_tools(template: str) -> str | None:

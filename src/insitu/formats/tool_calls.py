@@ -115,6 +115,21 @@ def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
     return calls
 
 
+_BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_NULL = re.compile(r"(?<=[:,\[])\s*(?:None|nil)\b")
+
+
+def gemma4_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """`call:NAME{KEY:VALUE}`: JSON whose strings stand between `<|"|>`, and whose keys may have no delimiters."""
+    head, brace, rest = text.strip().partition("{")
+    parts = (brace + rest).split('<|"|>')
+    if not head.startswith("call:") or len(parts) % 2 == 0:
+        raise ValueError("the text is not a complete call")
+    parts[::2] = [_NULL.sub("null", _BARE_KEY.sub(r'\1"\2":', part)) for part in parts[::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return [parsed_call({"name": head.removeprefix("call:").strip(), "arguments": _json("".join(parts))})]
+
+
 def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
     """After `to=functions.`: the name, perhaps a channel and a content type, and the arguments."""
     head, found, arguments = text.partition("<|message|>")
@@ -222,21 +237,43 @@ def _typed_call(name: str, texts: Mapping[str, str], tools: Tools) -> ToolCall:
     functions = (tool.get("function") or {} for tool in tools)
     schema = next((each.get("parameters") for each in functions if each.get("name") == name), None) or {}
     properties = schema.get("properties") or {}
-    return parsed_call(
-        {"name": name, "arguments": {key: _typed(text, properties.get(key)) for key, text in texts.items()}}
-    )
+    arguments = {key: _typed(text, resolved(properties.get(key), schema)) for key, text in texts.items()}
+    return parsed_call({"name": name, "arguments": arguments})
+
+
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a property, with the keys of the definition of the root that it refers to, if it does.
+
+    Empty for what is no schema.
+    """
+    found: dict[str, Any] = schema if isinstance(schema, dict) else {}
+    for _ in range(_MAX_REFERENCES):
+        match = _REFERENCE.fullmatch(str(found.get("$ref")))
+        definitions = root.get(match[1]) if match else None
+        definition = definitions.get(match[2]) if match and isinstance(definitions, dict) else None
+        if not isinstance(definition, dict):
+            break
+        found = {**definition, **{key: value for key, value in found.items() if key != "$ref"}}
+    return found
+
+
+_MAX_REFERENCES = 8
+"""One to another; they may go in a circle."""
 
 
 def _typed(text: str, schema: Any) -> Any:
     """A value of the type that `schema` allows; without a schema, JSON where the text is JSON, else text."""
-    types = _types(schema)
+    types = schema_types(schema)
     if types == {"string"}:
         return text
     try:
         value = _json(text)
     except ValueError:
         return _PYTHON_CONSTANTS.get(text.strip(), text)
-    return text if "string" in types and not _is_of(value, types) else value
+    return text if "string" in types and not _is_of(value, types - {"string"}) else value
 
 
 _PYTHON_CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
@@ -247,6 +284,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "array": (list,),
     "object": (dict,),
+    "string": (str,),
 }
 
 
@@ -254,14 +292,18 @@ def _is_of(value: Any, types: set[str]) -> bool:
     return any(type(value) in _JSON_TYPES.get(name, ()) for name in types)
 
 
-def _types(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
+    """The names of the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict):
         return set()
     stated = schema.get("type")
     types = {stated} if isinstance(stated, str) else set(stated or ())
     for name in ("anyOf", "oneOf"):
-        types = types.union(*map(_types, schema.get(name) or ()))
-    return types | {"string"} if not types and "enum" in schema else types
+        types = types.union(*map(schema_types, schema.get(name) or ()))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not types and isinstance(values, list):
+        types = {name for name, kinds in _JSON_TYPES.items() if any(type(value) in kinds for value in values)}
+    return types
 
 
 def _only(pattern: re.Pattern[str], text: str, *, empty: bool = False) -> list[Any]:

@@ -14,11 +14,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from insitu.errors import RequestRefused
+from insitu.formats.forced_calls import JSON_OPTIONS
 
 _CACHED_GRAMMARS = 64
-_WHITESPACE = r" |\n {0,20}"
-"""Optional between the parts of JSON. Were it unlimited, a model that does not know JSON would write little else."""
-
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
@@ -76,7 +74,7 @@ class GrammarCompiler:
 def _source(grammar: Grammar) -> str:
     """The grammar as the library takes it."""
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
     return llguidance.grammar_from(grammar.kind, grammar.text)
 
 

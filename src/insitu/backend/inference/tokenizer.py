@@ -43,6 +43,16 @@ class ChatTokenizer:
         tokens = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
+    @cached_property
+    def markers(self) -> dict[str, int]:
+        """The tokens that grammars take as no text, and their ids: special ones, and added ones such as `<think>`."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {
+            token.content: number
+            for number, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     def render_prompt(
         self,
         messages: list[dict[str, Any]],

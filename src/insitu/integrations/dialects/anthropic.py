@@ -48,9 +48,11 @@ def _chat_request(request: dict[str, Any], memory: dict[str, str]) -> dict[str, 
     if tools := request.get("tools"):
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(tools)]
     if choice := request.get("tool_choice"):
-        chat["tool_choice"] = _TOOL_CHOICES.get(str(choice.get("type")), "auto")
-        if choice.get("type") == "tool":
-            chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        kind = choice.get("type")
+        if kind not in ("tool", *_TOOL_CHOICES):
+            raise unsupported_type("tool_choice", kind, "auto, any, tool, none", "tool_choice")
+        by_name = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = by_name if kind == "tool" else _TOOL_CHOICES[kind]
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     thinking = (request.get("thinking") or {}).get("type", "disabled")

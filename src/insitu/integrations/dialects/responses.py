@@ -42,13 +42,9 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
         chat["messages"] = [{"role": "system", "content": request["instructions"]}, *chat["messages"]]
     if tools := request.get("tools"):
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(tools)]
-        choice = request.get("tool_choice")
-        if isinstance(choice, dict):
-            if choice.get("type") != "function":
-                raise RequestRefused(f"tool_choice is {choice!r}; allowed: a function", param="tool_choice")
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        if choice is not None:
-            chat["tool_choice"] = choice
+    choice = _tool_choice(request.get("tool_choice"))
+    if choice is not None and (tools or choice not in ("auto", "none")):
+        chat["tool_choice"] = choice
     if effort := (request.get("reasoning") or {}).get("effort"):
         chat["reasoning_effort"] = effort
     form = (request.get("text") or {}).get("format") or {}
@@ -58,6 +54,18 @@ def _chat_request(request: dict[str, Any], history: list[dict[str, Any]]) -> dic
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools = [_tool_choice(tool) for tool in choice.get("tools") or ()]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
+    if kind != "function":
+        raise unsupported_type("tool_choice", kind, "function, allowed_tools", "tool_choice")
+    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ async def ask_agent(agent: MultiStepAgent, question: Any) -> Any:
 class _AutoToolChoiceModel(OpenAIModel):
     """Defaults `tool_choice` to `auto` instead of smolagents' `required`.
 
-    Constrained decoding would sample from another distribution than the trained one, and many servers lack it.
+    Many servers cannot force calls, or train them as if they had not been forced.
     """
 
     def generate(self, messages: Any, *args: Any, **kwargs: Any) -> Any:

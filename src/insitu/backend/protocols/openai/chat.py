@@ -8,15 +8,18 @@ from pydantic import Field, PrivateAttr
 
 from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import MAX_TOP_LOGPROBS, OutputDelta, SampledToken
+from insitu.backend.inference.structured import Grammar
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.bridge import Continuation, bridged_prompt
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest
+from insitu.backend.protocols.openai.tool_choice import ToolChoice
 from insitu.errors import RequestRefused
 from insitu.formats.parser import (
     MALFORMED,
     MessageFormats,
     Parser,
     Piece,
+    forced_grammar,
     format_problem,
     message_parser,
     unknown_format,
@@ -116,7 +119,7 @@ class ChatFormatter(ResponseFormatter):
         """What is final of a message with this text."""
         parser = self._parsers.get(index)
         if parser is None:
-            end = self._tokenizer.decode(self._prompts[index][-_PROMPT_END:], skip_special_tokens=False)
+            end = _end_of(self._prompts[index], self._tokenizer)
             tools = self._request.enabled_tools or ()
             special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else None
             parser = self._parsers[index] = message_parser(self._request.formats, end, tools, special)
@@ -145,7 +148,9 @@ class ChatFormatter(ResponseFormatter):
         if not self._request.logprobs:
             return {"logprobs": None, **self._token_ids(output)}
         logprobs = self._compact_logprobs(output) if self.compact else self._logprobs(output)
-        return {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
+        fields = {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
+        forced = self._request.forced if self.says_processed and output.finish_reason is not None else None
+        return fields | ({} if forced is None else {"structured_outputs": {forced.kind: forced.text}})
 
     def _logprobs(self, output: OutputDelta) -> dict[str, Any]:
         return {"content": [self._token_logprob(token) for token in output.tokens], "refusal": None}
@@ -172,6 +177,8 @@ class ChatRequest(SamplingRequest):
     top_logprobs: int | None = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """Whether `tool_choice: required` may be several calls."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: str | None = None
@@ -182,16 +189,19 @@ class ChatRequest(SamplingRequest):
     """How the model writes reasoning, instead of what its chat template says."""
     continues: Continuation | None = None
     """What was sampled of the conversation: the prompt begins with these tokens, if the template allows it."""
+    _choice: ToolChoice = PrivateAttr(default=ToolChoice([]))
+    _forced: Grammar | None = PrivateAttr(default=None)
     _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
 
     def check(self) -> None:
+        self._choice = ToolChoice.of(self.tool_choice, self.tools or [])
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestRefused("tool_choice must be auto or none", param="tool_choice", code="unsupported")
+        if self._choice.forced and super().grammar is not None:
+            raise RequestRefused("tool_choice and structured output exclude each other", param="tool_choice")
         stated = self.tool_format, self.reasoning_format
         if stated != (None, None) and (found := format_problem(*stated)) is not None:
             raise RequestRefused(found[1], param=found[0])
@@ -217,7 +227,33 @@ class ChatRequest(SamplingRequest):
             messages = template_messages(self.messages, objects=False)
             text = render(messages)
         bridged = bridged_prompt(self.continues, messages, render, tokenizer) if self.continues is not None else None
-        return [tokenizer.encode(text, add_special_tokens=False) if bridged is None else bridged]
+        prompt = tokenizer.encode(text, add_special_tokens=False) if bridged is None else bridged
+        if self._choice.forced:
+            self._forced = self._forced_grammar(tokenizer, prompt)
+        return [prompt]
+
+    def _forced_grammar(self, tokenizer: ChatTokenizer, prompt: Sequence[int]) -> Grammar:
+        end, several = _end_of(prompt, tokenizer), not self._choice.one and self.parallel_tool_calls is not False
+        try:
+            text = forced_grammar(self._formats, self._choice.forced, end, tokenizer.markers, several=several)
+        except ValueError as error:
+            raise RequestRefused(f"tool_choice: {error}", param="tool_choice", code="unsupported") from None
+        except (TypeError, AttributeError):  # keywords of other types than JSON schema has
+            raise RequestRefused("tools has parameters that are no JSON schema", param="tools") from None
+        return Grammar("grammar", text, "tool_choice")
+
+    @property
+    def forced(self) -> Grammar | None:
+        """The calls that `tool_choice` forces; known once the prompt is."""
+        return self._forced
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return self._forced or super().grammar
+
+    @property
+    def is_constrained(self) -> bool:
+        return bool(self._choice.forced) or super().is_constrained
 
     @property
     def formats(self) -> MessageFormats:
@@ -248,4 +284,8 @@ class ChatRequest(SamplingRequest):
 
     @property
     def enabled_tools(self) -> list[dict[str, Any]] | None:
-        return None if self.tool_choice == "none" else self.tools or None
+        return self._choice.offered or None
+
+
+def _end_of(prompt: Sequence[int], tokenizer: ChatTokenizer) -> str:
+    return tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)

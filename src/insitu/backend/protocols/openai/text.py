@@ -110,11 +110,16 @@ class SamplingRequest(SamplingParameters, RequestModel):
                 raise RequestRefused(f"{key} is not supported by this server{allowed}", param=key, code="unsupported")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise RequestRefused(f"stop has {len(self.stop)} entries; allowed: {MAX_STOP_STRINGS}", param="stop")
-        if self.grammar is not None:
+        if self.is_constrained:
             for key in ("min_tokens", "ignore_eos", "bad_words"):
                 if getattr(self, key):
                     problem = f"{key} cannot be used with structured output, which decides where the completion ends"
                     raise RequestRefused(f"{problem} and may allow a single token", param=key)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether completions must match a grammar."""
+        return self.grammar is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
