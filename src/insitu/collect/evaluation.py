@@ -16,7 +16,7 @@ from typing import Any
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
+from insitu.collect.datasets import WORKFLOW_OUTPUT, DatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
@@ -157,7 +157,7 @@ def write_files(output: EvaluationRunOutput, folder: Path, config: Config) -> No
     output.evaluator_output_files = [folder / name for name in contents]
 
 
-def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[str, Any]:
+def _workflow_record(item: EvalInputItem, columns: DatasetConfig) -> dict[str, Any]:
     row = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
     return row | {
         columns.id_key: item.id,
