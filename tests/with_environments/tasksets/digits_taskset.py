@@ -20,9 +20,10 @@ class DigitsTask(vf.Task[DigitsData]):
 
 class DigitsConfig(vf.TasksetConfig):
     count: int = 8
+    prompt: str = "Count to {}"
 
 
 class DigitsTaskset(vf.Taskset[DigitsTask, DigitsConfig]):
     def load(self) -> Iterator[DigitsTask]:
         for number in range(self.config.count):
-            yield DigitsTask(DigitsData(prompt=f"Count to {number}", answer=str(number)), self.config.task)
+            yield DigitsTask(DigitsData(prompt=self.config.prompt.format(number), answer=str(number)), self.config.task)

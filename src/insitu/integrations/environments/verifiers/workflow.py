@@ -86,9 +86,7 @@ async def verifiers_workflow(config: VerifiersConfig, builder: Builder) -> Async
     async def run(value: Any) -> dict[str, Any]:
         row = Context.get().row
         if not isinstance(row, dict) or "task" not in row:
-            raise WorkflowError(
-                "the row has no column `task`: use a dataset of _type: verifiers"
-            )
+            raise WorkflowError("the row has no column `task`: use a dataset of _type: verifiers")
         task = kind(kind.data_type().model_validate(row["task"]), environment.taskset.config.task)
         with episode_endpoint(gateway) as endpoint:
             episode = await environment.run_episode(
