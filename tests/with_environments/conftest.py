@@ -76,8 +76,12 @@ def training(address: str, epochs: int = 1, generations: int = 4, **settings: An
         "trainers": {"grpo": {"_type": "insitu_trainer"}},
         "finetuning": {
             "enabled": True,
-            **{"trainer": "grpo", "trajectory_builder": "episodes", "trainer_adapter": "backend"},
-            **{"reward_function": {"name": "reward"}, "num_epochs": epochs, "output_dir": "run"},
+            "trainer": "grpo",
+            "trajectory_builder": "episodes",
+            "trainer_adapter": "backend",
+            "reward_function": {"name": "reward"},
+            "num_epochs": epochs,
+            "output_dir": "run",
         },
     }
 

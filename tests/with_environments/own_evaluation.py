@@ -1,4 +1,4 @@
-"""verifiers' own evaluation of a taskset, with its environment and our harness: prints rewards by task, and CPU seconds.
+"""verifiers' own evaluation of a taskset with our harness: prints rewards by task, and CPU seconds.
 
 own_evaluation.py TASKSET_SETTINGS URL EPISODES AT_ONCE
 """

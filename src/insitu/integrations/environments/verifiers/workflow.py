@@ -22,8 +22,8 @@ from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 
 _OWN = "insitu"
-_TRANSIENT = ("ProviderError", "InterceptionError", "TunnelError", "BackendUnavailable")
-"""Errors of verifiers after which another attempt may succeed; ProviderError with the status of one."""
+_TRANSIENT = ("ProviderError", "InterceptionError", "TunnelError")
+"""Errors of verifiers after which another attempt may succeed, if they have no status or that of one."""
 
 
 class VerifiersConfig(FunctionBaseConfig, name="verifiers"):
@@ -71,7 +71,7 @@ def make_environment(config: VerifiersConfig, folder: Path, max_retries: int) ->
     roles = [role for role, field in fields.items() if isinstance(field.default, AgentConfig)]
     try:
         return load_environment(resolve_env_config({"taskset": config.taskset, **dict.fromkeys(roles, agent)}))
-    except (ValidationError, ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {error}") from error
 
 
