@@ -122,7 +122,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers that are started when samples need them, and again after they are lost."""
+    """Workers, which are started again when a sample needs one that is lost."""
 
     def __init__(self, arguments: list[str], size: int, folder: Path, most_samples: float = _SAMPLES) -> None:
         self._arguments = arguments
@@ -135,7 +135,11 @@ class WorkerPool:
         self._numbers = 0
 
     async def __aenter__(self) -> "WorkerPool":
-        await self._worker(0)
+        try:
+            await asyncio.gather(*(self._worker(place) for place in range(len(self._workers))))
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -200,6 +200,8 @@ class Evaluation:
         self._samples = samples_of(self._task)
         self._connection = connection
         self._episodes: dict[tuple[str, int], Episode] = {}
+        self._entered: dict[str, Episode] = {}
+        """By the id of the execution of their sample."""
         self._epochs: dict[str, int] = {}
         self._arrived: asyncio.Event | None = None
         self._closed = False
@@ -233,19 +235,25 @@ class Evaluation:
         return log
 
     def _enter(self) -> Any:
-        """A first solver: from here on, what runs in this task belongs to its episode."""
+        """A first solver: what runs after it belongs to its episode."""
         from inspect_ai.hooks import Hooks, hooks
         from inspect_ai.solver import solver
 
+        evaluation = self
+
         @hooks("insitu", "Notes when a sample is scored.")
         class NoteScoring(Hooks):  # type: ignore[misc]
-            async def on_sample_scoring(self, data: Any) -> None:
-                _episode.get().is_scoring = True
+            async def on_sample_scoring(self, data: Any) -> None:  # in another context than the solvers
+                episode = evaluation._entered[data.sample_id]
+                episode.is_scoring = True
+                _episode.set(episode)
 
         @solver  # type: ignore[untyped-decorator]
         def enter_episode() -> Any:
             async def solve(state: Any, generate: Any) -> Any:
-                _episode.set(self._episodes[str(state.sample_id), state.epoch])
+                episode = self._episodes[str(state.sample_id), state.epoch]
+                self._entered[state.uuid] = episode
+                _episode.set(episode)
                 return state
 
             return solve
@@ -311,6 +319,7 @@ class Evaluation:
 
     def _send_result(self, sample: Any) -> None:
         episode = self._episodes.pop((str(sample.id), sample.epoch))
+        self._entered.pop(sample.uuid, None)
         error = None if sample.error is None else sample.error.message
         self._send(
             {
