@@ -258,7 +258,10 @@ def test_a_model_is_trained_with_four_workers(tmp_path: Path) -> None:
     episodes = [line for line in read_lines(tmp_path / "out/episodes.jsonl.gz") if "format" not in line]
     calls = [line for line in read_lines(tmp_path / "out/calls.jsonl.gz") if "format" not in line]
     sampled = read_lines(tmp_path / "samples.jsonl")
-    assert len(episodes) == len(calls) == len(sampled) == 6 * 64
+    assert len(episodes) == len(calls) == 6 * 64
+    sampled_tokens = Counter(tuple(line["token_ids"]) for line in sampled)  # a line more: the check before the run
+    assert Counter(tuple(call["token_ids"]) for call in calls) < sampled_tokens
+    assert sampled_tokens.total() == 6 * 64 + 1
     assert {episode["outcome"] for episode in episodes} == {"ok"}
     assert len({call["episode"] for call in calls}) == 6 * 64
     logs = logs_of(tmp_path / "logs")
