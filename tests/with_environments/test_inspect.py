@@ -4,21 +4,18 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import STARTER, backend, python_of
 from factories import read_lines
 from fake_openai import FakeOpenAI
-from processes import LOGGED_BACKEND
-from tiny_models import save_tiny_model
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".venv-environments/inspect/bin/python"
+PYTHON = python_of("inspect")
 READ_LOG = """
 import json, sys
 from pathlib import Path
@@ -202,22 +199,6 @@ def test_a_task_that_cannot_be_loaded_is_refused(task: str, problem: str, tmp_pa
     assert not server.requests
 
 
-@contextmanager
-def backend(folder: Path) -> Iterator[str]:
-    model = save_tiny_model(folder / "model")
-    options = ["--model", model, "--port", "0", "--output_dir", folder / "backend"]
-    with subprocess.Popen(
-        [sys.executable, LOGGED_BACKEND, folder / "samples.jsonl", *options], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready, "the backend did not start"
-            yield ready[1]
-        finally:
-            process.terminate()
-
-
 def write_training(folder: Path, address: str, task: str, epochs: int) -> Path:
     (folder / "inspect_tasks.py").write_text((HERE / "inspect_tasks.py").read_text())
     file = folder / "train.yml"
@@ -249,9 +230,9 @@ finetuning:
     return file
 
 
-def test_a_model_is_trained_with_four_workers(tmp_path: Path) -> None:
+def test_a_model_is_trained_with_four_workers(tmp_path: Path, tiny_model: Path) -> None:
     """Every call is recorded as it was sampled, rewards are those of inspect's logs, and they rise."""
-    with backend(tmp_path) as address:
+    with backend(tiny_model, tmp_path) as address:
         done = insitu(tmp_path, "finetune", write_training(tmp_path, address, "letters", 6))
         assert done.returncode == 0, done.stdout + done.stderr
     metrics = [line for line in read_lines(tmp_path / "out/training_metrics.jsonl") if "format" not in line]
@@ -276,8 +257,8 @@ def test_a_model_is_trained_with_four_workers(tmp_path: Path) -> None:
     assert len(recorded["sha256"]) == 64
 
 
-def test_a_task_does_not_train_a_model_to_grade_itself(tmp_path: Path) -> None:
-    with backend(tmp_path) as address:
+def test_a_task_does_not_train_a_model_to_grade_itself(tmp_path: Path, tiny_model: Path) -> None:
+    with backend(tiny_model, tmp_path) as address:
         file = write_training(tmp_path, address, "self_graded", 1)
         done = insitu(tmp_path, "finetune", file)
         assert done.returncode == 1
@@ -285,3 +266,23 @@ def test_a_task_does_not_train_a_model_to_grade_itself(tmp_path: Path) -> None:
         assert all("a scorer of the task calls student, the model under training" in e["error"] for e in episodes)
         evaluated = insitu(tmp_path, "eval", file, "--task", "inspect_tasks/self_graded")
         assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+
+
+def test_a_new_project_trains(tmp_path: Path) -> None:
+    (tmp_path / "inspect_tasks.py").write_text((HERE / "inspect_tasks.py").read_text())
+    task = "inspect:inspect_tasks.py@letters"
+    written = insitu(tmp_path, "init", "project", "--environment", task, "--model", STARTER)
+    assert written.returncode == 0, written.stdout + written.stderr
+    readme = (tmp_path / "project/README.md").read_text()
+    assert "The task has 8 samples" in readme
+    assert "`small_letters`" in readme
+    with backend(STARTER, tmp_path) as address:
+        adapter = {"_type": "insitu_trainer_adapter", "url": address, "training": {"learning_rate": 1e-3}}
+        changed = {"trainer_adapters.backend": adapter, "finetuning.num_epochs": 1}
+        overrides = [part for key, value in changed.items() for part in ("-o", key, json.dumps(value))]
+        done = insitu(tmp_path / "project", "finetune", "config.yml", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (epoch,) = (
+        line for line in read_lines(tmp_path / "project/runs/project/training_metrics.jsonl") if "epoch" in line
+    )
+    assert epoch["job"] == "completed"

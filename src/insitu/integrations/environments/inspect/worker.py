@@ -242,13 +242,13 @@ class Evaluation:
         evaluation = self
 
         @hooks("insitu", "Notes when a sample is scored.")
-        class NoteScoring(Hooks):  # type: ignore[misc]
+        class NoteScoring(Hooks):
             async def on_sample_scoring(self, data: Any) -> None:  # in another context than the solvers
                 episode = evaluation._entered[data.sample_id]
                 episode.is_scoring = True
                 _episode.set(episode)
 
-        @solver  # type: ignore[untyped-decorator]
+        @solver
         def enter_episode() -> Any:
             async def solve(state: Any, generate: Any) -> Any:
                 episode = self._episodes[str(state.sample_id), state.epoch]
@@ -265,7 +265,7 @@ class Evaluation:
 
         evaluation = self
 
-        class Arriving(SampleSource):  # type: ignore[misc]
+        class Arriving(SampleSource):
             """Samples that are added to the evaluation as they arrive."""
 
             async def next_samples(self) -> list[Any] | None:

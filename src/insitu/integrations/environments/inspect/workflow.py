@@ -12,7 +12,6 @@ reward.
 import json
 import math
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,11 +24,12 @@ from insitu.collect.datasets import DatasetConfig
 from insitu.collect.outcomes import Outcome, OutcomeConfig, outcome_score
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
 from insitu.integrations.environments.inspect.pool import WorkerPool, command, describe
 from insitu.registry import register_dataset_loader, register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
-from insitu.workflow.context import Context, EpisodeScope, current_scope
+from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 
 _OURS = {"tasks", "model", "model_roles", "epochs", "fail_on_error", "max_samples", "max_connections", "log_dir"}
@@ -126,9 +126,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
 
     async def run(value: Any) -> dict[str, Any]:
         context = Context.get()
-        with ExitStack() as stack:
-            scope = current_scope() or stack.enter_context(EpisodeScope())
-            endpoint = stack.enter_context(gateway.endpoint(scope))
+        with episode_endpoint(gateway) as endpoint:
             request = {
                 "id": str(context.row_id),
                 "question": value,
