@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import time
+import threading
 from pathlib import Path
 
 from inspect_ai import Task, task
@@ -85,10 +85,10 @@ def misbehave():
         if what == "raise":
             raise ValueError("the solver has failed")
         if what == "wait":
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         if what == "block" and not marker.exists():
             marker.touch()
-            time.sleep(1000)  # noqa: ASYNC251 (it is the mistake to be made)
+            threading.Event().wait()  # and so does the event loop
         if what == "die" and not marker.exists():
             marker.touch()
             os._exit(3)
