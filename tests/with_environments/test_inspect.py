@@ -248,8 +248,9 @@ def test_a_model_is_trained_with_four_workers(tmp_path: Path, tiny_model: Path) 
     logs = logs_of(tmp_path / "logs")
     assert len(logs) == 4
     assert {log["status"] for log in logs} == {"success"}
-    own = sorted((each["id"], each["scores"]["small_letters"]) for log in logs for each in log["samples"])
-    assert own == sorted((str(each["row_id"]), each["output"]["reward"]) for each in episodes)
+    own = Counter((each["id"], each["scores"]["small_letters"]) for log in logs for each in log["samples"])
+    assert own > Counter((str(each["row_id"]), each["output"]["reward"]) for each in episodes)
+    assert own.total() == 6 * 64 + 1
     assert metrics[-1]["avg_reward"] > metrics[0]["avg_reward"] + 0.1
     recorded = json.loads((tmp_path / "out/run.json").read_text())["dataset"]
     assert recorded["task"] == "inspect_tasks.py@letters"

@@ -48,6 +48,7 @@ class Worker:
     def __init__(self, arguments: list[str], log: Path) -> None:
         self._arguments, self._log = arguments, log
         self._process: ChildProcess | None = None
+        self._reading: asyncio.Task[None] | None = None
         self.in_flight: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.samples = 0
         self.lost: str | None = None
@@ -115,10 +116,10 @@ class Worker:
         """Lets it finish its log."""
         if self._process is None or self.lost is not None:
             return
-        self._writer.write_eof()
-        await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
+        if self._reading is not None:
+            self._writer.write_eof()
+            await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
         self._process.kill()
-        self._writer.close()
 
 
 class WorkerPool:
