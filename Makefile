@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
-	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs check bench \
+	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs test-environments \
+	check bench \
 	clean
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make test-browser  opens the pages of insitu view in Debian's Chromium and saves screenshots to build/screenshots"
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
+	@echo "make test-environments  trains in environments of verifiers, OpenEnv and inspect_ai, each package in its environment"
 	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
 	@echo "make test-models  samples and trains a small model of each family in transformers (about 8 minutes)"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
@@ -173,6 +175,18 @@ $(CHROMIUM):
 
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/with_browser --confcutdir=tests/with_browser
+
+# An environment for each package: verifiers needs openai 2, and OpenEnv another release of mcp than verifiers.
+ENVIRONMENTS := verifiers openenv inspect
+ENVIRONMENT_STAMPS := $(ENVIRONMENTS:%=.venv-environments/%/.installed)
+.venv-environments/%/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv-environments/$*
+	.venv-environments/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+test-environments: $(VENV)/.installed-dev
+	$(MAKE) --jobs=3 $(ENVIRONMENT_STAMPS)
+	$(BIN)/python -m pytest tests/with_environments --confcutdir=tests/with_environments
 
 # The trackers' packages, without torch: they log a run that is made up.
 .venv-trackers/.installed: pyproject.toml | $(BIN)/python

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from processes import HANGS
 
-from insitu.collect.datasets import load_dataset
+from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.config import Config, load_config, requested_config
 from insitu.errors import ConfigError
 from insitu.plugin_api import Builder
@@ -80,6 +80,23 @@ def config_for(write: Any, **dataset: Any) -> Config:
     return load_config(write({"eval": {"general": {"dataset": dataset}}}))
 
 
+SOURCE = """
+from insitu.collect.datasets import DatasetConfig
+from insitu.plugin_api import register_dataset_loader
+
+class TasksConfig(DatasetConfig, name="tasks"):
+    count: int = 2
+
+    def origin(self, config):
+        return {"tasks": "sums", "packages": {"sums": "1.0"}}
+
+@register_dataset_loader(config_type=TasksConfig)
+def tasks(block, config):
+    for number in range(block.count):
+        yield {"question": f"{number} + 1", "answer": number + 1, "seed": config.general.seed}
+"""
+
+
 def complaint(config: Config, path: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_dataset(config, path)
@@ -117,6 +134,26 @@ def test_a_dataset_of_the_command_line_needs_no_block(write: Any, tmp_path: Path
     config = load_config(write({"general": {}}))
     assert len(load_dataset(config, as_file(tmp_path, "json"))) == 2
     assert "eval.general.dataset is missing" in complaint(config)
+
+
+def test_rows_of_a_package(write: Any, tmp_path: Path) -> None:
+    """They are in no file: run.json has where they come from and the digest of the rows themselves."""
+    write(SOURCE, "sums_plugin.py")
+
+    def config(seed: int = 0, **settings: Any) -> Config:
+        dataset = {"_type": "tasks", **settings}
+        general = {"plugins": ["sums_plugin"], "seed": seed}
+        return load_config(write({"general": general, "eval": {"general": {"dataset": dataset}}}))
+
+    items = load_dataset(config())
+    assert [(item.id, item.input_obj, item.expected_output_obj) for item in items] == [(0, "0 + 1", 1), (1, "1 + 1", 2)]
+    record = find_dataset(config()).record()
+    assert record.keys() == {"source", "tasks", "packages", "sha256"}
+    assert (record["source"], record["packages"]) == ("tasks", {"sums": "1.0"})
+    assert find_dataset(config()).record() == record
+    assert find_dataset(config(seed=1)).record()["sha256"] != record["sha256"]
+    assert "dataset _type: tasks has no rows" in complaint(config(count=0))
+    assert [item.id for item in load_dataset(config(), as_file(tmp_path, "json"))] == ["a", "b"]  # --dataset
 
 
 def test_columns_may_have_other_names(write: Any, tmp_path: Path) -> None:
@@ -286,7 +323,7 @@ def test_many_rows_are_read_in_seconds_and_little_memory(write: Any, tmp_path: P
     write({"general": {}})
     code = (
         "import resource, time; from insitu.config import load_config;"
-        "from insitu.collect.datasets import load_dataset;"
+        "from insitu.collect.datasets import find_dataset, load_dataset;"
         "before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time();"
         "items = load_dataset(load_config('config.yml'), 'd.jsonl');"
         "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"

@@ -85,7 +85,7 @@ async def test_a_failing_row_never_stops_the_others(bench: Bench) -> None:
     assert "plain_parts.py, line " in str(items[1].error)
     assert "episode_timeout: 1.5 s" in str(items[7].error)
     assert scores(output) == [1.0, 1.0]
-    row = evaluation_table(output, Path("rows.jsonl")).columns
+    row = evaluation_table(output, "rows.jsonl").columns
     assert [next(iter(c.cells)) for c in row[3:]] == ["2", "10", "8", "0"]
 
 
@@ -124,7 +124,7 @@ async def test_an_episode_that_ignores_its_cancellation_is_left_behind(
 
 
 async def test_a_single_row_has_no_interval(bench: Bench) -> None:
-    row = evaluation_table(await bench.run(["a"]), Path("rows.jsonl")).columns
+    row = evaluation_table(await bench.run(["a"]), "rows.jsonl").columns
     assert [next(iter(c.cells)) for c in row[1:4]] == ["1.0000", "none of one row", "1"]
 
 

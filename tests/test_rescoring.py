@@ -10,8 +10,9 @@ import pytest
 from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
+from insitu.collect.datasets import find_dataset
+from insitu.config import Config
 from insitu.disk.folder_lock import FolderLock
-from insitu.runs.replay import dataset_record
 
 FILE: dict[str, Any] = {
     "eval": {
@@ -26,7 +27,7 @@ ROWS = [{"id": f"r{k}", "question": "?", "answer": "won"} for k in (1, 2)]
 def run(write: Any, tmp_path: Path) -> Path:
     """Two groups of a run with the file `config.yml`, the second with a failed episode and an answer that differs."""
     made = Run(tmp_path / "run")
-    dataset = dataset_record(write(ROWS, "rows.jsonl"))
+    dataset = find_dataset(Config(), write(ROWS, "rows.jsonl")).record()
     made.store.write("run.json", {"run_id": "run_1", "source": str(write(FILE)), "dataset": dataset})
     made.add("r1", episode(0, "r1"), episode(1, "r1", output="lost"))
     made.add("r2", episode(0, "r2"), failed(1, "r2"))

@@ -21,7 +21,7 @@ from rich.console import Console
 from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
-from insitu.collect.datasets import dataset_file
+from insitu.collect.datasets import find_dataset
 from insitu.collect.event_loop import run_anywhere
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
@@ -29,7 +29,7 @@ from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.reader import RunReader
-from insitu.runs.replay import dataset_record, held_out_record
+from insitu.runs.replay import held_out_record
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
@@ -256,7 +256,7 @@ def _inputs(config: Config, run: Path) -> dict[str, Any]:
     """The datasets of a call that continues `run`, as run.json names them."""
     recorded = RunReader(run).settings(required=True)
     own = config.eval.dataset is not None and not recorded.get("episodes_from")  # else those of the run replayed
-    dataset = dataset_record(dataset_file(config)[0]) if own else recorded.get("dataset")
+    dataset = find_dataset(config).record() if own else recorded.get("dataset")
     return {"dataset": dataset, "held_out": held_out_record(config)}
 
 

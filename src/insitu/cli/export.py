@@ -12,12 +12,23 @@ from insitu.cli import options
 @click.argument("out", type=options.PATH)
 @click.option("--checkpoint", metavar="NAME", help="best, latest or step_N (default: the best, else the latest).")
 @click.option("--merge", is_flag=True, help="Merge an adapter into its base model.")
+@click.option("--as", "kind", metavar="KIND", help="Export a YAML file instead of a run: verifiers (a taskset).")
 @click.option("--push", metavar="NAME", help="Also upload the folder to this repository of the Hugging Face Hub.")
-def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, push: str | None) -> None:
+def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, kind: str | None, push: str | None) -> None:
     """Write a checkpoint of a run as a Hugging Face folder with a model card.
 
-    OUT must not exist, or be empty. The state of the optimizer is left out.
+    OUT must not exist, or be empty. The state of the optimizer is left out. With --as, RUN_DIR is a YAML file, whose
+    rows and evaluators become a package.
     """
+    if kind is not None:
+        from insitu.errors import ConfigError
+        from insitu.registry import not_found
+        from insitu.schemas.parts import load_named, names
+
+        if kind not in names("exports"):
+            raise ConfigError(not_found("--as: the kind", kind, names("exports")))
+        print(load_named("exports", kind)(run_dir, out))
+        return
     from insitu.release.model_export import check_push, export_model, open_source, upload
     from insitu.runs.checkpoints import checkpoint_of_run
 

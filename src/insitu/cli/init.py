@@ -11,14 +11,20 @@ from insitu.cli import options
 @click.argument("name", type=options.PATH)
 @click.option("--framework", metavar="NAME", help="Write an agent of this framework, such as langgraph.")
 @click.option(
+    "--environment", metavar="KIND:WHAT", help="Train in this environment, such as verifiers:ID for a taskset."
+)
+@click.option(
     "--model", metavar="MODEL", help="A folder or Hugging Face name, in place of the small model it comes with."
 )
-def command(name: Path, framework: str | None, model: str | None) -> None:
-    """Write a small project to start from, in the new folder NAME: an agent, a score, rows, a file and tests."""
+def command(name: Path, framework: str | None, environment: str | None, model: str | None) -> None:
+    """Write a small project to start from, in the new folder NAME: an agent, a score, rows, a file and tests.
+
+    With --environment, whose tasks and scores somebody has written already: a file and a README.
+    """
     from insitu.errors import install_command
     from insitu.starter import write_project
 
-    written = write_project(name, framework, model)
+    written = write_project(name, framework, model, environment)
     print(f"{name}: {', '.join(written)}")
     if framework is not None:
         print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")

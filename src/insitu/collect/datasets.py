@@ -1,10 +1,19 @@
-"""Loads datasets: each row becomes an item with its id, input, expected answer and all columns."""
+"""Loads datasets: each row becomes an item with its id, input, expected answer and all columns.
+
+Rows come from a file, or from a package, such as the tasks of an environment:
+
+    @register_dataset_loader(config_type=TasksConfig)        # class TasksConfig(DatasetConfig, name="tasks")
+    def tasks(block: TasksConfig, config: Config) -> Iterator[dict]: ...
+"""
 
 import codecs
 import csv
+import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +27,7 @@ from insitu.registry import DATASET, not_found, register_dataset_loader, registr
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.steps import IntermediateStep, read_step
-from insitu.wire.http_format import has_lone_surrogate
+from insitu.wire.http_format import has_lone_surrogate, json_form
 
 Rows = Iterator[dict[str, Any]]
 
@@ -40,15 +49,24 @@ class StructureConfig(BaseModel):
     """The steps of the existing answer."""
 
 
-class FileDatasetConfig(DatasetBaseConfig):
-    """A file of rows."""
+class DatasetConfig(DatasetBaseConfig):
+    """Rows, and the names of their columns."""
 
-    file_path: Path
-    """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
     id_key: str = "id"
     """Column with the row id; rows without it are numbered from 0."""
     structure: StructureConfig = Field(default_factory=StructureConfig)
     """Column names."""
+
+    def origin(self, config: Config) -> dict[str, Any]:
+        """Where rows that are in no file come from, for `run.json`: names, and versions of packages."""
+        return {}
+
+
+class FileDatasetConfig(DatasetConfig):
+    """A file of rows."""
+
+    file_path: Path
+    """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
 
 
 def loads(data: bytes) -> Any:
@@ -181,37 +199,69 @@ def file_format(file: Path) -> str:
     return _BY_SUFFIX[file.suffix.lower()]
 
 
-def dataset_file(config: Config, path: str | Path | None = None, moved: Moved | None = None) -> tuple[Path, str]:
-    """The file of the configured dataset, or of `path`, and the name of its format."""
-    shape = config.eval.dataset
+@dataclass(frozen=True)
+class Dataset:
+    """Where rows come from: a file in the format `kind`, or the package that the block of this `_type` names."""
+
+    config: Config
+    block: DatasetConfig
+    kind: str
+    file: Path | None
+
+    def __str__(self) -> str:
+        return str(self.file) if self.file is not None else f"_type: {self.kind}"
+
+    @property
+    def label(self) -> str:
+        """The name as tables show it: a file relative to the working directory."""
+        return str(self) if self.file is None else os.path.relpath(self.file)
+
+    def rows(self) -> Rows:
+        """Raises ConfigError for an unknown format, and for a file or package that cannot be read."""
+        registration = registry.find(DATASET, self.kind)
+        if registration is None:
+            raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", self.kind))
+        try:
+            yield from registration.factory(*((self.block, self.config) if self.file is None else (self.file,)))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(f"dataset {self} cannot be read: {error}") from error
+
+    def record(self) -> dict[str, Any]:
+        """The dataset as `run.json` names it, with the digest of the file or of the rows."""
+        if self.file is not None:
+            with self.file.open("rb") as opened:
+                return {"file": str(self.file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+        digest = hashlib.sha256()
+        for row in self.rows():
+            digest.update(json.dumps(row, sort_keys=True, default=json_form).encode() + b"\n")
+        return {"source": self.kind, **self.block.origin(self.config), "sha256": digest.hexdigest()}
+
+
+def find_dataset(config: Config, path: str | Path | None = None, moved: Moved | None = None) -> Dataset:
+    """The configured dataset, or the file at `path`, whose format follows from its suffix."""
+    block = dataset_config(config)
     if path is not None:
-        file, where = Path(path), "dataset"
-        kind = file_format(file)
-    elif shape is not None:
-        file, kind, where = Path(shape.file_path), shape.type, "eval.general.dataset.file_path"
-    else:
+        return Dataset(config, block, file_format(Path(path)), config.find_path(path, "dataset", moved))
+    if config.eval.dataset is None:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    return config.find_path(file, where, moved), kind
+    file = getattr(block, "file_path", None)
+    if file is not None:
+        file = config.find_path(file, "eval.general.dataset.file_path", moved)
+    return Dataset(config, block, block.type, file)
 
 
 def load_dataset(
     config: Config, path: str | Path | None = None, answered: bool = False, moved: Moved | None = None
 ) -> list[EvalInputItem]:
-    """The rows of the configured dataset, or of `path` in the format of its suffix, in file order.
+    """The rows of the configured dataset, or of `path` in the format of its suffix, in their order there.
 
     `answered`: also reads precomputed answers, steps and repetitions, as in `workflow_output.json`. Raises ConfigError
-    naming the file and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
+    naming the dataset and row for a missing key, a row that is not a mapping, invalid steps, or a duplicate id.
     """
-    file, kind = dataset_file(config, path, moved)
-    registration = registry.find(DATASET, kind)
-    if registration is None:
-        raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", kind))
-    try:
-        items = _items(dataset_config(config), file, registration.factory(file), answered)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"dataset {file} cannot be read: {error}") from error
+    dataset = find_dataset(config, path, moved)
+    items = _items(dataset, answered)
     if not items:
-        raise ConfigError(f"dataset {file} has no rows")
+        raise ConfigError(f"dataset {dataset} has no rows")
     columns = dict.fromkeys(column for item in items for column in item.full_dataset_entry)
     for (section, name), block in () if answered else config.blocks.items():
         if isinstance(block, FunctionBaseConfig):
@@ -219,21 +269,22 @@ def load_dataset(
                 block.check_columns(columns)
             except ValueError as error:
                 where = "workflow" if name == WORKFLOW else f"{section}.{name}"
-                raise ConfigError(f"dataset {file} does not fit {where}.{error}") from None
+                raise ConfigError(f"dataset {dataset} does not fit {where}.{error}") from None
     return items
 
 
-def dataset_config(config: Config) -> FileDatasetConfig:
+def dataset_config(config: Config) -> DatasetConfig:
     """The configured dataset, whose column names apply to other files too; the defaults without one."""
-    return FileDatasetConfig(file_path=Path()) if config.eval.dataset is None else config.eval.dataset
+    return DatasetConfig() if config.eval.dataset is None else config.eval.dataset
 
 
-def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> list[EvalInputItem]:
-    keys = shape.structure
+def _items(dataset: Dataset, answered: bool) -> list[EvalInputItem]:
+    shape, keys = dataset.block, dataset.block.structure
+    is_table = dataset.kind == "csv"
     items: list[EvalInputItem] = []
     seen: dict[tuple[str, int], int] = {}
-    for number, row in enumerate(rows, 1):
-        where = f"dataset {file}, row {number}"
+    for number, row in enumerate(dataset.rows(), 1):
+        where = f"dataset {dataset}, row {number}"
         if not isinstance(row, dict):
             raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
         if keys.question_key not in row:
@@ -247,14 +298,14 @@ def _items(shape: FileDatasetConfig, file: Path, rows: Rows, answered: bool) -> 
         )
         if answered:
             answer = row.get(keys.generated_answer_key)
-            item.output_obj = None if answer == "" and file.suffix == ".csv" else answer  # an empty cell
+            item.output_obj = None if answer == "" and is_table else answer  # an empty cell
             item.trajectory = _steps(row, keys.trajectory_key, where)
             item.rep = row["rep"] if isinstance(row.get("rep"), int) else 0
         if has_lone_surrogate(str(item.id)):
             raise ConfigError(f"{where}: the id {item.id!r} has a lone surrogate, which no file can hold")
         earlier = seen.setdefault((str(item.id), item.rep), number)
         if earlier != number:
-            raise ConfigError(f"dataset {file}: rows {earlier} and {number} have the same id {item.id!r}")
+            raise ConfigError(f"dataset {dataset}: rows {earlier} and {number} have the same id {item.id!r}")
         items.append(item)
     return items
 

@@ -6,7 +6,7 @@ Validation is that of the held-out dataset with the current model, the same epis
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
@@ -16,21 +16,23 @@ from typing import Any
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.datasets import WORKFLOW_OUTPUT, FileDatasetConfig, dataset_config, load_dataset
+from insitu.collect.datasets import WORKFLOW_OUTPUT, DatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
-from insitu.config import Config, Moved, check_config, read_settings
+from insitu.config import Config, Moved, changed_config, check_config, load_config, read_settings
+from insitu.config.yaml_loader import parse_override
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
-from insitu.registry import EVALUATOR
+from insitu.registry import EVALUATOR, LLM, not_found
 from insitu.schemas.episodes import DropReason, Episode, Needs
-from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest, TaskEvaluation
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
+from insitu.schemas.parts import load_named, names
 from insitu.wire.http_format import json_path
 
 logger = logging.getLogger(__name__)
@@ -157,7 +159,7 @@ def write_files(output: EvaluationRunOutput, folder: Path, config: Config) -> No
     output.evaluator_output_files = [folder / name for name in contents]
 
 
-def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[str, Any]:
+def _workflow_record(item: EvalInputItem, columns: DatasetConfig) -> dict[str, Any]:
     row = item.full_dataset_entry if isinstance(item.full_dataset_entry, dict) else {}
     return row | {
         columns.id_key: item.id,
@@ -170,6 +172,38 @@ def _workflow_record(item: EvalInputItem, columns: FileDatasetConfig) -> dict[st
         columns.structure.expected_trajectory_key: to_json(item.expected_trajectory),
         "error": item.error,
     }
+
+
+def evaluation_of_task(
+    request: EvaluationRunConfig, task: str, arguments: Iterable[tuple[str, str]] = (), llm: str | None = None
+) -> tuple[EvaluationRunConfig, Path]:
+    """The evaluation of an llm of the file on a task that others publish, and the folder of its logs.
+
+    `task` is `KIND:TASK`, or a task of the first kind that is installed; without `llm` the file's policy is evaluated.
+    """
+    if request.dataset is not None or request.skip_workflow or request.skip_completed_entries:
+        raise ConfigError("--task has rows of its own: leave out --dataset and --skip_workflow")
+    config = load_config(request.config_file, request.override)
+    if llm is None:
+        llms = config.names(LLM)
+        policies = [name for name in llms if config.block(LLM, name).type == "policy"] or llms
+        if len(policies) != 1:
+            raise ConfigError(
+                f"--llm must say which model the task evaluates: {', '.join(policies) or 'the file has none'}"
+            )
+        llm = policies[0]
+    elif llm not in config.names(LLM):
+        raise ConfigError(not_found("--llm:", llm, config.names(LLM)))
+    kinds = names("tasks")
+    kind, _, rest = task.partition(":")
+    if not kinds:
+        raise ConfigError(f"--task: no installed package evaluates {task!r}")
+    kind, task = (kind, rest) if kind in kinds else (kinds[0], task)
+    values = {key: parse_override(key, text) for key, text in arguments}
+    evaluation: TaskEvaluation = load_named("tasks", kind)(config, task, llm, values)
+    reps = request.reps if "reps" in request.model_fields_set else evaluation.reps
+    changed = {"config_file": changed_config(config, evaluation.values), "override": (), "reps": reps}
+    return request.model_copy(update=changed), evaluation.logs
 
 
 def held_out_config(config: Config, moved: Moved | None = None) -> Config:

@@ -157,7 +157,7 @@ class HttpConfig(ExternalConfig, name="http"):
 
 
 @contextmanager
-def _endpoint(gateway: Gateway) -> Iterator[EpisodeEndpoint]:
+def episode_endpoint(gateway: Gateway) -> Iterator[EpisodeEndpoint]:
     """An endpoint for the current episode, or for a new scope outside any episode."""
     with ExitStack() as stack:
         scope = current_scope() or stack.enter_context(EpisodeScope())
@@ -221,7 +221,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         arguments = [field.sub(lambda match: convert(values[match[1]], str), part) for part in config.command[1:]]
         stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
         with ExitStack() as until_exit:
-            endpoint = until_exit.enter_context(_endpoint(gateway))
+            endpoint = until_exit.enter_context(episode_endpoint(gateway))
             variables = environment(endpoint, config)
             done = await run_program(
                 [program, *arguments],
@@ -290,7 +290,7 @@ def _request(config: HttpConfig, endpoint: EpisodeEndpoint, value: Any) -> tuple
 async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     async def run(value: Any) -> Any:
         source = f"{config.url}, row {Context.get().row_id!r}"
-        with _endpoint(gateway) as endpoint:
+        with episode_endpoint(gateway) as endpoint:
             url, headers, body = _request(config, endpoint, value)
             try:
                 async with session.post(url, data=_json(body), headers=headers, allow_redirects=False) as response:

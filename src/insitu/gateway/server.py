@@ -45,6 +45,8 @@ _CONNECT_TIMEOUT = 30.0
 _READ_TIMEOUT = 600.0
 """Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
 _REMEMBERED_KEYS = 1024
+_SESSIONS = "sessions"
+_SESSION_HEADER = "X-Session-ID"
 _OPERATOR_ROUTES = ("train/", "preview/", "load_lora_adapter", "unload_lora_adapter")
 """Routes that change what a server serves (`insitu backend`, vLLM); the gateway's API key would allow them."""
 
@@ -103,6 +105,8 @@ class EpisodeEndpoint:
     """What each dialect keeps from one request of the episode to the next."""
     failure: str | None = None
     """Why the latest call failed, if the model's server was at fault."""
+    sessions: list[str] = field(default_factory=list, repr=False)
+    """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
 
     def note_failure(self, failure: str | None) -> None:
         self.failure = failure
@@ -178,17 +182,30 @@ class Gateway:
         try:
             yield endpoint
         finally:
-            del self._endpoints[hashed]
-            self._ended[hashed] = ledger.name, weakref.ref(ledger)
-            if len(self._ended) > _REMEMBERED_KEYS:
-                self._ended.popitem(last=False)
+            for key in (hashed, *map(_hashed, endpoint.sessions)):
+                del self._endpoints[key]
+                self._ended[key] = ledger.name, weakref.ref(ledger)
+                if len(self._ended) > _REMEMBERED_KEYS:
+                    self._ended.popitem(last=False)
+
+    @property
+    def session_url(self) -> str:
+        """A base URL of all episodes, for an agent with one client; `X-Session-ID` says which one a request is of."""
+        return f"{self.address}/e/{_SESSIONS}/v1"
+
+    def add_session(self, endpoint: EpisodeEndpoint, session: str) -> None:
+        """Admits requests to `session_url` with this id, which nobody can guess, as those of the endpoint's episode."""
+        if session not in endpoint.sessions:
+            endpoint.sessions.append(session)
+            self._endpoints[_hashed(session)] = endpoint
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         headers = request.headers
         dialect = next((each for each in dialects().values() if each.header in headers), ChatTranslation)
         endpoint = None
         try:
-            endpoint = self._find_endpoint(request.match_info["key"])
+            key = request.match_info["key"]
+            endpoint = self._find_endpoint(headers.get(_SESSION_HEADER, "") if key == _SESSIONS else key)
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)
             if "websocket" in headers.get("Upgrade", "").lower():

@@ -1,6 +1,6 @@
 """The model card of an exported checkpoint, written from the files of its run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,11 +74,18 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
     lora = record.lora
     yield "trained weights", f"LoRA adapters of rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "all"
     if (dataset := settings.get("dataset")) is not None:
-        yield "data", f"`{Path(dataset['file']).name}` (SHA-256 `{dataset['sha256']}`)"
+        yield "data", f"{_data(dataset)} (SHA-256 `{dataset['sha256']}`)"
     yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
     yield "seed", str(settings.get("seed"))
     yield "run", f"`{settings.get('run_id')}`, configured by `{Path(str(settings.get('source'))).name}`"
     yield "insitu", str(settings.get("insitu"))
+
+
+def _data(dataset: Mapping[str, Any]) -> str:
+    """The file of a dataset, or the package that its rows come from."""
+    if "file" in dataset:
+        return f"`{Path(dataset['file']).name}`"
+    return ", ".join(f"{key} `{value}`" for key, value in dataset.items() if key != "sha256")
 
 
 def _evaluation(run: Path, subject: CardSubject) -> list[str]:

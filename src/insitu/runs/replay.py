@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from insitu.builder import Builder
 from insitu.collect.collector import run_limited
-from insitu.collect.datasets import dataset_file, load_dataset
+from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.evaluation import held_out_config
 from insitu.collect.evaluators import parse_score, score
 from insitu.config import Config, Moved, load_config
@@ -151,17 +151,11 @@ def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> S
     return StoredRun(builder.config.find_path(stored.run, key, builder.moved), key, stored.reward, stored.epochs)
 
 
-def dataset_record(file: Path) -> dict[str, str]:
-    """A dataset as `run.json` names it."""
-    with file.open("rb") as opened:
-        return {"file": str(file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
-def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, str] | None:
+def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any] | None:
     """The dataset that validation scores, if any."""
     if (validation := config.finetuning.validation) is None:
         return None
-    return dataset_record(dataset_file(held_out_config(config, moved), validation.dataset, moved)[0])
+    return find_dataset(held_out_config(config, moved), validation.dataset, moved).record()
 
 
 def _starting_model(folder: Path) -> dict[str, str | None] | None:
@@ -180,7 +174,7 @@ def provenance(builder: Builder, stored: StoredRun | None, folder: Path) -> dict
     else:
         path = builder.request.dataset if builder.request is not None else None
         has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
-        dataset = dataset_record(dataset_file(config, path, builder.moved)[0]) if has_rows else None
+        dataset = find_dataset(config, path, builder.moved).record() if has_rows else None
     llms, model = sorted(config.trained_llms()), finetuning.target_model
     return {
         "dataset": dataset,
@@ -283,14 +277,12 @@ class Rescoring:
         }
 
 
-def _unchanged_dataset(config: Config, recorded: Mapping[str, Any], folder: Path) -> Path:
-    """The file of the run's rows, or that of the configuration if it is gone; raises ConfigError if it has changed."""
-    file = Path(recorded["file"])
-    if not file.is_file():
-        file, _ = dataset_file(config)
-    if dataset_record(file)["sha256"] != recorded["sha256"]:
+def _unchanged_dataset(config: Config, recorded: Mapping[str, Any], folder: Path) -> Path | None:
+    """The file of the run's rows; None: those of the configuration. Raises ConfigError if they have changed."""
+    dataset = find_dataset(config, file if (file := recorded.get("file")) and Path(file).is_file() else None)
+    if dataset.record()["sha256"] != recorded["sha256"]:
         raise ConfigError(
-            f"the dataset {file} has changed since {folder} was collected, so its row ids may name other rows; give "
+            f"the dataset {dataset} has changed since {folder} was collected, so its row ids may name other rows; give "
             "the original file with --dataset, or this one if its rows are the same"
         )
-    return file
+    return dataset.file

@@ -79,8 +79,8 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
             )
     for name, what in _BY_CONTENT.items():
         before, now = (of.get(name) or {} for of in (recorded, origin))
-        if before.get("sha256") != now.get("sha256") and (name == "dataset" or (before and now)):
-            serious.append(f"{what} {now.get('file')} has changed")
+        if _content(before) != _content(now) and (name == "dataset" or (before and now)):
+            serious.append(f"{what} {now.get('file', now.get('source'))} has changed")
     if serious and not force:
         listed = "; ".join(serious[:_LISTED]) + (f"; and {len(serious) - _LISTED} more" * (len(serious) > _LISTED))
         raise ConfigError(
@@ -88,6 +88,11 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
             "--force to continue with these"
         )
     return harmless + serious
+
+
+def _content(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What identifies the content of a dataset or model, wherever it is."""
+    return {key: value for key, value in record.items() if key != "file"}
 
 
 class ResumableRun:

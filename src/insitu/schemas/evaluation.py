@@ -8,7 +8,7 @@ EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer") 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -133,6 +133,17 @@ class EvaluationRunConfig(RunRequest):
     """Whether the episodes are for training. Then every evaluation samples anew, requests logprobs and token ids from
     the trained llms, and writes into its own folder; otherwise it samples the same every time. None: true inside a
     finetuning run, but for its validation dataset."""
+
+
+class TaskEvaluation(NamedTuple):
+    """How a model of a file is evaluated on a task that others publish (`insitu eval --task`)."""
+
+    values: dict[str, Any]
+    """By key of the file, in place of its own."""
+    reps: int
+    """Repetitions of each row that the task asks for."""
+    logs: Path
+    """The folder of the logs of the package behind the task."""
 
 
 class EvaluationRunOutput(BaseModel):

@@ -2,11 +2,9 @@
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -198,11 +196,11 @@ def _overlap(age: Mapping[str, int], seconds: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def evaluation_table(output: EvaluationRunOutput, dataset: Path) -> Table:
+def evaluation_table(output: EvaluationRunOutput, dataset: str) -> Table:
     """A row per evaluator: mean and 95 % confidence interval over the rows of `dataset`, and missing scores."""
     items = output.eval_input.eval_input_items
     failed = sum(item.error is not None for item in items)
-    title = f"{os.path.relpath(dataset)}, {len({str(item.id) for item in items})} rows"
+    title = f"{dataset}, {len({str(item.id) for item in items})} rows"
     table = Table(
         *("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored"), title=title, title_justify="left"
     )

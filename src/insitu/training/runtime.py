@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.datasets import dataset_config, dataset_file, load_dataset
+from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.event_loop import run_async
@@ -288,8 +288,7 @@ def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunC
         return request
     rows = validation.dataset
     if rows is None:
-        held_out = held_out_config(config)
-        rows = held_out.find_path(dataset_config(held_out).file_path, "validation: eval.general.dataset.file_path")
+        rows = find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
     return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
 
@@ -312,7 +311,7 @@ async def evaluation_main(
         async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):
                 output = await run.run_and_evaluate()
-    console.print(evaluation_table(output, dataset_file(config, run_config.dataset)[0]))
+    console.print(evaluation_table(output, find_dataset(config, run_config.dataset).label))
     return output
 
 

@@ -7,13 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.datasets import load_dataset
+from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.records import EarlyStop, RunProgress
-from insitu.runs.replay import held_out_record
 from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.batches import pinned
@@ -54,14 +53,15 @@ class Validation:
         return best_of(self.history)
 
     def _read_rows(self) -> tuple[int, str]:
-        """The number of episodes of a validation, and the digest of the file with its rows."""
+        """The number of episodes of a validation, and the digest of their dataset."""
         moved = self._builder.moved
         held_out = held_out_config(self._builder.config, moved)
         rows = load_dataset(held_out, self.config.dataset, moved=moved)
-        file = held_out_record(self._builder.config, moved) or {}
-        if self._digest not in (None, file["sha256"]):
-            self._report.note(f"the held-out dataset {file['file']} has changed: its scores before are of other rows")
-        self._digest = file["sha256"]
+        dataset = find_dataset(held_out, self.config.dataset, moved)
+        digest = dataset.record()["sha256"]
+        if self._digest not in (None, digest):
+            self._report.note(f"the held-out dataset {dataset} has changed: its scores before are of other rows")
+        self._digest = digest
         return len(rows) * self.config.reps, self._digest
 
     def restore(self, progress: RunProgress) -> None:

@@ -1,0 +1,170 @@
+"""The worker processes of a task: each runs one evaluation of inspect, to which samples are sent as episodes begin."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from insitu.errors import BackendUnavailable, ConfigError
+from insitu.integrations.child_process import ChildProcess
+
+_PROGRAM = Path(__file__).with_name("worker.py")
+_GRACE_SECONDS = 20.0
+"""How long a sample may go on after its episode has been cancelled, before its worker is killed."""
+_CLOSE_SECONDS = 15.0
+"""How long workers may take to finish their logs."""
+_SAMPLES = 2000
+"""A worker whose log is not kept is replaced after as many samples, of each of which inspect holds some 45 KB."""
+_LINE_BYTES = 2**26
+
+
+def command(python: Path | None, mode: str, settings: Mapping[str, Any]) -> list[str]:
+    return [str(python or sys.executable), str(_PROGRAM), mode, json.dumps(settings)]
+
+
+def describe(python: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows, scores and epochs of a task, from a process that loads it. Raises ConfigError if it cannot."""
+    try:
+        done = subprocess.run(command(python, "rows", settings), capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"workflow.python: {python} cannot be run: {error}") from error
+    if done.returncode != 0:
+        raise ConfigError(f"task {settings['task']!r} cannot be read: {done.stderr.strip()[-2000:]}")
+    known: dict[str, Any] = json.loads(done.stdout)
+    if "problem" in known:
+        raise ConfigError(known["problem"])
+    return known
+
+
+class Worker:
+    """A process with a copy of the task. `in_flight` has a future for each sample that it evaluates."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self._arguments, self._log = arguments, log
+        self._process: ChildProcess | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.in_flight: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.samples = 0
+        self.lost: str | None = None
+        """How it has ended."""
+
+    async def start(self) -> None:
+        """Raises ConfigError if the task cannot be loaded, BackendUnavailable if the process ends before."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = ChildProcess(self._arguments, self._log, os.environ, stdin=theirs.fileno())
+        lines, self._writer = await asyncio.open_unix_connection(sock=ours, limit=_LINE_BYTES)
+        first = await lines.readline()
+        if not first:
+            self._note_lost()
+            raise BackendUnavailable(str(self.lost))
+        if (problem := json.loads(first).get("problem")) is not None:
+            self._process.kill()
+            raise ConfigError(problem)
+        self._reading = asyncio.create_task(self._read(lines), name="read an inspect worker")
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        """Passes results on until the process closes its end of the socket, which is when it ends."""
+        with suppress(ConnectionError):
+            while line := await lines.readline():
+                result = json.loads(line)
+                future = self.in_flight.pop(result["number"])
+                if not future.done():
+                    future.set_result(result)
+        self._note_lost()
+
+    def _note_lost(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self.lost = f"a worker of inspect {self._process.outcome()}:\n  {self._process.last_lines()}"
+        for future in self.in_flight.values():
+            if not future.done():
+                future.set_exception(BackendUnavailable(self.lost))
+        self.in_flight.clear()
+
+    async def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The result of a sample. Raises BackendUnavailable if the process is lost."""
+        number, loop = request["number"], asyncio.get_running_loop()
+        future = self.in_flight[number] = loop.create_future()
+        self.samples += 1
+        self._send(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            loop.call_later(_GRACE_SECONDS, self._kill_if_busy_with, number)
+            raise
+
+    def _kill_if_busy_with(self, number: int) -> None:
+        """The model calls of a cancelled episode are refused, so that its sample ends, unless it hangs."""
+        if number in self.in_flight and self._process is not None:
+            self._process.kill()
+
+    def _send(self, request: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(request, default=str).encode() + b"\n")
+
+    def retire(self) -> None:
+        """Lets it end once its samples have."""
+        self._send({"last": True})
+
+    async def close(self) -> None:
+        """Lets it finish its log."""
+        if self._process is None or self.lost is not None:
+            return
+        if self._reading is not None:
+            self._writer.write_eof()
+            await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
+        self._process.kill()
+
+
+class WorkerPool:
+    """Workers, which are started again when a sample needs one that is lost."""
+
+    def __init__(self, arguments: list[str], size: int, folder: Path, most_samples: float = _SAMPLES) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._most_samples = most_samples
+        self._workers: list[Worker | None] = [None] * size
+        self._locks = [asyncio.Lock() for _ in range(size)]
+        self._waiting = [0] * size
+        """Episodes that each place has, or that wait until its worker has started."""
+        self._numbers = 0
+
+    async def __aenter__(self) -> "WorkerPool":
+        try:
+            await asyncio.gather(*(self._worker(place) for place in range(len(self._workers))))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers if worker is not None))
+
+    async def _worker(self, place: int) -> Worker:
+        async with self._locks[place]:
+            worker = self._workers[place]
+            if worker is not None and worker.samples >= self._most_samples and worker.lost is None:
+                worker.retire()
+                worker = None
+            if worker is None or worker.lost is not None:
+                self._numbers += 1
+                worker = self._workers[place] = Worker(self._arguments, self._folder / f"worker-{self._numbers}.log")
+                await worker.start()
+            return worker
+
+    async def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The result of a sample, from the worker with the fewest. Raises like Worker."""
+        place = min(range(len(self._workers)), key=lambda each: self._waiting[each])
+        self._waiting[place] += 1
+        self._numbers += 1
+        request["number"] = self._numbers
+        try:
+            return await (await self._worker(place)).evaluate(request)
+        finally:
+            self._waiting[place] -= 1
