@@ -67,6 +67,10 @@ async def playing(write: Any, server: FakeOpenAI, environment: FakeOpenEnv, **wo
             yield builder
 
 
+def servers_below(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children(recursive=True) if FAKE.name in " ".join(child.cmdline())]
+
+
 async def test_an_episode_is_a_session(write: Any, server: FakeOpenAI) -> None:
     """Its observations are the model's messages, its answers the actions, its rewards those of the answers."""
     environment, before = FakeOpenEnv(), len(server.requests)
@@ -158,11 +162,12 @@ async def test_a_server_without_sessions_is_no_reward(write: Any, server: FakeOp
 async def test_a_started_server_is_started_again(write: Any, server: FakeOpenAI) -> None:
     file = project(write, server, command=[sys.executable, str(FAKE), "{port}"])
     async with Builder(load_config(file)) as builder:
-        dead, fine = await play(builder, row(do="exit"), row(pause=0.2))
+        (dead,) = await play(builder, row(do="exit"))
         (later,) = await play(builder, row())
-        children = psutil.Process().children(recursive=True)
+        children = servers_below(psutil.Process())
+        assert len(children) == 2  # one of them watches
     assert dead.reason is DropReason.BACKEND_ERROR
-    assert later.outcome is fine.outcome is Outcome.OK
+    assert later.outcome is Outcome.OK
     await until(lambda: not any(child.is_running() for child in children))
 
 
@@ -175,13 +180,14 @@ async def test_a_server_that_does_not_start(write: Any, server: FakeOpenAI) -> N
 
 def test_a_started_server_ends_with_the_run(write: Any, tmp_path: Path, server: FakeOpenAI) -> None:
     """Also if that is killed."""
+    before = len(server.requests)
     write([row(do="hang")], "rows.jsonl")
     file = project(write, server, command=[sys.executable, str(FAKE), "{port}"])
     dataset = "{_type: jsonl, file_path: rows.jsonl}"
     with processes.start("eval", "config.yml", "-o", "eval.general.dataset", dataset, folder=file.parent) as run:
-        run.wait_until(lambda: len(server.requests) and psutil.Process(run.pid).children(recursive=True))
-        children = psutil.Process(run.pid).children(recursive=True)
-        assert any(FAKE.name in " ".join(child.cmdline()) for child in children)
+        run.wait_until(lambda: len(server.requests) > before)
+        children = servers_below(psutil.Process(run.pid))
+        assert len(children) == 2
         run.kill()
         processes.wait_until(lambda: not any(child.is_running() for child in children))
 
@@ -286,6 +292,7 @@ async def test_a_file_trains_on_a_file(write: Any, server: FakeOpenAI) -> None:
         file = project(write, server, url=url, reset={})
         async with Builder(load_config(file)) as builder:
             (episode,) = await play(builder, {"question": "", "seed": 3})
+    assert episode.outcome is Outcome.OK, episode.error
     assert (episode.output["answer"], episode.output["reward"]) == ("echo: Say 3.", 1.0)
 
 

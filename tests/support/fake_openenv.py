@@ -30,7 +30,7 @@ class FakeOpenEnv:
         self.url = ""
         kinds = {"message": "string"} if fields is None else fields
         properties = {name: {"type": kind} for name, kind in kinds.items()}
-        self.schema = {"title": "CountAction" if kinds else "Action", "properties": properties, "required": [*kinds]}
+        self.schema = {"properties": properties, "required": [*kinds]}
 
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[str]:
@@ -110,9 +110,9 @@ class FakeOpenEnv:
             await self._answer(socket, observed, told.get("pay", 0.5), count == told.get("last", 1))
 
     def _fails(self, told: dict[str, Any]) -> bool:
-        key = told.get("key", "")
+        key = told.get("key") or ""
         self.failures[key] += 1
-        return self.failures[key] <= told.get("times", 10**6)
+        return self.failures[key] <= (told.get("times") or 10**6)
 
     async def _answer(self, socket: web.WebSocketResponse, observed: Any, reward: float | None, done: bool) -> None:
         data = {"observation": observed, "reward": reward, "done": done}

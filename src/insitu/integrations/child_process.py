@@ -86,7 +86,8 @@ def _run_bound(stdin: int, command: Sequence[str]) -> int:
         os.close(stdin)
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not by sys.stdin: Python aborts if a thread still reads it when the command has ended
+            pass
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -46,7 +46,7 @@ class Reset(BaseModel):
     row_id: str | None = None
 
 
-class Action(BaseModel):
+class AnswerAction(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     answer: str
@@ -75,7 +75,7 @@ class FileServer:
 
     def routes(self) -> list[web.RouteDef]:
         about = {"name": self._config.source, "description": f"Rows scored by {self._name}", "version": "1"}
-        kinds = {"action": Action, "observation": Observation, "state": State}
+        kinds = {"action": AnswerAction, "observation": Observation, "state": State}
         answers = {
             "/health": {"status": "healthy"},
             "/metadata": about,
@@ -104,7 +104,7 @@ class FileServer:
                     row, state = self._row(Reset.model_validate(message.data)), State(episode_id=uuid.uuid4().hex)
                     data = self._observed(row)
                 elif message.type == "step":
-                    action = Action.model_validate(message.data)
+                    action = AnswerAction.model_validate(message.data)
                     if row is None or state.step_count:
                         raise WorkflowError("the episode is done, or has not begun: send reset")
                     data = {**self._observed(row), "reward": await self._reward(row, action.answer), "done": True}

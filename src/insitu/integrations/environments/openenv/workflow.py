@@ -33,8 +33,8 @@ from insitu.workflow.llms import ModelClient
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessage
 
-MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of the action schemas of environments whose actions are calls of MCP tools."""
+_TOOL_FIELDS = frozenset(("type", "tool_name", "arguments"))
+"""The fields of actions that are calls of MCP tools; the general action, which has none, is such a call as well."""
 _SEED_BITS = 2**31 - 1
 """Environments pass seeds to generators that take 32 bits."""
 _SERVED_CLASS = "insitu.integrations.environments.openenv.served_class"
@@ -179,9 +179,14 @@ def tools_of(observation: dict[str, Any]) -> list[Message]:
     return [{"type": "function", "function": dict(zip(keys, tool, strict=True))} for tool in tools]
 
 
-def action_of_schema(schema: dict[str, Any], url: str | None) -> Callable[[str], dict[str, Any]]:
-    """The function that puts the model's text into an action's only field. Raises ConfigError if it has others."""
+def action_of_schema(schema: dict[str, Any], url: str | None) -> Callable[[str], dict[str, Any]] | None:
+    """The function that puts the model's text into an action's only field; None if actions are calls of tools.
+
+    Raises ConfigError if there are other fields.
+    """
     fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
+    if fields.keys() <= _TOOL_FIELDS:
+        return None
     needed = [name for name in schema.get("required", ()) if name in fields] or [*fields]
     if len(needed) != 1 or fields[needed[0]].get("type") != "string":
         kinds = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items()) or "none"
@@ -213,9 +218,7 @@ async def openenv_environment(config: OpenEnvConfig, builder: Builder) -> AsyncI
     to_action = load_code(config.action, "workflow.action", folder) if config.action is not None else None
     async with server_of(config, builder) as server:
         schema = await server.action_schema()
-        uses_tools = to_action is None and schema.get("title") in MCP_ACTIONS
-        if to_action is None and not uses_tools:
-            to_action = action_of_schema(schema, server.url)
+        to_action = to_action or action_of_schema(schema, server.url)
 
         async def run(question: Any) -> dict[str, Any]:
             context = Context.get()
@@ -227,10 +230,10 @@ async def openenv_environment(config: OpenEnvConfig, builder: Builder) -> AsyncI
                 texts = [str(text) for text in (question, await play.text()) if text]
                 messages = [{"role": "system", "content": config.system}] if config.system else []
                 messages.append({"role": "user", "content": "\n\n".join(texts)})
-                if uses_tools:
+                if to_action is None:
                     tools = tools_of((await session.step({"type": "list_tools"})).observation)
                     await run_tools(model, messages, tools, play.call_tool, config.max_turns, play.on_turn)
-                while not (uses_tools or play.state.done or len(play.rewards) == config.max_turns):
+                while to_action is not None and not play.state.done and len(play.rewards) < config.max_turns:
                     message = (await model.complete(messages)).choices[0].message
                     await play.on_turn(message)
                     offered = {"observation": play.state.observation, "row": row}
