@@ -75,7 +75,7 @@ class FileServer:
 
     def routes(self) -> list[web.RouteDef]:
         about = {"name": self._config.source, "description": f"Rows scored by {self._name}", "version": "1"}
-        kinds = {"action": AnswerAction, "observation": Observation, "state": State}
+        kinds: dict[str, type[BaseModel]] = {"action": AnswerAction, "observation": Observation, "state": State}
         answers = {
             "/health": {"status": "healthy"},
             "/metadata": about,

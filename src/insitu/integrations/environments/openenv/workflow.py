@@ -141,16 +141,18 @@ class Play:
         return None if state.done else tool_text(state.observation)
 
     def outcome(self) -> Outcome:
+        """Raises WorkflowError if the environment has given no reward, and the file says of none what it is."""
         given = [reward for turn in self.rewards for reward in turn]
-        if not given and self._config.no_reward is None:
-            problem = "is done" if self.state.done else f"is not done after {len(self.rewards)} answers of the model"
-            raise WorkflowError(f"the environment {problem} and has given no reward; set no_reward to have it count")
-        total = fsum(given) if self._config.reward == "sum" else [self._config.no_reward or 0.0, *given][-1]
-        reward = total if given else self._config.no_reward
         steps = [fsum(turn) for turn in self.rewards]
-        if steps and not given:
-            steps[-1] = reward
-        metrics = {"turns": len(self.rewards), "steps": self.steps, "done": self.state.done}
+        if given:
+            reward = fsum(given) if self._config.reward == "sum" else given[-1]
+        elif self._config.no_reward is not None:
+            reward = self._config.no_reward
+            steps[-1:] = [reward]
+        else:
+            problem = "is done" if self.state.done else f"is not done after {len(steps)} answers of the model"
+            raise WorkflowError(f"the environment {problem} and has given no reward; set no_reward to have it count")
+        metrics = {"turns": float(len(steps)), "steps": float(self.steps), "done": float(self.state.done)}
         return Outcome(answer=self.answer, reward=reward, metrics=metrics, step_rewards=steps)
 
 
