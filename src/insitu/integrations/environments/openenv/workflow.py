@@ -148,7 +148,7 @@ class Play:
             reward = fsum(given) if self._config.reward == "sum" else given[-1]
         elif self._config.no_reward is not None:
             reward = self._config.no_reward
-            steps[-1:] = [reward]
+            steps = [*steps[:-1], reward] if steps else []
         else:
             problem = "is done" if self.state.done else f"is not done after {len(steps)} answers of the model"
             raise WorkflowError(f"the environment {problem} and has given no reward; set no_reward to have it count")
