@@ -27,7 +27,7 @@ from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.http_access import AccessPolicy
 
 FAKE = Path(__file__).parent / "support/fake_openenv.py"
-RESET = {name: f"{{{name}}}" for name in ("do", "times", "key", "last", "pay", "say", "pause")}
+RESET = {name: f"{{{name}}}" for name in ("do", "times", "key", "last", "pay", "say")}
 
 
 def project(write: Any, server: FakeOpenAI, **workflow: Any) -> Path:
@@ -41,7 +41,7 @@ def project(write: Any, server: FakeOpenAI, **workflow: Any) -> Path:
 
 
 def row(**told: Any) -> dict[str, Any]:
-    return {"question": "", **dict.fromkeys(RESET), "last": 1, "pay": 0.5, "say": "hello", "pause": 0, **told}
+    return {"question": "", **dict.fromkeys(RESET), "last": 1, "pay": 0.5, "say": "hello", **told}
 
 
 async def play(builder: Builder, *rows: dict[str, Any], retries: int = 1) -> list[Episode]:
@@ -140,15 +140,15 @@ async def test_sessions_are_within_the_limit_of_the_server(write: Any, server: F
     """It is known from the first refusal on, or configured; then nothing is refused."""
     environment = FakeOpenEnv(limit=2)
     async with playing(write, server, environment) as builder:
-        episodes = await play(builder, *[row(pause=0.02)] * 12)
+        episodes = await play(builder, *[row(say="slow 0.02")] * 12)
         refused = environment.refused
-        episodes += await play(builder, *[row(pause=0.02)] * 12)
+        episodes += await play(builder, *[row(say="slow 0.02")] * 12)
     assert Counter(episode.outcome for episode in episodes) == {Outcome.OK: 24}
     assert environment.most == 2
     assert 0 < refused == environment.refused
     environment = FakeOpenEnv(limit=2)
     async with playing(write, server, environment, sessions=2) as builder:
-        await play(builder, *[row(pause=0.02)] * 12)
+        await play(builder, *[row(say="slow 0.02")] * 12)
     assert environment.refused == 0
 
 

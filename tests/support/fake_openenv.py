@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from waiting import hang
 
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}
 
@@ -88,12 +89,11 @@ class FakeOpenEnv:
                 await self._answer(socket, {"tools": [TOOL]}, None, False)
                 continue
             self.actions.append(action)
-            await asyncio.sleep(told.get("pause", 0))
             if told.get("do") and self._fails(told):
                 if told["do"] == "exit":
                     os._exit(3)
                 if told["do"] == "hang":
-                    await asyncio.sleep(600)
+                    await hang()
                 if told["do"] == "die":
                     request.transport.abort()
                     return
