@@ -8,34 +8,49 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from factories import MODEL, read_lines
+from processes import ONE_THREAD
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BIN = ROOT / ".venv-environments/openenv/bin"
-PATHS = f"{HERE}:{ROOT / 'tests/support'}"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _paths() -> None:
-    sys.path[:0] = PATHS.split(":")
+sys.path.append(str(ROOT / "tests/with_frameworks"))  # has the model that calls a tool
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with backend_of(MODEL, tmp_path_factory.mktemp("backend")) as url:
         yield url
 
 
-def backend_of(model: Path, folder: Path) -> Any:
-    from harness import _backend
-
-    return _backend(model, folder / "files")
+@contextmanager
+def backend_of(model: Path, folder: Path) -> Iterator[str]:
+    """A backend in our environment."""
+    command = [
+        sys.executable,
+        "-m",
+        "insitu",
+        "backend",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--output_dir",
+        folder / "out",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ONE_THREAD) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
 
 
 def run(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
