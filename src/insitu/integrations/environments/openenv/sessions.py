@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from insitu.collect.outcomes import Number
 from insitu.errors import BackendUnavailable, WorkflowError
 from insitu.integrations.child_process import ChildProcess
+from insitu.wire.connection import is_transient
 
 logger = logging.getLogger(__name__)
 
@@ -190,10 +191,11 @@ class EnvironmentServer:
         url = await self._ready()
         try:
             async with asyncio.timeout(self.timeout):
-                socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, autoclose=True)
-        except (aiohttp.WSServerHandshakeError, aiohttp.InvalidURL) as error:
-            raise WorkflowError(f"{url}/ws is not an OpenEnv server: {error}") from error
+                limit = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS / 4)  # of a server that did not close it
+                socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, timeout=limit)
         except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, aiohttp.WSServerHandshakeError) and not is_transient(error.status):
+                raise WorkflowError(f"{url}/ws is not an OpenEnv server: {error}") from error
             raise ConnectionError(f"{url} cannot be reached: {error!r}") from error
         return Session(socket, url, self.timeout)
 
