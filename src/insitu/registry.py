@@ -41,6 +41,9 @@ ENTRY_POINT_GROUPS = ("insitu.components", "nat.components", "nat.plugins")
 """Where plugins declare modules whose import registers components."""
 FRAMEWORK_GROUP = "insitu.llm_wrappers"
 """Where packages declare the agent frameworks whose model objects `get_llm(..., wrapper_type=...)` returns."""
+ENVIRONMENT_SERVER_GROUP = "insitu.environment_servers"
+"""Where packages declare what `insitu serve FILE --as NAME` runs: `serve(config, access, host, port)`, an asynchronous
+context that yields the URL."""
 
 
 @dataclass(frozen=True)

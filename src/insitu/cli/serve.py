@@ -22,13 +22,50 @@ _POLICY_URL = click.option(
 )
 
 
+_PROTOCOL = click.option(
+    "--as",
+    "protocol",
+    metavar="NAME",
+    help="Serve the rows and the reward of the file to other trainers instead, as an environment of: openenv.",
+)
+
+
 @click.command("serve")
-@options.request("RunRequest", options.server("INSITU_SERVE_TOKEN", port=8000), _POLICY_URL, options.checkpoint)
-def command(request: "RunRequest", **serve_options: Any) -> None:
+@options.request(
+    "RunRequest", options.server("INSITU_SERVE_TOKEN", port=8000), _POLICY_URL, options.checkpoint, _PROTOCOL
+)
+def command(request: "RunRequest", protocol: str | None, **serve_options: Any) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
     from insitu.collect.event_loop import run_async
 
-    run_async(_serve(request, **serve_options))
+    if protocol is None:
+        run_async(_serve(request, **serve_options))
+        return
+    unused = [f"--{name}" for name in ("policy_url", "checkpoint") if serve_options.pop(name)]
+    if unused:
+        raise click.UsageError(f"{', '.join(unused)} cannot be used with --as {protocol}, which runs no workflow")
+    run_async(_serve_environment(request, protocol, **serve_options))
+
+
+async def _serve_environment(
+    request: "RunRequest", protocol: str, host: str, port: int, access: "AccessPolicy"
+) -> None:
+    from importlib.metadata import entry_points
+
+    from insitu.config import requested_config
+    from insitu.errors import ConfigError
+    from insitu.registry import ENVIRONMENT_SERVER_GROUP, not_found
+
+    servers = entry_points(group=ENVIRONMENT_SERVER_GROUP)
+    if protocol not in servers.names:
+        raise ConfigError(not_found("--as:", protocol, sorted(servers.names)))
+    serve = servers[protocol].load()
+    try:
+        async with serve(requested_config(request), access, host, port) as url:
+            print(f"insitu serve ready at {url}", flush=True)
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        print("stopped", flush=True)
 
 
 async def _serve(

@@ -1,4 +1,4 @@
-"""A command that works for the backend: its processes, its log, and how it ended.
+"""A command that works for this process: its processes, its log, and how it ended.
 
 `python -m insitu.integrations.child_process FD COMMAND ...` runs a command that ends with the process that started it;
 FD is the descriptor of the command's standard input.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class ChildProcess:
-    """A command and its descendants, which write to `log`.
+    """A command and its descendants, which run in `folder` and write to `log`.
 
     `bound`: they end when this process does, even if it is killed; for commands that would not notice.
     """
@@ -28,6 +28,7 @@ class ChildProcess:
         *,
         bound: bool = False,
         stdin: int = subprocess.DEVNULL,
+        folder: Path | None = None,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -42,6 +43,7 @@ class ChildProcess:
                 start_new_session=True,
                 pass_fds=(stdin,) if bound and stdin >= 0 else (),
                 env=dict(environment),
+                cwd=folder,
             )
 
     @property
@@ -84,7 +86,8 @@ def _run_bound(stdin: int, command: Sequence[str]) -> int:
         os.close(stdin)
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not by sys.stdin: Python aborts if a thread still reads it when the command has ended
+            pass
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -1,0 +1,247 @@
+"""Sessions of an OpenEnv server, which is reached by its URL or started here.
+
+async with EnvironmentServer(url="http://127.0.0.1:8000") as server:
+    async with server.session({"seed": 7}) as (session, first):
+        second = await session.step({"message": "hello"})
+"""
+
+import asyncio
+import logging
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from insitu.collect.outcomes import Number
+from insitu.errors import BackendUnavailable, WorkflowError
+from insitu.integrations.child_process import ChildProcess
+from insitu.wire.connection import is_transient
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 2**27
+"""The largest observation; some are screenshots."""
+CLOSE_SECONDS = 2.0
+"""How long a server may take to close a session."""
+_POLL_SECONDS = 0.1
+_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")
+"""Errors that are not the episode's: the server has no session for it."""
+
+
+class Observation(BaseModel):
+    """The server's answer to `reset` and `step`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    observation: dict[str, Any]
+    reward: Number | None = None
+    done: bool = False
+
+
+class SessionRefused(BackendUnavailable):
+    """The server has no session left; `limit` is its number of sessions, if it says so."""
+
+    def __init__(self, message: str, limit: int | None) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+@dataclass(frozen=True)
+class Session:
+    """An environment of one episode, which ends with its connection. It is never connected again: the new session
+    would be one that was not reset."""
+
+    socket: aiohttp.ClientWebSocketResponse
+    url: str
+    timeout: float
+
+    async def reset(self, arguments: Mapping[str, Any]) -> Observation:
+        """Raises SessionRefused if the server has no session left, and like `step`."""
+        return await self._request("reset", arguments)
+
+    async def step(self, action: Mapping[str, Any]) -> Observation:
+        """Raises BackendUnavailable if the server is lost or takes too long, WorkflowError if the environment fails."""
+        return await self._request("step", action)
+
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Observation:
+        try:
+            async with asyncio.timeout(self.timeout):
+                with suppress(ConnectionError):  # a server that refuses has sent the reason, and closed
+                    await self.socket.send_json({"type": kind, "data": data})
+                message = await self.socket.receive()
+        except TimeoutError:
+            raise BackendUnavailable(f"{self.url}: no answer to {kind} within timeout: {self.timeout:g} s") from None
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise BackendUnavailable(f"{self.url}: the connection was lost in {kind}")
+        try:
+            answer = message.json()
+            if answer["type"] != "error":
+                return Observation.model_validate(answer["data"])
+            details = answer["data"]
+            code, text = details.get("code"), f"{self.url}: {kind}: {details.get('message')} ({details.get('code')})"
+        except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
+            raise WorkflowError(f"{self.url}: the answer to {kind} is not OpenEnv's: {error}") from error
+        if code == "CAPACITY_REACHED":
+            raise SessionRefused(text, details.get("max_sessions"))
+        if code in _NO_SESSION:
+            raise BackendUnavailable(text)
+        raise WorkflowError(f"{text} {details['errors']}" if details.get("errors") else text)
+
+    async def close(self) -> None:
+        """Waits until the server has given the session up, as it refuses new ones before."""
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self.socket.send_json({"type": "close"})
+                while (await self.socket.receive()).type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                    pass
+        await self.socket.close()
+
+
+@dataclass
+class EnvironmentServer:
+    """A server at `url`, or one that `command` starts with `{port}`, and starts again when it has ended.
+
+    At most `sessions` are open at once; None: as many as the server allows. `timeout` is in seconds for each answer,
+    `patience` for the server to be reached and to have a session left.
+    """
+
+    url: str | None = None
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    sessions: int | None = None
+    timeout: float = 60.0
+    patience: float = 120.0
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
+        self._process: ChildProcess | None = None
+        self._starting = asyncio.Lock()
+        self._logs = tempfile.TemporaryDirectory(prefix="insitu-openenv-")
+        self._open, self._freed = 0, asyncio.Condition()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._http.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.kill)
+        self._logs.cleanup()
+
+    async def action_schema(self) -> dict[str, Any]:
+        """The JSON schema of an action. Raises BackendUnavailable if the server cannot be reached."""
+        url = await self._ready()
+        try:
+            async with self._http.get(f"{url}/schema", timeout=aiohttp.ClientTimeout(self.timeout)) as response:
+                if response.status != 200:
+                    raise BackendUnavailable(
+                        f"{url}/schema is answered with {response.status}: is it an OpenEnv server?"
+                    )
+                schema: dict[str, Any] = (await response.json())["action"]
+                return schema
+        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as error:
+            raise BackendUnavailable(f"{url}/schema is not answered as by OpenEnv: {error!r}") from error
+
+    @asynccontextmanager
+    async def session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[Session, Observation]]:
+        """A session and its first observation, when there is one left.
+
+        Raises BackendUnavailable if the server is not there or refuses for `patience` seconds.
+        """
+        session, first = await self._begin(arguments)
+        try:
+            yield session, first
+        finally:
+            await self._end(session)
+
+    async def _begin(self, arguments: Mapping[str, Any]) -> tuple[Session, Observation]:
+        """Waits for a session to be free, and for the server while it refuses or cannot be reached."""
+        deadline, delay = time.monotonic() + self.patience, _POLL_SECONDS
+        while True:
+            waiting = time.monotonic()
+            async with self._freed:
+                await self._freed.wait_for(lambda: self.sessions is None or self._open < self.sessions)
+                self._open += 1
+            deadline += time.monotonic() - waiting  # for sessions of ours, which end
+            session = None
+            try:
+                session = await self._connect()
+                return session, await session.reset(arguments)
+            except (SessionRefused, ConnectionError) as error:
+                await self._end(session)
+                if time.monotonic() > deadline:
+                    raise BackendUnavailable(str(error)) from error
+                if isinstance(error, SessionRefused) and error.limit:
+                    self.sessions = min(error.limit, self.sessions or error.limit)
+            except BaseException:  # raised again
+                await self._end(session)
+                raise
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, CLOSE_SECONDS)
+
+    async def _connect(self) -> Session:
+        """Raises ConnectionError if the server does not accept the connection."""
+        url = await self._ready()
+        try:
+            async with asyncio.timeout(self.timeout):
+                limit = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS / 4)  # of a server that did not close it
+                socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, timeout=limit)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, aiohttp.WSServerHandshakeError) and not is_transient(error.status):
+                raise WorkflowError(f"{url}/ws is not an OpenEnv server: {error}") from error
+            raise ConnectionError(f"{url} cannot be reached: {error!r}") from error
+        return Session(socket, url, self.timeout)
+
+    async def _end(self, session: Session | None) -> None:
+        try:
+            if session is not None:
+                await session.close()
+        finally:
+            self._open -= 1
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def _ready(self) -> str:
+        """The server's URL, with the server running if it is started here. Raises BackendUnavailable if it fails."""
+        async with self._starting:
+            if self.command and (self._process is None or self._process.ended):
+                if self._process is not None:
+                    logger.warning("the environment's server %s; it is started again", self._process.outcome())
+                    self._process.kill()
+                await self._start()
+        assert self.url is not None
+        return self.url
+
+    async def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command, environment = (
+            [part.replace("{port}", port) for part in self.command],
+            {**self.environment, "PORT": port},
+        )
+        log = Path(self._logs.name) / "server.log"
+        self._process = ChildProcess(command, log, environment, bound=True, folder=self.folder)
+        self.url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + self.patience
+        while not await self._is_healthy():
+            if self._process.ended or time.monotonic() > deadline:
+                ended = self._process.ended
+                await asyncio.to_thread(self._process.kill)
+                problem = self._process.outcome() if ended else f"does not answer {self.url}/health"
+                raise BackendUnavailable(f"the environment's server {problem}:\n  {self._process.last_lines()}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            async with self._http.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(self.timeout)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
