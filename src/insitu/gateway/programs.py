@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +43,8 @@ class Program:
     def __init__(self, process: subprocess.Popen[bytes], max_output: int) -> None:
         self.done = asyncio.Event()
         self.stdout = bytearray()
+        self.reported_exit: int | None = None
+        """Exit status of the program that this one has run, if that is what counts."""
         self._process = process
         self._errors = b""
         self._max_output = max_output
@@ -88,6 +90,8 @@ class Program:
     @property
     def exit_code(self) -> int:
         """Exit status; -N if signal N killed it."""
+        if self.reported_exit is not None:
+            return self.reported_exit
         return self._process.returncode or 0  # None only if it is still dying after too much output
 
     @property
@@ -98,6 +102,16 @@ class Program:
     def stderr_tail(self) -> str:
         """The end of its standard error, or a note that it is empty, for error messages."""
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
+
+
+def how_it_ended(code: int) -> str:
+    """An exit status other than 0 in words; -N if signal N killed the program."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was ended by signal {-code}"
 
 
 async def _read(reader: asyncio.StreamReader, receive: Callable[[bytes], None]) -> None:
@@ -120,10 +134,13 @@ async def run_program(
     time_limit: float | None,
     max_output: int,
     on_exit: Callable[[], None],
+    pass_fds: Collection[int] = (),
+    name: str | None = None,
 ) -> Program:
     """Runs a program until it exits or writes more than `max_output` bytes to stdout.
 
-    Once the program has started, `on_exit` is always called, and then the rest of its process group is terminated.
+    `name` is that in error messages; none: the first word of the command. Once the program has started, `on_exit` is
+    always called, and then the rest of its process group is terminated.
     Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` seconds.
     """
     try:
@@ -136,9 +153,10 @@ async def run_program(
             cwd=cwd,
             env=env,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument, for example
-        raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
+        raise WorkflowError(f"workflow command {name or command[0]!r} cannot be started: {error}") from error
     _running_groups.add(process.pid)
     program = Program(process, max_output)
     try:
@@ -147,7 +165,7 @@ async def run_program(
     except TimeoutError:
         if not timer.expired():
             raise
-        raise EpisodeTimeout(f"{command[0]} did not finish within timeout: {time_limit:g} s") from None
+        raise EpisodeTimeout(f"{name or command[0]} did not finish within timeout: {time_limit:g} s") from None
     finally:
         on_exit()
         await _end_group(process.pid)
