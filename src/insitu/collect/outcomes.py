@@ -41,7 +41,7 @@ async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterato
             outcome = Outcome.model_validate(output)
         except ValidationError as error:
             raise WorkflowError(f"the workflow's output is no outcome of an environment: {error}") from error
-        named = {**outcome.metrics, **outcome.rewards, None: outcome.reward}
+        named: dict[str | None, float] = {**outcome.metrics, **outcome.rewards, None: outcome.reward}
         if config.part not in named:
             existing = [name for name in named if name is not None]
             raise WorkflowError(not_found("the outcome's reward or metric", str(config.part), existing))

@@ -226,7 +226,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
 
     async def start(values: dict[str, Any], stdin: bytes, workspace: Workspace | None) -> Program:
         with ExitStack() as until_exit:
-            endpoint = until_exit.enter_context(_endpoint(gateway, workspace and workspace.address))
+            endpoint = until_exit.enter_context(_endpoint(gateway, None if workspace is None else workspace.address))
             variables = environment(endpoint, config)
             run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, workspace.work)
             done = await run_in(

@@ -51,7 +51,7 @@ def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
 def copy_over(source: Path, target: Path) -> None:
     """Copies files over those of an agent, whose links are replaced instead of followed."""
     target.chmod(target.stat().st_mode | 0o700)
-    for entry in os.scandir(source):
+    for entry in [*os.scandir(source)]:
         place = target / entry.name
         if not entry.is_dir(follow_symlinks=False):
             remove(place)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
@@ -316,18 +316,19 @@ class Workspace:
         names = ("TMPDIR", "HOME") if self._all.isolated else ("TMPDIR",)
         env = env | {name: place for name in names if name not in self._all.variables}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs, self._serving(ours) as early:
-            program = await run_program(
-                self._all.sandboxed(command, self._folder, temporary, theirs, cwd, port),
-                stdin,
-                cwd=self._folder,
-                env=env,
-                time_limit=time_limit,
-                max_output=max_output,
-                on_exit=on_exit,
-                pass_fds=[theirs.fileno()],
-                name=command[0],
-            )
+        with ours, theirs:
+            async with self._serving(ours) as early:
+                program = await run_program(
+                    self._all.sandboxed(command, self._folder, temporary, theirs, cwd, port),
+                    stdin,
+                    cwd=self._folder,
+                    env=env,
+                    time_limit=time_limit,
+                    max_output=max_output,
+                    on_exit=on_exit,
+                    pass_fds=[theirs.fileno()],
+                    name=command[0],
+                )
             theirs.close()
             report = early | _reports(ours)
         if "limit" in report:
@@ -338,17 +339,16 @@ class Workspace:
         program.reported_exit = report.get("exit", program.exit_code)
         return program
 
-    @contextmanager
-    def _serving(self, control: socket.socket) -> Iterator[dict[str, Any]]:
+    @asynccontextmanager
+    async def _serving(self, control: socket.socket) -> AsyncIterator[dict[str, Any]]:
         """Lets the gateway serve at the socket that the sandbox sends; yields what it says instead."""
         control.setblocking(False)
         loop, reports = asyncio.get_running_loop(), dict[str, Any]()
         serving: list[asyncio.Task[None]] = []
 
         async def serve(listener: socket.socket) -> None:
-            with listener:
-                async with self._all.gateway.serving(listener):
-                    await asyncio.Event().wait()
+            async with self._all.gateway.serving(listener):  # which closes it
+                await asyncio.Event().wait()
 
         def receive() -> None:
             loop.remove_reader(control)
@@ -366,6 +366,7 @@ class Workspace:
             loop.remove_reader(control)
             for task in serving:
                 task.cancel()
+            await asyncio.gather(*serving, return_exceptions=True)
 
     async def run_agent(self, command: Sequence[str], stdin: bytes, **options: Any) -> Program:
         """As `run`, with the model's endpoint."""
