@@ -3,18 +3,23 @@
 import asyncio
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
+from factories import ROOT
 from fake_openai import FakeOpenAI
+from processes import HANGS, run_project, serving, start_project
 from waiting import until
 
 from insitu.config import load_config
@@ -70,6 +75,10 @@ async def episode(workflow: Any, row: Any = 7, **columns: Any) -> Any:
 async def outcome(project: Path, server: FakeOpenAI, code: str, **block: Any) -> Any:
     async with agent(project, server, code, **block) as workflow:
         return await episode(workflow)
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
 
 
 def leftovers(project: Path) -> list[Path]:
@@ -183,12 +192,12 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
 async def test_a_commit_is_checked_out_without_history_or_credentials(project: Path, server: FakeOpenAI) -> None:
     repository = project / "repository"
     git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    subprocess.run(["git", "init", "-q", "-b", "main", str(repository)], check=True)
+    run(["git", "init", "-q", "-b", "main", str(repository)])
     for number in (1, 2):
         (repository / "number.txt").write_text(str(number))
-        subprocess.run([*git, "add", "."], check=True)
-        subprocess.run([*git, "commit", "-q", "-m", f"number {number}"], check=True)
-        subprocess.run([*git, "tag", f"v{number}"], check=True)
+        run([*git, "add", "."])
+        run([*git, "commit", "-q", "-m", f"number {number}"])
+        run([*git, "tag", f"v{number}"])
     code = f"""
 import os, subprocess
 open('number.txt', 'a').write('!')
@@ -351,9 +360,16 @@ async def test_an_agent_without_end_harms_no_other(
         await until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command], 0.1)
         assert not [path for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")]
     assert not leftovers(project)
-    kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
-    assert kept.parent == project / "out/workspaces"
-    assert (kept / "number.txt").exists()
+    if "folder_size" in str(raised.value):  # nothing of it is kept
+        assert not (project / "out").exists()
+    else:
+        kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
+        assert kept.parent == project / "out/workspaces"
+        assert (kept / "number.txt").exists()
+
+
+def block_device() -> str:
+    return next((str(path) for path in Path("/dev").iterdir() if path.is_block_device()), "/dev/none")
 
 
 async def test_an_agent_reaches_its_model_and_nothing_else(
@@ -365,7 +381,7 @@ async def test_an_agent_reaches_its_model_and_nothing_else(
         named.bind(str(place))
         named.listen()
         ports = [listener.getsockname()[1], int(server.base_url.split(":")[2].split("/")[0])]
-        disk = next((name for name in map(str, Path("/dev").iterdir()) if Path(name).is_block_device()), "/dev/none")
+        disk = block_device()
         code = f"""
 import json, os, pathlib, socket, subprocess, sys, time
 row = json.load(sys.stdin)
@@ -438,6 +454,10 @@ async def test_which_workspaces_are_kept(project: Path, server: FakeOpenAI) -> N
     assert [path.read_text() for path in kept.glob("*/number.txt")] == ["2", "2"]
 
 
+def start_python(script: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script], cwd=folder)
+
+
 async def test_what_a_killed_process_has_left_is_removed(project: Path, server: FakeOpenAI) -> None:
     """Its agents die with it, and the next one that makes workspaces removes the folders."""
     marker = f"orphan-of-{os.getpid()}"
@@ -454,7 +474,7 @@ async def main():
         await (await builder.get_workflow()).ainvoke("hi")
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", script], cwd=project) as process:
+    with start_python(script, project) as process:
         await until(lambda: bool(alive(marker)), 0.1)
         process.kill()
     await until(lambda: not alive(marker), 0.1)
@@ -481,3 +501,67 @@ asyncio.run(main())
 async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await outcome(project, server, "", **block)
+
+
+async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:
+    """On its machine, wherever it was started."""
+    async with agent(project, server, FIX + ASK, verify=FIXED):
+        pass
+    (project / "elsewhere").mkdir()
+    served = serving("serve", project / "config.yml", "--port", 0, folder=project / "elsewhere")
+    with served as (process, url):
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json={"input": "hi"}) as answer:
+            value = (await answer.json())["value"]
+        assert (value["answer"], value["reward"]) == ("done\necho: hi", 1.0)
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    assert not leftovers(project)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A copy of the example, whose commands find this Python."""
+    shutil.copytree(ROOT / "examples/coding", tmp_path / "coding", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "coding"
+
+
+def history(folder: Path, name: str) -> Any:
+    return json.loads((folder / "runs/coding" / name).read_text())
+
+
+def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    code, out, err = run_project(example, file="grpo.yml")
+    assert code == 0, out + err
+    first, last = history(example, "validation_history.json")
+    assert first["avg_reward"] < 0.8
+    assert last["avg_reward"] > first["avg_reward"] + 0.1
+    assert not first["dropped"]
+    assert not last["dropped"]
+
+
+def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(example))
+    small = ["-o", "trajectory_builders.episodes.num_generations", "2", "-o", "finetuning.num_epochs", "2"]
+    small += ["-o", "finetuning.validation", "null"]
+    rewards = []
+    for killed in (True, False):
+        if killed:
+            with start_project(example, *small, file="grpo.yml") as process:
+                wait_for(lambda: (example / "runs/coding/progress.json").exists())
+                wait_for(lambda: [*example.glob("insitu-workspaces-*/run-*/*/work/calculator.py")])
+                process.kill()
+        code, out, err = run_project(example, *small, *(["--resume"] if killed else []), file="grpo.yml")
+        assert code == 0, out + err
+        rewards.append([each["avg_reward"] for each in history(example, "reward_history.json")])
+        assert not [*example.glob("insitu-workspaces-*/run-*")]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
+
+
+def wait_for(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + HANGS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -28,7 +28,8 @@ from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, Workf
 from insitu.gateway.programs import Program, how_it_ended, inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
-from insitu.gateway.workspaces import Workspace, WorkspaceKeys, Workspaces
+from insitu.gateway.workspace_config import WorkspaceKeys
+from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.http_format import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
