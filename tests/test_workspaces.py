@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from factories import ROOT
 from fake_openai import FakeOpenAI
-from processes import HANGS, run_project, serving, start_project
+from processes import run_project, serving, start_project
 from waiting import until
 
 from insitu.config import load_config
@@ -140,7 +140,7 @@ async def test_a_verifier_that_fails_is_no_reward(project: Path, server: FakeOpe
 
 async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpenAI) -> None:
     with pytest.raises(EpisodeTimeout, match="timeout: 1 s"):
-        await outcome(project, server, "", verify=verify("import time; time.sleep(60)"), timeout=1)
+        await outcome(project, server, "", verify=verify("import signal; signal.pause()"), timeout=1)
     with pytest.raises(WorkflowError, match="no-such-verifier' cannot be started"):
         await outcome(project, server, "", verify=["no-such-verifier"])
     with pytest.raises(WorkflowError, match=r"exceeded limits\.cpu_seconds: 0\.5"):
@@ -225,13 +225,13 @@ def alive(marker: str) -> list[psutil.Process]:
 
 
 DAEMON = """
-import os, sys, time
+import os, signal, sys
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execvp(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{marker}"])
+        os.execvp(sys.executable, [sys.executable, "-c", "import signal; signal.pause()", "{marker}"])
     os._exit(0)
-time.sleep(0.5)
+os.wait()
 """
 
 
@@ -252,7 +252,7 @@ for name in os.listdir('/proc'):
     assert given["reward"] == 1.0
     assert not alive(marker)
     with pytest.raises(EpisodeTimeout):
-        await outcome(project, server, code + "time.sleep(600)", network=network, timeout=2)
+        await outcome(project, server, code + "signal.pause()", network=network, timeout=2)
     await until(lambda: not alive(marker), 0.1)
     assert not leftovers(project)
 
@@ -263,7 +263,7 @@ async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
 ) -> None:
     marker = f"cancelled-{os.getpid()}-{network}"
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    async with agent(project, server, ignores + DAEMON.format(marker=marker) + "time.sleep(600)", network=network) as w:
+    async with agent(project, server, ignores + DAEMON.format(marker=marker) + "signal.pause()", network=network) as w:
         running = asyncio.create_task(episode(w))
         await until(lambda: bool(alive(marker)), 0.1)
         running.cancel()
@@ -275,43 +275,43 @@ async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
 
 
 FORKS = """
-import os, time
+import os, signal
 made = 0
 try:
     while made < 150:
         if os.fork() == 0:
-            time.sleep(600)
+            signal.pause()
             os._exit(0)
         made += 1
 except OSError:
     pass
-time.sleep(600)
+signal.pause()
 """
-FILLS = "import time\nfor number in range(100): open(f'{number}', 'wb').write(bytes(2**20))\ntime.sleep(600)"
+FILLS = "import signal\nfor number in range(100): open(f'{number}', 'wb').write(bytes(2**20))\nsignal.pause()"
 FILLS_TEMPORARY = """
-import os, tempfile, time
+import os, signal, tempfile
 for number in range(100):
     file = tempfile.NamedTemporaryFile(delete=False)
     file.write(bytes(2**20))
-time.sleep(600)
+signal.pause()
 """
 KEEPS_DELETED = """
-import os, time
+import os, signal
 files = []
 for number in range(100):
     files.append(open('x', 'wb'))
     os.unlink('x')
     files[-1].write(bytes(2**20))
-time.sleep(600)
+signal.pause()
 """
 NESTS = """
-import os, time
+import os, signal
 for number in range(3000):
     os.mkdir('nested')
     os.chdir('nested')
-time.sleep(600)
+signal.pause()
 """
-TAKES = "import time\nkept = [bytearray(2**20) for _ in range({each})]\ntime.sleep(600)"
+TAKES = "import signal\nkept = [bytearray(2**20) for _ in range({each})]\nsignal.pause()"
 TOGETHER = f"""
 import subprocess, sys
 code = {TAKES.format(each=100)!r}
@@ -334,7 +334,7 @@ BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
         (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory"),
         (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1"),
         ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large"),
-        ("import time; time.sleep(600)", None, "did not finish within timeout: 2 s"),
+        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s"),
     ],
     ids=["forks", "fills", "temporary", "deleted", "nests", "memory", "together", "cpu", "file", "time"],
 )
@@ -380,16 +380,16 @@ async def test_an_agent_reaches_its_model_and_nothing_else(
         place = tmp_path_factory.mktemp("service") / "socket"
         named.bind(str(place))
         named.listen()
+        os.mkfifo(project / "stop")
         ports = [listener.getsockname()[1], int(server.base_url.split(":")[2].split("/")[0])]
         disk = block_device()
         code = f"""
-import json, os, pathlib, socket, subprocess, sys, time
+import json, os, pathlib, socket, subprocess, sys
 row = json.load(sys.stdin)
 if row['id'] == 'first':
     pathlib.Path('secret').write_text('x')
     print(os.getcwd(), flush=True)
-    while not os.path.exists({str(project / "stop")!r}):
-        time.sleep(0.05)
+    open({str(project / "stop")!r}).read()
     raise SystemExit
 tried = []
 def attempt(name, act):
@@ -421,7 +421,7 @@ print(tried)
             given = await episode(workflow, "second", other=str(other), root=str(root))
             assert given == "['mine']\necho: hi"
             assert not (other / "written").exists()
-            (project / "stop").touch()
+            (project / "stop").write_text("")
             await first
 
 
@@ -461,7 +461,7 @@ def start_python(script: str, folder: Path) -> subprocess.Popen[bytes]:
 async def test_what_a_killed_process_has_left_is_removed(project: Path, server: FakeOpenAI) -> None:
     """Its agents die with it, and the next one that makes workspaces removes the folders."""
     marker = f"orphan-of-{os.getpid()}"
-    (project / "agent.py").write_text(DAEMON.format(marker=marker) + "time.sleep(600)")
+    (project / "agent.py").write_text(DAEMON.format(marker=marker) + "signal.pause()")
     async with agent(project, server, (project / "agent.py").read_text()):
         pass
     script = """
@@ -549,8 +549,8 @@ def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypa
     for killed in (True, False):
         if killed:
             with start_project(example, *small, file="grpo.yml") as process:
-                wait_for(lambda: (example / "runs/coding/progress.json").exists())
-                wait_for(lambda: [*example.glob("insitu-workspaces-*/run-*/*/work/calculator.py")])
+                asyncio.run(until((example / "runs/coding/progress.json").exists, 0.02))
+                asyncio.run(until(lambda: [*example.glob("insitu-workspaces-*/run-*/*/work/calculator.py")], 0.02))
                 process.kill()
         code, out, err = run_project(example, *small, *(["--resume"] if killed else []), file="grpo.yml")
         assert code == 0, out + err
@@ -558,10 +558,3 @@ def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypa
         assert not [*example.glob("insitu-workspaces-*/run-*")]
     assert rewards[0] == rewards[1]
     assert len(rewards[0]) == 2
-
-
-def wait_for(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + HANGS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

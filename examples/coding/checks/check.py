@@ -1,6 +1,6 @@
 """Tests that the agent does not see.
 
-    python check.py FUNCTION
+python check.py FUNCTION
 """
 
 import sys

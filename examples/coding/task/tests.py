@@ -1,6 +1,6 @@
 """Tests that the agent may run.
 
-    python tests.py FUNCTION
+python tests.py FUNCTION
 """
 
 import sys

@@ -41,12 +41,13 @@ async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterato
             outcome = Outcome.model_validate(output)
         except ValidationError as error:
             raise WorkflowError(f"the workflow's output is no outcome of an environment: {error}") from error
-        named: dict[str | None, float] = {**outcome.metrics, **outcome.rewards, None: outcome.reward}
-        if config.part not in named:
-            existing = [name for name in named if name is not None]
-            raise WorkflowError(not_found("the outcome's reward or metric", str(config.part), existing))
-        steps = outcome.step_rewards if config.part is None else None
-        return Score(named[config.part], {**outcome.rewards, **outcome.metrics} or None, steps)
+        named, part = {**outcome.metrics, **outcome.rewards}, config.part
+        if part is not None and part not in named:
+            raise WorkflowError(not_found("the outcome's reward or metric", part, named))
+        steps = outcome.step_rewards if part is None else None
+        return Score(
+            outcome.reward if part is None else named[part], {**outcome.rewards, **outcome.metrics} or None, steps
+        )
 
     evaluator = FunctionEvaluator(score)
     yield EvaluatorInfo(config=config, evaluate_fn=evaluator.evaluate, description="The reward of the environment")
