@@ -503,6 +503,34 @@ async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: d
         await outcome(project, server, "", **block)
 
 
+def build_without_namespaces(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Builds the workflow of a folder where the kernel allows no further user namespaces."""
+    script = """
+import asyncio
+from pathlib import Path
+from insitu.config import load_config
+from insitu.plugin_api import Builder
+async def main():
+    async with Builder(load_config(Path("config.yml"))) as builder:
+        print(await (await builder.get_workflow()).ainvoke("hi"))
+asyncio.run(main())
+"""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
+    command = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, "-c", script]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI) -> None:
+    for network, expected in (("model", ""), ("host", "{'answer': 'done', 'reward': 1.0")):
+        async with agent(project, server, FIX, network=network, verify=FIXED):
+            pass
+        done = build_without_namespaces(project)
+        assert done.stdout.startswith(expected)
+        if not expected:
+            assert "workflow.network is model, but this system does not let programs be confined" in done.stderr
+            assert "(unshare: No space left on device): set network: host" in done.stderr.replace("[Errno 28] ", "")
+
+
 async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:
     """On its machine, wherever it was started."""
     async with agent(project, server, FIX + ASK, verify=FIXED):
