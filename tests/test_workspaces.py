@@ -46,8 +46,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "task").mkdir()
     (tmp_path / "task/number.txt").write_text("1")
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -60,6 +58,8 @@ async def agent(project: Path, server: FakeOpenAI, code: str, **block: Any) -> A
     workflow = {"_type": "command", "llm": "player", "command": [sys.executable, "agent.py"], **block}
     workflow["command"] = [str(project / part) if part == "agent.py" else part for part in workflow["command"]]
     workflow.setdefault("workspace", {"copy": "task"})
+    if workflow["workspace"]:
+        workflow["workspace"] = {"folder": str(project / "temporary"), **workflow["workspace"]}
     text = json.dumps({"llms": {"player": model}, "workflow": workflow, "eval": {"general": {"output_dir": "out"}}})
     (project / "config.yml").write_text(text)
     async with Builder(load_config(project / "config.yml")) as builder:
@@ -570,8 +570,8 @@ def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("TMPDIR", str(example))
-    small = ["-o", "trajectory_builders.episodes.num_generations", "2", "-o", "finetuning.num_epochs", "2"]
+    small = ["-o", "workflow.workspace.folder", ".", "-o", "trajectory_builders.episodes.num_generations", "2"]
+    small += ["-o", "finetuning.num_epochs", "2"]
     small += ["-o", "finetuning.validation", "null"]
     rewards = []
     for killed in (True, False):
