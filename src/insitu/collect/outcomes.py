@@ -8,42 +8,16 @@ A workflow that runs somebody else's environment returns an `Outcome` as its out
 """
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.scores import FunctionEvaluator, Score
 from insitu.errors import WorkflowError, a_type
 from insitu.registry import not_found, register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
-
-Number = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Outcome(BaseModel):
-    """What an environment says of a finished episode. A failed episode has none: its workflow raises."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    answer: Any = None
-    """The agent's last words, or the state that it leaves."""
-    reward: Number
-    rewards: dict[str, Number] = Field(default_factory=dict)
-    """The parts of the reward, by name."""
-    metrics: dict[str, Number] = Field(default_factory=dict)
-    """Other numbers, by name."""
-    step_rewards: list[Number] | None = None
-    """The reward of each answer of the model under training, in order."""
-
-    def score(self, name: str | None) -> float:
-        """The reward, or the part or metric with this name. Raises WorkflowError if there is none."""
-        if name is None:
-            return self.reward
-        named = self.metrics | self.rewards
-        if name not in named:
-            raise WorkflowError(not_found("the outcome's reward or metric", name, named))
-        return named[name]
+from insitu.schemas.evaluation import Number as Number
+from insitu.schemas.evaluation import Outcome as Outcome
 
 
 class OutcomeConfig(EvaluatorBaseConfig, name="outcome"):
@@ -67,8 +41,13 @@ async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterato
             outcome = Outcome.model_validate(output)
         except ValidationError as error:
             raise WorkflowError(f"the workflow's output is no outcome of an environment: {error}") from error
-        steps = outcome.step_rewards if config.part is None else None
-        return Score(outcome.score(config.part), {**outcome.rewards, **outcome.metrics} or None, steps)
+        named, part = {**outcome.metrics, **outcome.rewards}, config.part
+        if part is not None and part not in named:
+            raise WorkflowError(not_found("the outcome's reward or metric", part, named))
+        steps = outcome.step_rewards if part is None else None
+        return Score(
+            outcome.reward if part is None else named[part], {**outcome.rewards, **outcome.metrics} or None, steps
+        )
 
     evaluator = FunctionEvaluator(score)
     yield EvaluatorInfo(config=config, evaluate_fn=evaluator.evaluate, description="The reward of the environment")

@@ -2,6 +2,6 @@
 
 In: their requests to OpenAI's API, or to one that `integrations/dialects` translates. Out: completions of the
 workflow's models, recorded like every other call. Read `server` first (the gateway), then `dialects` (the APIs),
-`agents` (the workflows `command` and `http`) and `translation` (the same dialects under a framework's client in this
-process).
+`agents` (the workflows `command` and `http`), `workspaces` (a folder and a sandbox per episode of `command`) and
+`translation` (the same dialects under a framework's client in this process).
 """

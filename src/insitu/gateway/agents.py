@@ -11,9 +11,8 @@ import copy
 import json
 import os
 import re
-import signal
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,9 +25,11 @@ from yarl import URL
 
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
-from insitu.gateway.programs import inherited_environment, run_program
+from insitu.gateway.programs import Program, how_it_ended, inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
+from insitu.gateway.workspace_config import WorkspaceKeys
+from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.http_format import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
@@ -63,7 +64,7 @@ class ExternalConfig(FunctionBaseConfig):
     """The gateway that agents call instead of their model server."""
 
 
-class CommandConfig(ExternalConfig, name="command"):
+class CommandConfig(WorkspaceKeys, ExternalConfig, name="command"):
     """A program that runs once per episode and prints the answer."""
 
     command: list[str] = Field(min_length=1)
@@ -76,9 +77,10 @@ class CommandConfig(ExternalConfig, name="command"):
     pass_env: list[str] = Field(default_factory=list)
     """Environment variables that the program gets besides those that every program needs, such as PATH and LANG."""
     cwd: Path | None = None
-    """Working directory, relative to the folder of the YAML file; none: that folder."""
+    """Working directory, relative to the workspace or, without one, to the folder of the YAML file; none: that
+    folder."""
     timeout: float | None = Field(default=None, gt=0)
-    """Time limit in seconds; none: that of the episode."""
+    """Time limit in seconds, also of `verify`; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
     """Maximum size of the standard output, in bytes."""
     answer: Literal["text", "json"] = "text"
@@ -157,11 +159,11 @@ class HttpConfig(ExternalConfig, name="http"):
 
 
 @contextmanager
-def episode_endpoint(gateway: Gateway) -> Iterator[EpisodeEndpoint]:
+def episode_endpoint(gateway: Gateway, address: str | None = None) -> Iterator[EpisodeEndpoint]:
     """An endpoint for the current episode, or for a new scope outside any episode."""
     with ExitStack() as stack:
         scope = current_scope() or stack.enter_context(EpisodeScope())
-        yield stack.enter_context(gateway.endpoint(scope))
+        yield stack.enter_context(gateway.endpoint(scope, address))
 
 
 async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
@@ -170,22 +172,26 @@ async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
 
 
 def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, str]:
-    """Variables that every program needs, those in `pass_env`, those of the official clients' endpoint, and `env`."""
+    """The variables of the verifier, and those of the official clients' endpoint."""
     no_proxy = ",".join(
         filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
     )
     return {
-        **inherited_environment(config.pass_env),
         "OPENAI_BASE_URL": endpoint.openai_url,
         "OPENAI_API_BASE": endpoint.openai_url,
         "OPENAI_API_KEY": endpoint.key,
         "ANTHROPIC_BASE_URL": endpoint.anthropic_url,
         "ANTHROPIC_API_KEY": endpoint.key,
-        "INSITU_ROW_ID": Context.get().row_id or "",
+        **_common_environment(config),
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
         **config.env,
     }
+
+
+def _common_environment(config: CommandConfig) -> dict[str, str]:
+    """Variables that every program needs, those in `pass_env`, the row's id, and `env`."""
+    return {**inherited_environment(config.pass_env), "INSITU_ROW_ID": Context.get().row_id or "", **config.env}
 
 
 def _json(value: Any) -> bytes:
@@ -211,22 +217,25 @@ def _row(value: Any) -> tuple[Any, dict[str, Any]]:
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, folder = config.command[0], builder.config.folder
-    program = str(folder / name) if os.sep in name else name  # absolute paths stay as they are
     if missing := [name for name in config.pass_env if name not in os.environ]:
         raise ConfigError(f"pass_env names {', '.join(missing)}: no such environment variable")
 
-    async def run(value: Any) -> Any:
-        row, values = _row(value)
+    def with_values(command: list[str], values: dict[str, Any]) -> list[str]:
         field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
-        arguments = [field.sub(lambda match: convert(values[match[1]], str), part) for part in config.command[1:]]
-        stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
+        start = str(folder / command[0]) if os.sep in command[0] else command[0]  # absolute paths stay as they are
+        return [start, *(field.sub(lambda match: convert(values[match[1]], str), part) for part in command[1:])]
+
+    async def start(values: dict[str, Any], stdin: bytes, workspace: Workspace | None) -> Program:
         with ExitStack() as until_exit:
-            endpoint = until_exit.enter_context(episode_endpoint(gateway))
+            endpoint = until_exit.enter_context(
+                episode_endpoint(gateway, None if workspace is None else workspace.address)
+            )
             variables = environment(endpoint, config)
-            done = await run_program(
-                [program, *arguments],
+            run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, workspace.work)
+            done = await run_in(
+                with_values(config.command, values),
                 stdin,
-                cwd=folder / (config.cwd or ""),
+                cwd=base / (config.cwd or ""),
                 env=variables,
                 time_limit=config.timeout,
                 max_output=config.max_output,
@@ -235,26 +244,36 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         if done.output_too_long:
             raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
         if code := done.exit_code:
-            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-            message = f"{name} {how}: {done.stderr_tail}"
+            message = f"{name} {how_it_ended(code)}: {done.stderr_tail}"
             if withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
             if endpoint.failure:
                 raise BackendUnavailable(f"{message} (its model: {endpoint.failure})")
             raise WorkflowError(message)
-        if config.answer == "text":
-            return done.stdout.decode(errors="replace").strip()
-        return _parse_json_answer(bytes(done.stdout), name)
+        return done
 
-    async with await _gateway(config, builder) as gateway:
+    async def run(value: Any) -> Any:
+        row, values = _row(value)
+        stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
+        async with AsyncExitStack() as stack:
+            workspace = None if workspaces is None else await stack.enter_async_context(workspaces.episode(values))
+            done = await start(values, stdin, workspace)
+            answer: Any = done.stdout.decode(errors="replace").strip()
+            if config.answer == "json":
+                answer = _parse_json_answer(bytes(done.stdout), name)
+            if workspace is None or config.verify is None:
+                return answer
+            verify = with_values(config.verify, values)
+            return await workspace.judge(verify, answer, _json(row), _common_environment(config), config.timeout)
+
+    async with AsyncExitStack() as stack:
+        gateway, workspaces = await stack.enter_async_context(await _gateway(config, builder)), None
+        if config.workspace is not None:
+            loaded = builder.config
+            run_dir = loaded.run_dir if builder.request is not None else loaded.working_dir / loaded.eval.folder
+            workspaces = Workspaces(config, gateway, loaded, run_dir, config.env)
+            await stack.enter_async_context(workspaces.open())
         yield FunctionInfo.from_fn(run, description=f"Runs {name}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _request(config: HttpConfig, endpoint: EpisodeEndpoint, value: Any) -> tuple[URL, dict[str, str], dict[str, Any]]:

@@ -9,9 +9,10 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, cast
 
 from insitu.errors import EpisodeTimeout, WorkflowError
 from insitu.wire.redaction import is_ordinary_variable
@@ -37,45 +38,74 @@ def inherited_environment(passed: Iterable[str] = ()) -> dict[str, str]:
 class Program:
     """A running program, with pipes to the event loop.
 
-    `done` is set once it has exited or written more than `max_output` bytes to stdout.
+    `done` is set once it has exited or written more than `max_output` bytes to stdout. The pipes are read and closed
+    here: as transports, uvloop closes their descriptors twice, and the second time may hit a file of another thread.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], max_output: int) -> None:
         self.done = asyncio.Event()
         self.stdout = bytearray()
+        self.reported_exit: int | None = None
+        """Exit status of the program that this one has run, if that is what counts."""
         self._process = process
         self._errors = b""
         self._max_output = max_output
-        self._pipes: list[asyncio.BaseTransport] = []
-        self._reading: list[asyncio.Task[None]] = []
+        self._outputs: dict[IO[bytes], Callable[[bytes], None]] = {}
+        self._silent = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     async def communicate(self, stdin: bytes) -> None:
         """Passes it its input, and collects its output until it is `done`."""
-        loop, process = asyncio.get_running_loop(), self._process
-        exited = functools.partial(loop.call_soon_threadsafe, self.done.set)
+        process = self._process
+        exited = functools.partial(self._loop.call_soon_threadsafe, self.done.set)
         threading.Thread(target=_wait, args=(process, exited), name="insitu-program", daemon=True).start()
-        for stream, receive in ((process.stdout, self._receive), (process.stderr, self._receive_errors)):
-            reader = asyncio.StreamReader()
-            pipe, _ = await loop.connect_read_pipe(functools.partial(asyncio.StreamReaderProtocol, reader), stream)
-            self._pipes.append(pipe)
-            self._reading.append(asyncio.create_task(_read(reader, receive), name="read a program's output"))
-        written, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-        self._pipes.append(written)
-        if not written.is_closing():  # as it is if the program has ended already
-            written.write(stdin)
-            written.close()
+        streams = process.stdin, process.stdout, process.stderr
+        written, output, errors = (cast(IO[bytes], stream) for stream in streams)
+        self._outputs = {output: self._receive, errors: self._receive_errors}
+        for stream in (written, output, errors):
+            os.set_blocking(stream.fileno(), False)
+        for stream in self._outputs:
+            self._loop.add_reader(stream.fileno(), self._read, stream)
+        self._loop.add_writer(written.fileno(), self._write, written, memoryview(stdin))
         await self.done.wait()
 
     async def close(self) -> None:
         """Waits a while for the rest of its output."""
-        if self._reading:
-            await asyncio.wait(self._reading, timeout=GRACE_SECONDS)
-        for task in self._reading:
-            task.cancel()
-        for pipe in self._pipes:
-            pipe.close()
-        for stream in (self._process.stdout, self._process.stderr, self._process.stdin)[len(self._pipes) :]:
-            stream.close()  # type: ignore[union-attr]
+        if self._outputs:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await self._silent.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            self._close(stream)  # type: ignore[arg-type]
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with suppress(BlockingIOError):
+            if data := os.read(stream.fileno(), _READ_BYTES):
+                self._outputs[stream](data)
+            else:
+                self._close(stream)
+
+    def _write(self, stream: IO[bytes], data: memoryview) -> None:
+        self._loop.remove_writer(stream.fileno())
+        try:
+            data = data[os.write(stream.fileno(), data) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has closed its input
+            data = data[:0]
+        if data:
+            self._loop.add_writer(stream.fileno(), self._write, stream, data)
+        else:
+            stream.close()
+
+    def _close(self, stream: IO[bytes]) -> None:
+        if not stream.closed:
+            self._loop.remove_reader(stream.fileno())
+            self._loop.remove_writer(stream.fileno())
+            stream.close()
+        self._outputs.pop(stream, None)
+        if not self._outputs:
+            self._silent.set()
 
     def _receive(self, data: bytes) -> None:
         self.stdout += data[: self._max_output + 1 - len(self.stdout)]
@@ -88,6 +118,8 @@ class Program:
     @property
     def exit_code(self) -> int:
         """Exit status; -N if signal N killed it."""
+        if self.reported_exit is not None:
+            return self.reported_exit
         return self._process.returncode or 0  # None only if it is still dying after too much output
 
     @property
@@ -100,9 +132,14 @@ class Program:
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
 
 
-async def _read(reader: asyncio.StreamReader, receive: Callable[[bytes], None]) -> None:
-    while data := await reader.read(_READ_BYTES):
-        receive(data)
+def how_it_ended(code: int) -> str:
+    """An exit status other than 0 in words; -N if signal N killed the program."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was ended by signal {-code}"
 
 
 def _wait(process: subprocess.Popen[bytes], exited: Callable[[], object]) -> None:
@@ -120,10 +157,13 @@ async def run_program(
     time_limit: float | None,
     max_output: int,
     on_exit: Callable[[], None],
+    pass_fds: Collection[int] = (),
+    name: str | None = None,
 ) -> Program:
     """Runs a program until it exits or writes more than `max_output` bytes to stdout.
 
-    Once the program has started, `on_exit` is always called, and then the rest of its process group is terminated.
+    `name` is that in error messages; none: the first word of the command. Once the program has started, `on_exit` is
+    always called, and then the rest of its process group is terminated.
     Raises WorkflowError if it cannot be started, EpisodeTimeout after `time_limit` seconds.
     """
     try:
@@ -133,12 +173,14 @@ async def run_program(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             cwd=cwd,
             env=env,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument, for example
-        raise WorkflowError(f"workflow command {command[0]!r} cannot be started: {error}") from error
+        raise WorkflowError(f"workflow command {name or command[0]!r} cannot be started: {error}") from error
     _running_groups.add(process.pid)
     program = Program(process, max_output)
     try:
@@ -147,7 +189,7 @@ async def run_program(
     except TimeoutError:
         if not timer.expired():
             raise
-        raise EpisodeTimeout(f"{command[0]} did not finish within timeout: {time_limit:g} s") from None
+        raise EpisodeTimeout(f"{name or command[0]} did not finish within timeout: {time_limit:g} s") from None
     finally:
         on_exit()
         await _end_group(process.pid)

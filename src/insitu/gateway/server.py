@@ -11,10 +11,11 @@ back; the recorder in between is the one of the in-process transport.
 import hashlib
 import logging
 import secrets
+import socket
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
@@ -149,21 +150,22 @@ class Gateway:
         self._open = AsyncExitStack()
         self._session: aiohttp.ClientSession
         self.address = ""
+        self.port = 0
         self.late_calls = 0
         """Requests refused because their episode had ended; also counted in its ledger."""
         self.unknown_keys = 0
         """Requests refused because their key belongs to no running episode."""
 
     async def __aenter__(self) -> Self:
-        app = web.Application()
-        app.router.add_route("*", "/e/{key}/{tail:.*}", self._handle)
         bind = self._bind
         try:
-            host, port = await self._open.enter_async_context(listening(app, (bind.host, bind.port), grace=1.0))
+            served = listening(self._application(), (bind.host, bind.port), grace=1.0)
+            host, port = await self._open.enter_async_context(served)
         except OSError as error:
             where = f"{bind.host}:{bind.port}"
             raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
         self.address = (bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
+        self.port = port
         self._session = new_session(through_proxies=False)
         return self
 
@@ -171,12 +173,26 @@ class Gateway:
         await self._open.aclose()
         await self._session.close()
 
+    def _application(self) -> web.Application:
+        app = web.Application()
+        app.router.add_route("*", "/e/{key}/{tail:.*}", self._handle)
+        return app
+
+    @asynccontextmanager
+    async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Serves at a further socket, such as one in the network namespace of an agent."""
+        async with listening(self._application(), listener):
+            yield
+
     @contextmanager
-    def endpoint(self, scope: EpisodeScope) -> Iterator[EpisodeEndpoint]:
-        """Opens an endpoint for an episode; its calls are recorded at the current call site."""
+    def endpoint(self, scope: EpisodeScope, address: str | None = None) -> Iterator[EpisodeEndpoint]:
+        """Opens an endpoint for an episode; its calls are recorded at the current call site.
+
+        `address` is where the agent reaches the gateway, if not at its own address.
+        """
         ledger = scope.ledger
         site = current_call_site.get()._replace(ledger=ledger, is_explicit=True)
-        endpoint = EpisodeEndpoint(EPISODE_KEY + secrets.token_urlsafe(18), self.address, site, ledger)
+        endpoint = EpisodeEndpoint(EPISODE_KEY + secrets.token_urlsafe(18), address or self.address, site, ledger)
         hashed = _hashed(endpoint.key)
         self._endpoints[hashed] = endpoint
         try:

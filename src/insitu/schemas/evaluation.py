@@ -8,7 +8,7 @@ EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer") 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -167,3 +167,22 @@ class EvaluatorInfo:
     config: EvaluatorBaseConfig
     evaluate_fn: Callable[[EvalInput], Awaitable[EvalOutput]]
     description: str = ""
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Outcome(BaseModel):
+    """What an environment says of a finished episode. A failed episode has none: its workflow raises."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    answer: Any = None
+    """The agent's last words, or the state that it leaves."""
+    reward: Number
+    rewards: dict[str, Number] = Field(default_factory=dict)
+    """The parts of the reward, by name."""
+    metrics: dict[str, Number] = Field(default_factory=dict)
+    """Other numbers, by name."""
+    step_rewards: list[Number] | None = None
+    """The reward of each answer of the model under training, in order."""

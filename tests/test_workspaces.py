@@ -1,0 +1,588 @@
+"""Coding agents in a folder per episode: what they leave is judged, and none of them harms another one."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from factories import ROOT
+from fake_openai import FakeOpenAI
+from processes import run_project, serving, start_project
+from waiting import until
+
+from insitu.config import load_config
+from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
+from insitu.plugin_api import Builder
+from insitu.schemas.episodes import EpisodeKey
+from insitu.workflow.context import EpisodeScope
+
+PYTHON = [sys.executable, "-c"]
+NETWORKS = ["model", "host"]
+ASK = """
+import json, os, urllib.request
+body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "hi"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+with urllib.request.urlopen(request) as answer:
+    print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a task to copy; workspaces are made beside it."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/number.txt").write_text("1")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@asynccontextmanager
+async def agent(project: Path, server: FakeOpenAI, code: str, **block: Any) -> AsyncIterator[Any]:
+    """The workflow of an agent that is this Python code."""
+    (project / "agent.py").write_text(code)
+    model = {"_type": "openai", "model_name": "fake", "base_url": server.base_url}
+    workflow = {"_type": "command", "llm": "player", "command": [sys.executable, "agent.py"], **block}
+    workflow["command"] = [str(project / part) if part == "agent.py" else part for part in workflow["command"]]
+    workflow.setdefault("workspace", {"copy": "task"})
+    if workflow["workspace"]:
+        workflow["workspace"] = {"folder": str(project / "temporary"), **workflow["workspace"]}
+    text = json.dumps({"llms": {"player": model}, "workflow": workflow, "eval": {"general": {"output_dir": "out"}}})
+    (project / "config.yml").write_text(text)
+    async with Builder(load_config(project / "config.yml")) as builder:
+        yield await builder.get_workflow()
+
+
+async def episode(workflow: Any, row: Any = 7, **columns: Any) -> Any:
+    with EpisodeScope(key=EpisodeKey("r", 0, str(row), 0), training=True) as scope:
+        scope.row = {"id": row, "question": "hi", **columns}
+        return await workflow.ainvoke("hi")
+
+
+async def outcome(project: Path, server: FakeOpenAI, code: str, **block: Any) -> Any:
+    async with agent(project, server, code, **block) as workflow:
+        return await episode(workflow)
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
+
+
+def leftovers(project: Path) -> list[Path]:
+    """The folders of episodes that still exist."""
+    return [*(project / "temporary").glob("insitu-workspaces-*/run-*")]
+
+
+def verify(code: str) -> list[str]:
+    return [*PYTHON, code]
+
+
+FIXED = verify("import sys; sys.exit(open('number.txt').read() != '2')")
+FIX = "open('number.txt', 'w').write('2'); print('done')"
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_what_an_agent_leaves_is_judged(project: Path, server: FakeOpenAI, network: str) -> None:
+    first = await outcome(project, server, FIX + ASK, verify=FIXED, network=network)
+    assert (first["answer"], first["reward"]) == ("done\necho: hi", 1.0)
+    assert (await outcome(project, server, "print('no')", verify=FIXED, network=network))["reward"] == 0.0
+    assert (project / "task/number.txt").read_text() == "1"
+    assert await outcome(project, server, ASK, network=network) == "echo: hi"  # without a verifier
+    assert not leftovers(project)
+    assert not (project / "out").exists()
+
+
+async def test_a_verifier_writes_the_reward(project: Path, server: FakeOpenAI) -> None:
+    full = {"reward": 0.25, "rewards": {"tests": 0.5}, "metrics": {"lines": 3}}
+    for written, reward in ((full, 0.25), (0.5, 0.5), (1, 1.0)):
+        code = f"open('reward.json', 'w').write({json.dumps(written)!r}); raise SystemExit(3)"
+        given = await outcome(project, server, "", verify=verify(code))
+        assert given["reward"] == reward
+    assert given["rewards"] == {}
+    # one that the agent has written counts for nothing
+    agents = "open('reward.json', 'w').write('1')"
+    assert (await outcome(project, server, agents, verify=verify("raise SystemExit(1)")))["reward"] == 0.0
+    agents = "import os; os.symlink('/etc/hostname', 'reward.json')"
+    assert (await outcome(project, server, agents, verify=verify("pass")))["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("open('reward.json', 'w').write('{\"reward\": \"1\"}')", "reward.json is malformed.*allowed: a number"),
+        ("open('reward.json', 'w').write('NaN')", "reward.json is malformed"),
+        ("open('reward.json', 'w').write('{\"reward\": 1, \"score\": 1}')", "it has the keys score"),
+        ("open('reward.json', 'w').write('{')", "reward.json is malformed"),
+        ("import os; os.mkdir('reward.json')", "reward.json (is not a file|cannot be read)"),
+        ("import os; os.symlink('number.txt', 'reward.json')", "reward.json cannot be read"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("raise SystemExit(127)", "ended with exit code 127"),
+        ("raise SystemExit(137)", "ended with exit code 137"),
+    ],
+)
+async def test_a_verifier_that_fails_is_no_reward(project: Path, server: FakeOpenAI, code: str, message: str) -> None:
+    with pytest.raises(WorkflowError, match=f"workflow.verify: .*{message}"):
+        await outcome(project, server, "", verify=verify(code))
+
+
+async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpenAI) -> None:
+    with pytest.raises(EpisodeTimeout, match="timeout: 1 s"):
+        await outcome(project, server, "", verify=verify("import signal; signal.pause()"), timeout=1)
+    with pytest.raises(WorkflowError, match="no-such-verifier' cannot be started"):
+        await outcome(project, server, "", verify=["no-such-verifier"])
+    with pytest.raises(WorkflowError, match=r"exceeded limits\.cpu_seconds: 0\.5"):
+        await outcome(project, server, "", verify=verify("while True: pass"), limits={"cpu_seconds": 0.5})
+
+
+async def test_agents_neither_see_nor_change_what_judges_them(project: Path, server: FakeOpenAI) -> None:
+    (project / "hidden/tests/one").mkdir(parents=True)
+    (project / "hidden/tests/one/check.py").write_text("import sys; sys.exit(open('number.txt').read() != '2')")
+    (project / "outside").mkdir()
+    block = {"verify": [sys.executable, "tests/one/check.py"], "verify_files": "hidden"}
+    cheat = f"""
+import os, pathlib
+print(os.path.exists({str(project / "hidden/tests")!r}), os.path.exists({str(project / "agent.py")!r}))
+pathlib.Path('tests').mkdir()
+"""
+    for trick in (
+        f"os.symlink({str(project / 'outside')!r}, 'tests/one')",
+        "pathlib.Path('tests/one').mkdir(); pathlib.Path('tests/one/check.py').write_text('')",
+        "pathlib.Path('tests/one').write_text('')",
+        "os.makedirs('tests/one/check.py')",
+        "os.chmod('tests', 0)",
+    ):
+        given = await outcome(project, server, f"{cheat}\n{trick}", **block)
+        assert (given["reward"], given["answer"]) == (0.0, "False True")
+    assert not [*(project / "outside").iterdir()]
+    assert (await outcome(project, server, FIX, **block))["reward"] == 1.0
+
+
+async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> None:
+    for name in ("a", "b"):
+        (project / "tasks" / name).mkdir(parents=True)
+        (project / "tasks" / name / "name.txt").write_text(name)
+        (project / "checks" / name).mkdir(parents=True)
+        (project / "checks" / name / "check.py").write_text(
+            f"import sys; sys.exit(open('name.txt').read() != {name!r})"
+        )
+    block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": {"copy": "tasks/{id}"}}
+    code = f"import os; print(os.path.exists({str(project / 'checks/a')!r}), open('name.txt').read())"
+    async with agent(project, server, code, **block) as workflow:
+        for name in ("a", "b"):
+            given = await episode(workflow, name)
+            assert (given["reward"], given["answer"]) == (1.0, f"False {name}")
+        for name in ("../task", str(project / "task")):
+            with pytest.raises(WorkflowError, match="would lead to another folder"):
+                await episode(workflow, name)
+
+
+async def test_a_commit_is_checked_out_without_history_or_credentials(project: Path, server: FakeOpenAI) -> None:
+    repository = project / "repository"
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    run(["git", "init", "-q", "-b", "main", str(repository)])
+    for number in (1, 2):
+        (repository / "number.txt").write_text(str(number))
+        run([*git, "add", "."])
+        run([*git, "commit", "-q", "-m", f"number {number}"])
+        run([*git, "tag", f"v{number}"])
+    code = f"""
+import os, subprocess
+open('number.txt', 'a').write('!')
+def said(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout
+print(said('git', 'log', '--all', '--format=%s').split(), said('git', 'diff', '--stat').count('number.txt'))
+print(said('grep', '-r', {str(project / "repository")!r}, '.git'))
+"""
+    check = verify("print(open('number.txt').read()); import sys; sys.exit(open('number.txt').read() != '1!')")
+    given = await outcome(project, server, code, workspace={"git": "repository@v1"}, verify=check)
+    assert (given["reward"], given["answer"]) == (1.0, "['number', '1'] 1")
+    with pytest.raises(ConfigError, match=r"workflow.workspace.git: repository@v3: git: .*v3"):
+        await outcome(project, server, "", workspace={"git": "repository@v3"})
+    assert (repository / "number.txt").read_text() == "2"
+
+
+def alive(marker: str) -> list[psutil.Process]:
+    """The processes whose command line has a text."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if marker in command and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+DAEMON = """
+import os, signal, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp(sys.executable, [sys.executable, "-c", "import signal; signal.pause()", "{marker}"])
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_nothing_that_an_agent_starts_outlives_it(project: Path, server: FakeOpenAI, network: str) -> None:
+    """Also a daemon, which has left its process group; before the verifier runs."""
+    marker = f"daemon-of-{os.getpid()}-{network}"
+    check = f"""
+import os, sys
+for name in os.listdir('/proc'):
+    if name.isdigit():
+        try: text = open(f'/proc/{{name}}/cmdline').read()
+        except OSError: continue
+        if {marker!r} in text.split(chr(0)): sys.exit(1)
+"""
+    code = DAEMON.format(marker=marker)
+    given = await outcome(project, server, code, network=network, verify=verify(check))
+    assert given["reward"] == 1.0
+    assert not alive(marker)
+    with pytest.raises(EpisodeTimeout):
+        await outcome(project, server, code + "signal.pause()", network=network, timeout=2)
+    await until(lambda: not alive(marker), 0.1)
+    assert not leftovers(project)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
+    project: Path, server: FakeOpenAI, network: str
+) -> None:
+    marker = f"cancelled-{os.getpid()}-{network}"
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    async with agent(project, server, ignores + DAEMON.format(marker=marker) + "signal.pause()", network=network) as w:
+        running = asyncio.create_task(episode(w))
+        await until(lambda: bool(alive(marker)), 0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await until(lambda: not alive(marker), 0.1)
+        await until(lambda: [path.name for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")] == [])
+    assert not leftovers(project)
+
+
+FORKS = """
+import os, signal
+made = 0
+try:
+    while made < 150:
+        if os.fork() == 0:
+            signal.pause()
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+signal.pause()
+"""
+FILLS = "import signal\nfor number in range(100): open(f'{number}', 'wb').write(bytes(2**20))\nsignal.pause()"
+FILLS_TEMPORARY = """
+import os, signal, tempfile
+for number in range(100):
+    file = tempfile.NamedTemporaryFile(delete=False)
+    file.write(bytes(2**20))
+signal.pause()
+"""
+KEEPS_DELETED = """
+import os, signal
+files = []
+for number in range(100):
+    files.append(open('x', 'wb'))
+    os.unlink('x')
+    files[-1].write(bytes(2**20))
+signal.pause()
+"""
+NESTS = """
+import os, signal
+for number in range(3000):
+    os.mkdir('nested')
+    os.chdir('nested')
+signal.pause()
+"""
+TAKES = "import signal\nkept = [bytearray(2**20) for _ in range({each})]\nsignal.pause()"
+TOGETHER = f"""
+import subprocess, sys
+code = {TAKES.format(each=100)!r}
+running = [subprocess.Popen([sys.executable, '-c', code]) for _ in range(4)]
+[each.wait() for each in running]
+"""
+BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("code", "limits", "message"),
+    [
+        (FORKS, {"processes": 40}, "exceeded limits.processes: 40"),
+        (FILLS, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
+        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
+        (KEEPS_DELETED, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
+        (NESTS, {"folder_size": "1GiB"}, "exceeded limits.folder_size"),
+        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError"),
+        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory"),
+        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1"),
+        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large"),
+        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s"),
+    ],
+    ids=["forks", "fills", "temporary", "deleted", "nests", "memory", "together", "cpu", "file", "time"],
+)
+async def test_an_agent_without_end_harms_no_other(
+    project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, network: str
+) -> None:
+    """An episode beside it has the result that it has alone, and all of it is gone afterwards."""
+    whole = f"import json, sys\nif json.load(sys.stdin)['id'] == 'good':\n    {FIX}\n    raise SystemExit\n{code}"
+    block: dict[str, Any] = {
+        "network": network,
+        "verify": FIXED,
+        "limits": limits or {},
+        "timeout": 30 if limits else 2,
+    }
+    async with agent(project, server, whole, **block) as workflow:
+        bad = asyncio.create_task(episode(workflow, "bad"))
+        good = await asyncio.gather(*(episode(workflow, "good") for _ in range(3)))
+        assert [each["reward"] for each in good] == [1.0] * 3
+        with pytest.raises(InsituError, match=message) as raised:
+            await bad
+        assert (await episode(workflow, "good"))["reward"] == 1.0
+        command = [sys.executable, str(project / "agent.py")]
+        await until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command], 0.1)
+        assert not [path for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")]
+    assert not leftovers(project)
+    if "folder_size" in str(raised.value):  # nothing of it is kept
+        assert not (project / "out").exists()
+    else:
+        kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
+        assert kept.parent == project / "out/workspaces"
+        assert (kept / "number.txt").exists()
+
+
+def block_device() -> str:
+    return next((str(path) for path in Path("/dev").iterdir() if path.is_block_device()), "/dev/none")
+
+
+async def test_an_agent_reaches_its_model_and_nothing_else(
+    project: Path, server: FakeOpenAI, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Neither servers of the machine, other episodes, the gateway's own port, nor files outside of its folder."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as named:
+        place = tmp_path_factory.mktemp("service") / "socket"
+        named.bind(str(place))
+        named.listen()
+        os.mkfifo(project / "stop")
+        ports = [listener.getsockname()[1], int(server.base_url.split(":")[2].split("/")[0])]
+        disk = block_device()
+        code = f"""
+import json, os, pathlib, socket, subprocess, sys
+row = json.load(sys.stdin)
+if row['id'] == 'first':
+    pathlib.Path('secret').write_text('x')
+    print(os.getcwd(), flush=True)
+    open({str(project / "stop")!r}).read()
+    raise SystemExit
+tried = []
+def attempt(name, act):
+    try:
+        act()
+        tried.append(name)
+    except (OSError, subprocess.CalledProcessError, ZeroDivisionError):
+        pass
+for port in {ports}:
+    attempt(f'port {{port}}', lambda: socket.create_connection(('127.0.0.1', port), 2))
+attempt('network', lambda: socket.create_connection(('192.0.2.1', 80), 2))
+attempt('socket', lambda: socket.socket(socket.AF_UNIX).connect({str(place)!r}))
+for place in (row['other'], {str(project / "task")!r}, '/etc', '/usr', '/var/tmp', {str(project)!r}):
+    attempt(f'write to {{place}}', lambda: pathlib.Path(place, 'written').write_text('x'))
+attempt('read', lambda: os.listdir(row['other']))
+attempt('processes', lambda: os.kill({os.getpid()}, 0))
+attempt('unmount', lambda: subprocess.run(['umount', row['root']], check=True, capture_output=True))
+attempt('kernel', lambda: open('/proc/sys/vm/swappiness', 'r+').write('60'))
+attempt('disk', lambda: open({disk!r}, 'rb').read(1) or 1 / 0)
+attempt('mine', lambda: pathlib.Path('/tmp/x').write_text('x') and pathlib.Path('x').write_text('x'))
+print(tried)
+{ASK}
+"""
+        async with agent(project, server, code) as workflow:
+            root = leftovers(project)[0]
+            first = asyncio.create_task(episode(workflow, "first"))
+            await until(lambda: bool([*root.glob("r-*/work/secret")]))
+            other = next(root.glob("r-*/work/secret")).parent
+            given = await episode(workflow, "second", other=str(other), root=str(root))
+            assert given == "['mine']\necho: hi"
+            assert not (other / "written").exists()
+            (project / "stop").write_text("")
+            await first
+
+
+async def test_64_at_once(project: Path, server: FakeOpenAI) -> None:
+    code = f"import json, sys; n = json.load(sys.stdin)['id']; open('number.txt', 'w').write(str(n))\n{ASK}"
+    check = "import json, sys; sys.exit(open('number.txt').read() != str(json.load(sys.stdin)['id']))"
+    async with agent(project, server, code, verify=verify(check)) as workflow:
+        started = time.monotonic()
+        given = await asyncio.gather(*(episode(workflow, number) for number in range(64)))
+        print(f"64 episodes in {time.monotonic() - started:.1f} s")
+    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 64
+    assert not leftovers(project)
+
+
+async def test_which_workspaces_are_kept(project: Path, server: FakeOpenAI) -> None:
+    kept = project / "out/workspaces"
+    fails = f"{FIX}; raise SystemExit(3)"
+    for keep, code, expected in (("none", fails, 0), ("failed", "", 0), ("all", FIX, 1), ("failed", fails, 2)):
+        workspace = {"copy": "task", "keep": keep, "max_kept": 2}
+        async with agent(project, server, code, workspace=workspace, verify=FIXED) as workflow:
+            if code == fails:
+                with pytest.raises(WorkflowError, match="ended with exit code 3"):
+                    await episode(workflow)
+            else:
+                await episode(workflow)
+        assert len([*kept.glob("r-0-7-0-0-*")]) == expected
+    with pytest.raises(WorkflowError) as raised:
+        await outcome(project, server, fails, workspace={"copy": "task", "max_kept": 2})
+    assert "workspace is" not in str(raised.value)  # there are enough
+    assert [path.read_text() for path in kept.glob("*/number.txt")] == ["2", "2"]
+
+
+def start_python(script: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script], cwd=folder)
+
+
+async def test_what_a_killed_process_has_left_is_removed(project: Path, server: FakeOpenAI) -> None:
+    """Its agents die with it, and the next one that makes workspaces removes the folders."""
+    marker = f"orphan-of-{os.getpid()}"
+    (project / "agent.py").write_text(DAEMON.format(marker=marker) + "signal.pause()")
+    async with agent(project, server, (project / "agent.py").read_text()):
+        pass
+    script = """
+import asyncio
+from pathlib import Path
+from insitu.config import load_config
+from insitu.plugin_api import Builder
+async def main():
+    async with Builder(load_config(Path("config.yml"))) as builder:
+        await (await builder.get_workflow()).ainvoke("hi")
+asyncio.run(main())
+"""
+    with start_python(script, project) as process:
+        await until(lambda: bool(alive(marker)), 0.1)
+        process.kill()
+    await until(lambda: not alive(marker), 0.1)
+    (left,) = leftovers(project)
+    async with agent(project, server, "print('next')") as workflow:
+        assert left not in leftovers(project)
+        assert await episode(workflow) == "next"
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"workspace": None, "verify": ["true"]}, "verify needs workspace"),
+        ({"workspace": {}}, r"set one of copy \(a folder\) and git"),
+        ({"workspace": {"copy": "task", "git": "x"}}, r"set one of copy \(a folder\) and git"),
+        ({"workspace": {"copy": "no-such"}}, "workflow.workspace.copy: 'no-such' does not exist"),
+        ({"verify_files": "task"}, "verify_files needs verify"),
+        ({"verify": ["true"], "verify_files": "no-such"}, "workflow.verify_files: 'no-such' does not exist"),
+        ({"network": "none"}, "network"),
+        ({"limits": {"memory": "much"}}, "memory"),
+        ({"limits": {"files": 3}}, "files"),
+    ],
+)
+async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await outcome(project, server, "", **block)
+
+
+def build_without_namespaces(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Builds the workflow of a folder where the kernel allows no further user namespaces."""
+    script = """
+import asyncio
+from pathlib import Path
+from insitu.config import load_config
+from insitu.plugin_api import Builder
+async def main():
+    async with Builder(load_config(Path("config.yml"))) as builder:
+        print(await (await builder.get_workflow()).ainvoke("hi"))
+asyncio.run(main())
+"""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
+    command = ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, "-c", script]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI) -> None:
+    for network, expected in (("model", ""), ("host", "{'answer': 'done', 'reward': 1.0")):
+        async with agent(project, server, FIX, network=network, verify=FIXED):
+            pass
+        done = build_without_namespaces(project)
+        assert done.stdout.startswith(expected)
+        if not expected:
+            assert "workflow.network is model, but this system does not let programs be confined" in done.stderr
+            assert "(unshare: No space left on device): set network: host" in done.stderr.replace("[Errno 28] ", "")
+
+
+async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:
+    """On its machine, wherever it was started."""
+    async with agent(project, server, FIX + ASK, verify=FIXED):
+        pass
+    (project / "elsewhere").mkdir()
+    served = serving("serve", project / "config.yml", "--port", 0, folder=project / "elsewhere")
+    with served as (process, url):
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json={"input": "hi"}) as answer:
+            value = (await answer.json())["value"]
+        assert (value["answer"], value["reward"]) == ("done\necho: hi", 1.0)
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    assert not leftovers(project)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A copy of the example, whose commands find this Python."""
+    shutil.copytree(ROOT / "examples/coding", tmp_path / "coding", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "coding"
+
+
+def history(folder: Path, name: str) -> Any:
+    return json.loads((folder / "runs/coding" / name).read_text())
+
+
+def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    code, out, err = run_project(example, file="grpo.yml")
+    assert code == 0, out + err
+    first, last = history(example, "validation_history.json")
+    assert first["avg_reward"] < 0.8
+    assert last["avg_reward"] > first["avg_reward"] + 0.1
+    assert not first["dropped"]
+    assert not last["dropped"]
+
+
+def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    small = ["-o", "workflow.workspace.folder", ".", "-o", "trajectory_builders.episodes.num_generations", "2"]
+    small += ["-o", "finetuning.num_epochs", "2"]
+    small += ["-o", "finetuning.validation", "null"]
+    rewards = []
+    for killed in (True, False):
+        if killed:
+            with start_project(example, *small, file="grpo.yml") as process:
+                asyncio.run(until((example / "runs/coding/progress.json").exists, 0.02))
+                asyncio.run(until(lambda: [*example.glob("insitu-workspaces-*/run-*/*/work/calculator.py")], 0.02))
+                process.kill()
+        code, out, err = run_project(example, *small, *(["--resume"] if killed else []), file="grpo.yml")
+        assert code == 0, out + err
+        rewards.append([each["avg_reward"] for each in history(example, "reward_history.json")])
+        assert not [*example.glob("insitu-workspaces-*/run-*")]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == 2
