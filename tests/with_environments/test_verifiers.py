@@ -1,13 +1,15 @@
 """Tasksets of verifiers in its own environment: trained, scored as verifiers scores them, and exported."""
 
 import json
+import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, STARTER, Project, backend, last_json, training
+from conftest import HERE, ROOT, STARTER, Project, backend, last_json, training
 from factories import read_lines
 from fake_openai import FakeOpenAI
 
@@ -205,6 +207,34 @@ def test_a_coding_harness_needs_a_container(project: Project) -> None:
         project.run("-m", "insitu", "eval", "config.yml", code=1)
     (record,) = json.loads((project.folder / "out/workflow_output.json").read_text())
     assert "needs a container runtime" in record["error"]
+
+
+def test_its_reader_of_openenv_plays_on_a_server(project: Project) -> None:
+    """OpenEnv needs another release of mcp than verifiers, in a folder that goes before verifiers' packages."""
+    project.paths = (ROOT / ".venv-environments/verifiers/openenv",)
+    script = [project.python, HERE / "openenv_server.py"]
+    variables = {**os.environ, "PYTHONPATH": str(project.paths[0])}
+    with FakeOpenAI() as model, subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=variables) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            file = settings({"id": "openenv", "base_url": url, "resets": [{"seed": 1}, {"seed": 22}]})
+            student = {"_type": "openai", "model_name": "policy", "base_url": model.base_url, "api_key": "k"}
+            file["llms"]["student"] = student
+            file["eval"]["general"]["output_dir"] = "out"
+            project.write(file)
+            project.run("-m", "insitu", "eval", "config.yml")
+        finally:
+            server.terminate()
+    assert len(model.requests) == 4
+    outputs = json.loads((project.folder / "out/workflow_output.json").read_text())
+    for record, seed in zip(outputs, ("1", "22"), strict=True):
+        outcome = record["generated_answer"]
+        said = [request["messages"][-1]["content"] for request in model.requests]
+        own = [f"echo: {text}" for text in said if json.loads(text)["observation"]["question"].endswith(f" {seed}")]
+        assert len(own) == outcome["metrics"]["turns"] == 2
+        expected = sum(sum(letter.isdigit() for letter in text) / len(text) for text in own)
+        assert outcome["rewards"]["openenv_reward"] == pytest.approx(expected)
 
 
 def test_an_exported_file_is_a_taskset(project: Project) -> None:
