@@ -184,14 +184,8 @@ ENVIRONMENT_STAMPS := $(ENVIRONMENTS:%=.venv-environments/%/.installed)
 	.venv-environments/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@
 
-# For verifiers' reader of OpenEnv: the two packages exclude each other by their releases of mcp.
-.venv-environments/verifiers/openenv/.installed: .venv-environments/verifiers/.installed
-	.venv-environments/verifiers/bin/python -m pip install --quiet --disable-pip-version-check \
-		--target .venv-environments/verifiers/openenv --upgrade openenv==0.10.0
-	@touch $@
-
 test-environments: $(VENV)/.installed-dev
-	$(MAKE) --jobs=3 $(ENVIRONMENT_STAMPS) .venv-environments/verifiers/openenv/.installed
+	$(MAKE) --jobs=3 $(ENVIRONMENT_STAMPS)
 	$(BIN)/python -m pytest tests/with_environments --confcutdir=tests/with_environments
 
 # The trackers' packages, without torch: they log a run that is made up.

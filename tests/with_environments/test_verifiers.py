@@ -1,17 +1,16 @@
 """Tasksets of verifiers in its own environment: trained, scored as verifiers scores them, and exported."""
 
 import json
-import os
-import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, ROOT, STARTER, Project, backend, last_json, training
+from conftest import HERE, STARTER, Project, backend, last_json, training
 from factories import read_lines
 from fake_openai import FakeOpenAI
+
+from insitu.runs.records import restore_calls
 
 TASKSETS = HERE / "tasksets"
 DIGITS, DESK, SEVERAL = "digits_taskset", "desk_taskset", "several_taskset"
@@ -81,7 +80,8 @@ def test_a_taskset_trains(project: Project, tiny_model: Path, taskset: str) -> N
             assert episode["reward"] == pytest.approx(sum(output["rewards"].values()))
             assert episode["scores"]["letters"] == output["rewards"]["letters"]
             assert episode["scores"]["spaces"] == output["metrics"]["spaces"]
-            assert episode["step_rewards"] == [len(output["answer"])] or output["answer"].strip() != output["answer"]
+            (step,) = episode["step_rewards"]
+            assert step >= len(output["answer"]), "the answer is stripped"
 
 
 @pytest.mark.parametrize("taskset", CALLS)
@@ -118,11 +118,11 @@ def test_500_episodes_at_once_are_attributed(project: Project, tiny_model: Path)
     assert len(check_run(project.folder, project.folder / "run", DIGITS)) == 500
     calls = calls_of(project.folder / "run")
     assert len(calls) == 500
-    for call in calls:
-        row = call["episode"].split("/")[2]
-        assert re.findall(r"Count to (\d+)", json.dumps(call)) == [row] or call.get("messages") is None
+    for record in calls:
+        (call,) = restore_calls([record])
+        assert call.messages[-1]["content"] == f"Count to {record['episode'].split('/')[2]}"
     (epoch,) = read_lines(project.folder / "run/training_metrics.jsonl")
-    assert epoch["num_episodes" if "num_episodes" in epoch else "episodes"] == 500
+    assert epoch["num_trajectories"] == 500 == epoch["episodes"] + sum(epoch["dropped"].values())
 
 
 def test_rewards_and_cost_are_those_of_verifiers(project: Project) -> None:
@@ -209,41 +209,13 @@ def test_a_coding_harness_needs_a_container(project: Project) -> None:
     assert "needs a container runtime" in record["error"]
 
 
-def test_its_reader_of_openenv_plays_on_a_server(project: Project) -> None:
-    """OpenEnv needs another release of mcp than verifiers, in a folder that goes before verifiers' packages."""
-    project.paths = (ROOT / ".venv-environments/verifiers/openenv",)
-    script = [project.python, HERE / "openenv_server.py"]
-    variables = {**os.environ, "PYTHONPATH": str(project.paths[0])}
-    with FakeOpenAI() as model, subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=variables) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
-            file = settings({"id": "openenv", "base_url": url, "resets": [{"seed": 1}, {"seed": 22}]})
-            student = {"_type": "openai", "model_name": "policy", "base_url": model.base_url, "api_key": "k"}
-            file["llms"]["student"] = student
-            file["eval"]["general"]["output_dir"] = "out"
-            project.write(file)
-            project.run("-m", "insitu", "eval", "config.yml")
-        finally:
-            server.terminate()
-    assert len(model.requests) == 4
-    outputs = json.loads((project.folder / "out/workflow_output.json").read_text())
-    for record, seed in zip(outputs, ("1", "22"), strict=True):
-        outcome = record["generated_answer"]
-        said = [request["messages"][-1]["content"] for request in model.requests]
-        own = [f"echo: {text}" for text in said if json.loads(text)["observation"]["question"].endswith(f" {seed}")]
-        assert len(own) == outcome["metrics"]["turns"] == 2
-        expected = sum(sum(letter.isdigit() for letter in text) / len(text) for text in own)
-        assert outcome["rewards"]["openenv_reward"] == pytest.approx(expected)
-
-
 def test_an_exported_file_is_a_taskset(project: Project) -> None:
     """verifiers itself runs the rows of a project and scores them with its evaluators."""
     project.run("-m", "insitu", "init", "desk")
     said = project.run("-m", "insitu", "export", "desk/config.yml", "my_desk", "--as", "verifiers")
-    assert "taskset my_desk of 22 rows" in said
+    assert "taskset my_desk of 21 rows" in said
     project.paths = (project.folder / "my_desk",)
     with backend(STARTER, project.folder) as address:
-        done = last_json(project.run(HERE / "own_evaluation.py", '{"id": "my_desk"}', f"{address}/v1", "22", "8"))
-    assert len(done["rewards"]) == 22
+        done = last_json(project.run(HERE / "own_evaluation.py", '{"id": "my_desk"}', f"{address}/v1", "21", "8"))
+    assert len(done["rewards"]) == 21
     assert set(done["rewards"].values()) <= {0.0, 1.0}
