@@ -176,7 +176,7 @@ $(CHROMIUM):
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/with_browser --confcutdir=tests/with_browser
 
-# An environment for each package: verifiers needs openai 2, and OpenEnv another release of mcp than verifiers.
+# An environment for each package: verifiers needs openai 2.
 ENVIRONMENTS := verifiers openenv inspect
 ENVIRONMENT_STAMPS := $(ENVIRONMENTS:%=.venv-environments/%/.installed)
 .venv-environments/%/.installed: pyproject.toml | $(BIN)/python

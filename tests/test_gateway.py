@@ -117,6 +117,25 @@ async def test_official_clients_are_recorded(server: FakeOpenAI, dialect: str, s
     assert [step.event_type for step in scope.steps] == ["LLM_START", "LLM_END"]
 
 
+async def test_sessions_of_one_address_are_told_apart(server: FakeOpenAI) -> None:
+    """An agent with one client for all episodes says in a header which one a request is of."""
+    async with gateway_to(model_client(server)) as gateway:
+        url = f"{gateway.session_url}/chat/completions"
+
+        async def say(text: str, session: str) -> int:
+            return (await post(url, {"model": "gpt", "messages": ask(text)}, headers={"X-Session-ID": session}))[0]
+
+        with ExitStack() as episodes:
+            scopes = [episodes.enter_context(EpisodeScope(training=True)) for _ in range(2)]
+            for number, scope in enumerate(scopes):
+                gateway.add_session(episodes.enter_context(gateway.endpoint(scope)), f"trace {number}")
+            statuses = await asyncio.gather(*(say(f"hi {number}", f"trace {number}") for number in (0, 1)))
+            assert [*statuses, await say("hi", "trace 2"), await say("hi", "")] == [200, 200, 401, 401]
+        assert await say("hi", "trace 1") == 410
+        assert gateway.unknown_keys == 2
+    assert [[call.messages for call in scope.calls] for scope in scopes] == [[ask("hi 0")], [ask("hi 1")]]
+
+
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:
     async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
