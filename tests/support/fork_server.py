@@ -52,9 +52,7 @@ LIBRARIES = [
     "uvloop",
 ]
 """What programs import when they run; a program can import more."""
-OPTIONAL = re.compile(
-    r"insitu\.(__main__|integrations\.(art(?!\.server)|frameworks|environments\.verifiers\.(harness|exported)|environments\.openenv\.served_class))"
-)
+OPTIONAL = re.compile(r"insitu\.(__main__|integrations\.(art(?!\.server)|frameworks|environments))")
 """Parts of insitu that import a library of an extra."""
 
 
