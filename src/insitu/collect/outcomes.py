@@ -18,6 +18,7 @@ from insitu.registry import not_found, register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
 from insitu.schemas.evaluation import Number as Number
 from insitu.schemas.evaluation import Outcome as Outcome
+from insitu.schemas.parts import first_problem
 
 
 class OutcomeConfig(EvaluatorBaseConfig, name="outcome"):
@@ -40,7 +41,8 @@ async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterato
         try:
             outcome = Outcome.model_validate(output)
         except ValidationError as error:
-            raise WorkflowError(f"the workflow's output is no outcome of an environment: {error}") from error
+            problem = first_problem(error)
+            raise WorkflowError(f"the workflow's output is no outcome of an environment: {problem}") from None
         named, part = {**outcome.metrics, **outcome.rewards}, config.part
         if part is not None and part not in named:
             raise WorkflowError(not_found("the outcome's reward or metric", part, named))

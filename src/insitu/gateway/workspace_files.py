@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from insitu.errors import WorkflowError
 from insitu.schemas.evaluation import Outcome
+from insitu.schemas.parts import first_problem
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,7 @@ def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
             raise ValueError(f"it has the keys {', '.join(sorted(unknown))}")
         return Outcome.model_validate({"answer": answer, **data}, strict=True)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {found}; {allowed}") from None
+        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {first_problem(error)}; {allowed}") from None
     except ValueError as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {error}; {allowed}") from None
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from insitu.collect.outcomes import Number
 from insitu.errors import BackendUnavailable, WorkflowError
 from insitu.integrations.child_process import ChildProcess
+from insitu.schemas.parts import first_problem
 from insitu.wire.connection import is_transient
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ class Session:
                 return Observation.model_validate(answer["data"])
             details = answer["data"]
             code, text = details.get("code"), f"{self.url}: {kind}: {details.get('message')} ({details.get('code')})"
-        except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
-            raise WorkflowError(f"{self.url}: the answer to {kind} is not OpenEnv's: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            raise WorkflowError(f"{self.url}: the answer to {kind} is not OpenEnv's: {problem}") from error
         if code == "CAPACITY_REACHED":
             raise SessionRefused(text, details.get("max_sessions"))
         if code in _NO_SESSION:

@@ -20,6 +20,7 @@ from insitu.config.code import make_importable
 from insitu.errors import ConfigError, install_command
 from insitu.registry import FUNCTION, register_dataset_loader
 from insitu.schemas.components import WORKFLOW
+from insitu.schemas.parts import first_problem
 
 _OLDEST = (0, 4)
 
@@ -120,7 +121,7 @@ def _rows(taskset: bytes, folder: Path, shuffle: int | None, skip: int, limit: i
     try:
         tasks = kind(taskset_config_type(settings["id"]).model_validate(settings))
     except ValidationError as error:
-        raise ConfigError(f"taskset {settings['id']!r}: {error}") from error
+        raise ConfigError(f"taskset {settings['id']!r}: {first_problem(error)}") from error
     if not tasks.bounded and limit is None:
         raise ConfigError(f"taskset {settings['id']!r} has no end: set eval.general.dataset.limit")
     if shuffle is not None:

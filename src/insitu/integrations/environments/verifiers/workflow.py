@@ -18,6 +18,7 @@ from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
 from insitu.integrations.environments.verifiers.tasksets import TasksetSettings, taskset_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.parts import first_problem
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 
@@ -138,4 +139,6 @@ def outcome_of(episode: Any, endpoint: EpisodeEndpoint) -> Outcome:
             step_rewards=trace.info.get("step_rewards"),
         )
     except ValidationError as error:
-        raise WorkflowError(f"the rewards of the taskset are not numbers that can be used: {error}") from error
+        raise WorkflowError(
+            f"the rewards of the taskset are not numbers that can be used: {first_problem(error)}"
+        ) from error
