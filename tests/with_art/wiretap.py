@@ -99,6 +99,8 @@ class Wiretap:
             self.refuse = path, times - 1
             return web.Response(status=503)
         headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
+        if self.plain:
+            headers["Accept"] = "application/json"  # it does not know insitu's compact form
         url = self.target + request.path_qs
         async with self._session.request(request.method, url, data=body or None, headers=headers) as answer:
             if request.path == self.lose:
