@@ -32,10 +32,13 @@ def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
     except OSError as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} cannot be read: {error.strerror}") from error
     allowed = f"allowed: a number, or an object of {', '.join(_REWARD_KEYS)}, with finite numbers"
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
-        text = file.read(_MAX_REWARD_BYTES)
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(_MAX_REWARD_BYTES)
+    finally:
+        os.close(descriptor)
     try:
         data = json.loads(text)
         data = data if isinstance(data, dict) else {"reward": data}

@@ -1,6 +1,7 @@
 """Chat completions: the request, its prompt through the chat template, and the message of the response."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import orjson
@@ -189,18 +190,21 @@ class ChatRequest(SamplingRequest):
     """How the model writes reasoning, instead of what its chat template says."""
     continues: Continuation | None = None
     """What was sampled of the conversation: the prompt begins with these tokens, if the template allows it."""
-    _choice: ToolChoice = PrivateAttr(default=ToolChoice([]))
     _forced: Grammar | None = PrivateAttr(default=None)
     _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
 
+    @cached_property
+    def choice(self) -> ToolChoice:
+        """The tools that the model is offered, and those that it must call. Raises RequestRefused."""
+        return ToolChoice.of(self.tool_choice, self.tools or [])
+
     def check(self) -> None:
-        self._choice = ToolChoice.of(self.tool_choice, self.tools or [])
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self._choice.forced and super().grammar is not None:
+        if self.choice.forced and super().grammar is not None:
             raise RequestRefused("tool_choice and structured output exclude each other", param="tool_choice")
         stated = self.tool_format, self.reasoning_format
         if stated != (None, None) and (found := format_problem(*stated)) is not None:
@@ -228,14 +232,14 @@ class ChatRequest(SamplingRequest):
             text = render(messages)
         bridged = bridged_prompt(self.continues, messages, render, tokenizer) if self.continues is not None else None
         prompt = tokenizer.encode(text, add_special_tokens=False) if bridged is None else bridged
-        if self._choice.forced:
+        if self.choice.forced:
             self._forced = self._forced_grammar(tokenizer, prompt)
         return [prompt]
 
     def _forced_grammar(self, tokenizer: ChatTokenizer, prompt: Sequence[int]) -> Grammar:
-        end, several = _end_of(prompt, tokenizer), not self._choice.one and self.parallel_tool_calls is not False
+        end, several = _end_of(prompt, tokenizer), not self.choice.one and self.parallel_tool_calls is not False
         try:
-            text = forced_grammar(self._formats, self._choice.forced, end, tokenizer.markers, several=several)
+            text = forced_grammar(self._formats, self.choice.forced, end, tokenizer.markers, several=several)
         except ValueError as error:
             raise RequestRefused(f"tool_choice: {error}", param="tool_choice", code="unsupported") from None
         except (TypeError, AttributeError):  # keywords of other types than JSON schema has
@@ -253,7 +257,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def is_constrained(self) -> bool:
-        return bool(self._choice.forced) or super().is_constrained
+        return bool(self.choice.forced) or super().is_constrained
 
     @property
     def formats(self) -> MessageFormats:
@@ -284,7 +288,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def enabled_tools(self) -> list[dict[str, Any]] | None:
-        return self._choice.offered or None
+        return self.choice.offered or None
 
 
 def _end_of(prompt: Sequence[int], tokenizer: ChatTokenizer) -> str:
