@@ -104,9 +104,8 @@ def _read_task(folder: Path, name: str) -> Task:
     if "docker-compose.yaml" in files:
         raise ConfigError(f"task {folder}: environment/docker-compose.yaml is not supported by _type: harbor")
     if "Dockerfile" not in files and (files or settings.environment.docker_image is None):
-        raise ConfigError(
-            f"task {folder} needs environment/Dockerfile, or [environment] docker_image and no files there"
-        )
+        allowed = "environment/Dockerfile, or [environment] docker_image and no files there"
+        raise ConfigError(f"task {folder} has no image; expected {allowed}")
     if not (folder / _TEST).is_file():
         raise ConfigError(f"task {folder} has no {_TEST}")
     return Task(name, folder, instruction, settings)

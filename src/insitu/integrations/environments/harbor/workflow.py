@@ -72,7 +72,7 @@ _PLACES = ("image", "logs", "tests", "env_file", "model_url", "folder", "cpus", 
 _DAEMON_FAILED = 125
 """Exit code by which docker and podman say that it is they who failed."""
 _POLL_SECONDS = 0.05
-_MAX_REWARD_BYTES = 2**20
+_MAX_BYTES = 2**20
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
@@ -85,11 +85,8 @@ class HarborConfig(ProgramConfig, name="harbor"):
     """The command that runs a container; the program for it to run is appended. `{image}` is replaced by the task's
     image, `{logs}` by the folder to mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}`
     by a file with the agent's environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the
-    YAML file, `{cpus}` and `{memory_mb}` by what the task asks for."""
-    build: list[str] | None = Field(default=None, min_length=1)
-    """The command that builds the image of a task that names none, with the placeholders `{image}`, its name, and
-    `{environment}`, the task's folder with a Dockerfile; none: `build -q -t {image} {environment}` of the program of
-    `run`."""
+    YAML file, `{cpus}` and `{memory_mb}` by what the task asks for. An image that a task does not name is built by
+    `build` of the same program."""
     timeout_multiplier: float = Field(default=1.0, gt=0)
     """Factor of the time limits in `task.toml`."""
     reward: str = "reward"
@@ -108,14 +105,15 @@ class HarborConfig(ProgramConfig, name="harbor"):
         if "task" not in columns:
             raise ValueError("tasks: the rows have no column `task`; use dataset: {_type: harbor}")
 
-    def check_programs(self, folder: Path) -> None:
-        """Raises ConfigError if a program of `run` or `build` is not installed."""
-        for key, command in (("run", self.run), ("build", self.build or self.run)):
-            if shutil.which(with_values(command[:1], {}, folder)[0]) is None:
-                raise ConfigError(
-                    f"workflow.{key}: {command[0]} is not installed: install it, or set {key} to the command of another "
-                    "program for containers, such as podman"
-                )
+    def program(self, folder: Path) -> str:
+        """The program for containers. Raises ConfigError if it is not installed."""
+        (program,) = with_values(self.run[:1], {"": ""}, folder)
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"workflow.run: {program} is not installed: install it, or set run to the command of another program "
+                "for containers, such as podman"
+            )
+        return program
 
 
 class HarborScoreConfig(OutcomeConfig, name="harbor"):
@@ -145,35 +143,38 @@ class Images:
     """The images of tasks, which are built at their first episode."""
 
     def __init__(self, config: HarborConfig, folder: Path) -> None:
-        self._command = config.build or [config.run[0], "build", "-q", "-t", "{image}", "{environment}"]
-        self._environment, self._folder = inherited_environment(config.pass_env), folder
-        self._factor = config.timeout_multiplier
+        self._config, self._folder = config, folder
+        self._program = config.program(folder)
+        self._names: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._built: dict[str, str] = {}
+        self._built: set[str] = set()
 
     async def of(self, task: Task) -> str:
         """The name of a task's image. Raises WorkflowError if it cannot be built, EpisodeTimeout if not in time."""
-        settings = task.settings.environment
-        if settings.docker_image is not None:
-            return settings.docker_image
-        async with self._locks[task.name]:
-            if task.name not in self._built:
-                digest = await asyncio.to_thread(task.digest, "environment")
-                values = {"image": f"insitu-harbor:{digest[:40]}", "environment": str(task.folder / "environment")}
-                done = await run_program(
-                    with_values(self._command, values, self._folder),
-                    b"",
-                    cwd=self._folder,
-                    env=self._environment,
-                    time_limit=settings.build_timeout_sec * self._factor,
-                    max_output=_MAX_REWARD_BYTES,
-                    on_exit=lambda: None,
-                )
-                if done.exit_code or done.output_too_long:
-                    how = how_it_ended(done.exit_code) if done.exit_code else "printed too much"
-                    raise WorkflowError(f"the image of task {task.name}: {self._command[0]} {how}: {done.stderr_tail}")
-                self._built[task.name] = values["image"]
-        return self._built[task.name]
+        if task.settings.environment.docker_image is not None:
+            return task.settings.environment.docker_image
+        if task.name not in self._names:
+            self._names[task.name] = f"insitu-harbor:{(await asyncio.to_thread(task.digest, 'environment'))[:40]}"
+        image = self._names[task.name]
+        async with self._locks[image]:
+            if image not in self._built:
+                await self._build(image, task)
+        return image
+
+    async def _build(self, image: str, task: Task) -> None:
+        done = await run_program(
+            [self._program, "build", "-q", "-t", image, str(task.folder / "environment")],
+            b"",
+            cwd=self._folder,
+            env=inherited_environment(self._config.pass_env),
+            time_limit=task.settings.environment.build_timeout_sec * self._config.timeout_multiplier,
+            max_output=_MAX_BYTES,
+            on_exit=lambda: None,
+        )
+        if done.exit_code:
+            how = f"{self._program} {how_it_ended(done.exit_code)}: {done.stderr_tail}"
+            raise WorkflowError(f"task {task.name}: its image cannot be built: {how}")
+        self._built.add(image)
 
 
 def read_rewards(logs: Path) -> dict[str, float] | None:
@@ -190,13 +191,12 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
             except FileNotFoundError:
                 continue
             with open(descriptor, "rb") as file:
-                text = file.read(_MAX_REWARD_BYTES)
+                text = file.read(_MAX_BYTES)
             data = orjson.loads(text) if name == "reward.json" else float(text)
             rewards = data if isinstance(data, dict) else {"reward": data}
             if not rewards or not all(type(each) in (int, float) and math.isfinite(each) for each in rewards.values()):
-                raise ValueError(
-                    f"{name} is {text[:200].decode(errors='replace')!r}; allowed: a number or named numbers"
-                )
+                shown = text[:200].decode(errors="replace")
+                raise ValueError(f"{name} is {shown!r}; allowed: a number, or numbers by name")
             return rewards
     finally:
         os.close(folder)
@@ -231,11 +231,13 @@ class Container:
         return [*run, "sh", "-c", _SCRIPT, "insitu", environment.workdir or "", *agent]
 
     def write_variables(self, variables: Mapping[str, str]) -> None:
-        """Writes the agent's variables, without those of this machine, such as PATH."""
+        """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
         of_agent = {
             name: value
             for name, value in variables.items()
-            if name in self._config.env or name.lower() == "no_proxy" or not is_ordinary_variable(name)
+            if name in self._config.env
+            or name.lower() == "no_proxy"
+            or not (name in self._config.pass_env or is_ordinary_variable(name))
         }
         passed, where = self._config.pass_env, f"task {self._task.name}: environment.env"
         of_agent = resolved(self._task.settings.environment.env, passed, where) | of_agent
@@ -283,23 +285,19 @@ class Container:
 
     def outcome(self, done: Program, model_failure: str | None) -> Outcome:
         """Raises an error if the container, the agent or the tests have failed."""
-        name, where, ended = self._config.run[0], f"task {self._task.name}", "ended"
+        where, agent, ended = f"task {self._task.name}", self._config.command[0], "ended"
         if done.output_too_long:
-            raise WorkflowError(
-                f"{self._config.command[0]} printed more than max_output: {self._config.max_output} bytes"
-            )
+            raise WorkflowError(f"{agent} printed more than max_output: {self._config.max_output} bytes")
         if done.exit_code:
             ended = how_it_ended(done.exit_code)
         if not self.reported("started"):
-            message = f"{where}: the container has not started: {name} {ended}: {done.stderr_tail}"
+            message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {done.stderr_tail}"
             raise BackendUnavailable(message) if done.exit_code == _DAEMON_FAILED else WorkflowError(message)
         if not (self.tests / "verify").exists():
-            message = f"{where}: {self._config.command[0]} {ended} in {name}: {done.stderr_tail}"
-            raise (
-                BackendUnavailable(f"{message} (its model: {model_failure})")
-                if model_failure
-                else WorkflowError(message)
-            )
+            message = f"{where}: {agent} {ended}: {done.stderr_tail}"
+            if model_failure:
+                raise BackendUnavailable(f"{message} (its model: {model_failure})")
+            raise WorkflowError(message)
         try:
             rewards = read_rewards(self.logs)
         except (ValueError, OSError) as error:
@@ -318,7 +316,6 @@ class Container:
 async def harbor_workflow(config: HarborConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     folder = builder.config.folder
     config.check_variables()
-    config.check_programs(folder)
     root = builder.config.find_path(config.tasks, "workflow.tasks").resolve()
     tasks = {task.name: task for task in await asyncio.to_thread(read_tasks, root, root)}
     for task in tasks.values():
