@@ -264,6 +264,14 @@ async def test_an_agent_does_not_see_the_tests(project: Path, server: FakeOpenAI
     assert (result["answer"], result["reward"]) == ("", 2.0)
 
 
+async def test_the_tests_cannot_call_the_model(project: Path, server: FakeOpenAI) -> None:
+    test = f"#!/bin/sh\n{sys.executable} /agent/agent.py again || echo 1 > /logs/verifier/reward.txt\n"
+    add_task(project, "one", test=test)
+    async with tasks(project, server) as play:
+        result = await play("one")
+    assert (result["reward"], result["calls"]) == (1.0, 1)
+
+
 async def test_variables_and_places_of_a_task(
     project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

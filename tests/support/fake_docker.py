@@ -8,6 +8,7 @@ image `absent` is what a daemon does not have, and a Dockerfile with `FAIL` cann
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,11 @@ def run(arguments: list[str]) -> int:
     settings = {"NEW": new, "IMAGE": str(image), "MOUNTS": " ".join(mounts), "VARIABLES": variables}
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
     os.environ.update(settings)
-    return subprocess.run([*namespaces, "sh", "-c", ROOT, "sh", *arguments]).returncode
+    # As with docker, SIGTERM goes to the first process of the container, which outlives a client that is killed.
+    container = subprocess.Popen([*namespaces, "sh", "-c", ROOT, "sh", *arguments], start_new_session=True)
+    end = ["pkill", "-TERM", "-P", str(container.pid)]
+    signal.signal(signal.SIGTERM, lambda *_: subprocess.run(end))
+    return container.wait()
 
 
 images = Path(os.environ["FAKE_IMAGES"])
