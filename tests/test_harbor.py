@@ -185,6 +185,7 @@ async def test_tests_write_rewards(
             'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json',
             "the reward 'reward' does not exist.*: a, b; choose",
         ),
+        ("mkdir /logs/verifier/reward.json", "cannot be read: .*Is a directory"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: .*symbolic links"),
         ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "cannot be read: .*Not a directory"),
     ],

@@ -190,8 +190,10 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
                 descriptor = os.open(name, flags, dir_fd=folder)
             except FileNotFoundError:
                 continue
-            with open(descriptor, "rb") as file:
-                text = file.read(_MAX_BYTES)
+            try:
+                text = os.read(descriptor, _MAX_BYTES)
+            finally:
+                os.close(descriptor)
             data = orjson.loads(text) if name == "reward.json" else float(text)
             rewards = data if isinstance(data, dict) else {"reward": data}
             if not rewards or not all(type(each) in (int, float) and math.isfinite(each) for each in rewards.values()):
