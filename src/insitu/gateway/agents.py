@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,8 @@ class ExternalConfig(FunctionBaseConfig):
     """The gateway that agents call instead of their model server."""
 
 
-class CommandConfig(WorkspaceKeys, ExternalConfig, name="command"):
-    """A program that runs once per episode and prints the answer."""
+class ProgramConfig(ExternalConfig):
+    """Settings of an agent that is a program."""
 
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
@@ -76,13 +76,29 @@ class CommandConfig(WorkspaceKeys, ExternalConfig, name="command"):
     """Additional environment variables."""
     pass_env: list[str] = Field(default_factory=list)
     """Environment variables that the program gets besides those that every program needs, such as PATH and LANG."""
+    max_output: int = Field(default=2**20, ge=1)
+    """Maximum size of the standard output, in bytes."""
+
+    def check_variables(self) -> None:
+        """Raises ConfigError if `pass_env` names a variable that does not exist."""
+        if missing := [name for name in self.pass_env if name not in os.environ]:
+            raise ConfigError(f"pass_env names {', '.join(missing)}: no such environment variable")
+
+    def input_of(self, value: Any, row: Any) -> bytes:
+        """The program's standard input."""
+        if self.stdin == "row":
+            return _json(row)
+        return b"" if self.stdin == "none" else str(convert(value, str)).encode(errors="replace")
+
+
+class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
+    """A program that runs once per episode and prints the answer."""
+
     cwd: Path | None = None
     """Working directory, relative to the workspace or, without one, to the folder of the YAML file; none: that
     folder."""
     timeout: float | None = Field(default=None, gt=0)
     """Time limit in seconds, also of `verify`; none: that of the episode."""
-    max_output: int = Field(default=2**20, ge=1)
-    """Maximum size of the standard output, in bytes."""
     answer: Literal["text", "json"] = "text"
     """How to parse the standard output."""
 
@@ -166,12 +182,12 @@ def episode_endpoint(gateway: Gateway, address: str | None = None) -> Iterator[E
         yield stack.enter_context(gateway.endpoint(scope, address))
 
 
-async def _gateway(config: ExternalConfig, builder: Builder) -> Gateway:
+async def new_gateway(config: ExternalConfig, builder: Builder) -> Gateway:
     names = dict.fromkeys((config.llm, *config.models.values()))
     return Gateway([await builder.get_llm(name) for name in names], config.models, config.elsewhere, config.gateway)
 
 
-def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, str]:
+def environment(endpoint: EpisodeEndpoint, config: ProgramConfig) -> dict[str, str]:
     """The variables of the verifier, and those of the official clients' endpoint."""
     no_proxy = ",".join(
         filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
@@ -189,7 +205,7 @@ def environment(endpoint: EpisodeEndpoint, config: CommandConfig) -> dict[str, s
     }
 
 
-def _common_environment(config: CommandConfig) -> dict[str, str]:
+def _common_environment(config: ProgramConfig) -> dict[str, str]:
     """Variables that every program needs, those in `pass_env`, the row's id, and `env`."""
     return {**inherited_environment(config.pass_env), "INSITU_ROW_ID": Context.get().row_id or "", **config.env}
 
@@ -207,23 +223,24 @@ def _parse_json_answer(output: bytes, source: str) -> Any:
         raise WorkflowError(f"{source}: the answer is not JSON ({error}): {start!r}") from None
 
 
-def _row(value: Any) -> tuple[Any, dict[str, Any]]:
+def row_values(value: Any) -> tuple[Any, dict[str, Any]]:
     """The current row, without a dataset one of the question alone, and its values by placeholder."""
     context = Context.get()
     row = context.row if context.row is not None else {"question": value}
     return row, {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
 
 
+def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path) -> list[str]:
+    """A command with the values of its placeholders; a path of a program is relative to the folder."""
+    field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
+    start = str(folder / command[0]) if os.sep in command[0] else command[0]  # absolute paths stay as they are
+    return [start, *(field.sub(lambda match: convert(values[match[1]], str), part) for part in command[1:])]
+
+
 @register_function(config_type=CommandConfig)
 async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, folder = config.command[0], builder.config.folder
-    if missing := [name for name in config.pass_env if name not in os.environ]:
-        raise ConfigError(f"pass_env names {', '.join(missing)}: no such environment variable")
-
-    def with_values(command: list[str], values: dict[str, Any]) -> list[str]:
-        field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
-        start = str(folder / command[0]) if os.sep in command[0] else command[0]  # absolute paths stay as they are
-        return [start, *(field.sub(lambda match: convert(values[match[1]], str), part) for part in command[1:])]
+    config.check_variables()
 
     async def start(values: dict[str, Any], stdin: bytes, workspace: Workspace | None) -> Program:
         with ExitStack() as until_exit:
@@ -233,7 +250,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             variables = environment(endpoint, config)
             run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, workspace.work)
             done = await run_in(
-                with_values(config.command, values),
+                with_values(config.command, values, folder),
                 stdin,
                 cwd=base / (config.cwd or ""),
                 env=variables,
@@ -253,21 +270,20 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         return done
 
     async def run(value: Any) -> Any:
-        row, values = _row(value)
-        stdin = {"row": _json(row), "input": convert(value, str).encode(errors="replace"), "none": b""}[config.stdin]
+        row, values = row_values(value)
         async with AsyncExitStack() as stack:
             workspace = None if workspaces is None else await stack.enter_async_context(workspaces.episode(values))
-            done = await start(values, stdin, workspace)
+            done = await start(values, config.input_of(value, row), workspace)
             answer: Any = done.stdout.decode(errors="replace").strip()
             if config.answer == "json":
                 answer = _parse_json_answer(bytes(done.stdout), name)
             if workspace is None or config.verify is None:
                 return answer
-            verify = with_values(config.verify, values)
+            verify = with_values(config.verify, values, folder)
             return await workspace.judge(verify, answer, _json(row), _common_environment(config), config.timeout)
 
     async with AsyncExitStack() as stack:
-        gateway, workspaces = await stack.enter_async_context(await _gateway(config, builder)), None
+        gateway, workspaces = await stack.enter_async_context(await new_gateway(config, builder)), None
         if config.workspace is not None:
             loaded = builder.config
             run_dir = loaded.run_dir if builder.request is not None else loaded.working_dir / loaded.eval.folder
@@ -278,7 +294,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
 
 def _request(config: HttpConfig, endpoint: EpisodeEndpoint, value: Any) -> tuple[URL, dict[str, str], dict[str, Any]]:
     """URL, headers and body of the request for the current row."""
-    values, place = _row(value)[1], config.model_url
+    values, place = row_values(value)[1], config.model_url
     address = filled_text(config.url, values, "workflow.url", partial(quote, safe="", errors="replace"))
     if address != config.url and not {".", ".."}.isdisjoint(urlsplit(address).path.split("/")):
         raise WorkflowError(f"workflow.url: row {values['row_id']!r}: a value would lead to another path: {address}")
@@ -340,7 +356,7 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
     timeout = aiohttp.ClientTimeout(total=config.timeout, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0)  # the number of concurrent episodes is limited elsewhere
     async with (
-        await _gateway(config, builder) as gateway,
+        await new_gateway(config, builder) as gateway,
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
         yield FunctionInfo.from_fn(run, description=f"Asks {config.url}")

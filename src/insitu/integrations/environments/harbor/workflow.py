@@ -1,0 +1,363 @@
+"""An episode of a task of Harbor, in a container, and the evaluator that reads its reward.
+
+    workflow:
+      _type: harbor
+      tasks: tasks
+      command: [python3, /agent/agent.py]
+      run: [docker, run, --rm, -i, -v, "{logs}:/logs", -v, "{tests}:/insitu:ro", --env-file, "{env_file}", "{image}"]
+      llm: student
+    evaluators: {reward: {_type: harbor}}
+
+The container runs `_SCRIPT`: the agent, and once it has ended, the tests, which are not there before.
+"""
+
+import asyncio
+import math
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field, field_validator
+
+from insitu.builder import Builder
+from insitu.collect.outcomes import Outcome, OutcomeConfig, outcome_score
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
+from insitu.gateway.programs import Program, how_it_ended, inherited_environment, run_program
+from insitu.gateway.server import EpisodeEndpoint
+from insitu.gateway.templates import check_placeholders, template_texts
+from insitu.gateway.workspace_files import remove
+from insitu.integrations.environments.harbor.tasks import Task, read_tasks
+from insitu.registry import not_found, register_evaluator
+from insitu.wire.redaction import is_ordinary_variable
+from insitu.workflow.functions import FunctionInfo, register_function
+
+_SCRIPT = """
+trap 'exit 143' TERM
+exec 3<&0
+: >/logs/agent/started || exit 125
+if [ -n "$1" ]; then cd "$1" || exit 125; fi
+shift
+"$@" <&3 3<&- &
+wait $!
+code=$?
+exec 3<&-
+[ $code = 0 ] || exit $code
+rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier || exit 125
+: >/logs/agent/ended || exit 125
+tries=0
+until [ -e /insitu/verify ]; do
+    tries=$((tries + 1))
+    [ $tries -lt 600 ] || exit 125
+    sleep 0.1 || sleep 1
+done
+cp -R /insitu/tests /tests || exit 125
+sh /insitu/verify >&2 </dev/null &
+wait $!
+code=$?
+chmod -R a+rwX /logs
+exit $code
+"""
+"""What the container runs, with the working directory and the agent's command as arguments. Its exit code is that of
+the agent if it has failed, otherwise that of the tests."""
+_PLACES = ("image", "logs", "tests", "env_file", "model_url", "folder", "cpus", "memory_mb")
+_DAEMON_FAILED = 125
+"""Exit code by which docker and podman say that it is they who failed."""
+_POLL_SECONDS = 0.05
+_MAX_BYTES = 2**20
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+class HarborConfig(ProgramConfig, name="harbor"):
+    """Task folders of Harbor, each run in a container. The tasks are the rows of a dataset of `_type: harbor`."""
+
+    tasks: Path
+    """Folder of tasks, or of one, relative to the working directory or the YAML file."""
+    run: list[str] = Field(min_length=1)
+    """The command that runs a container; the program for it to run is appended. `{image}` is replaced by the task's
+    image, `{logs}` by the folder to mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}`
+    by a file with the agent's environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the
+    YAML file, `{cpus}` and `{memory_mb}` by what the task asks for. An image that a task does not name is built by
+    `build` of the same program."""
+    timeout_multiplier: float = Field(default=1.0, gt=0)
+    """Factor of the time limits in `task.toml`."""
+    reward: str = "reward"
+    """The name of the reward if the tests write several."""
+
+    @field_validator("run")
+    @classmethod
+    def _has_placeholders(cls, run: list[str]) -> list[str]:
+        for where, text in template_texts(run, "run"):
+            check_placeholders(text, where, _PLACES)
+        if missing := [name for name in ("{logs}", "{tests}") if not any(name in part for part in run)]:
+            raise ValueError(f"{' and '.join(missing)} must be mounted, at /logs and /insitu")
+        return run
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        if "task" not in columns:
+            raise ValueError("tasks: the rows have no column `task`; use dataset: {_type: harbor}")
+
+    def program(self, folder: Path) -> str:
+        """The program for containers. Raises ConfigError if it is not installed."""
+        (program,) = with_values(self.run[:1], {"": ""}, folder)
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"workflow.run: {program} is not installed: install it, or set run to the command of another program "
+                "for containers, such as podman"
+            )
+        return program
+
+
+class HarborScoreConfig(OutcomeConfig, name="harbor"):
+    """The reward that the tests of the task have written, or one of several: `part: NAME`."""
+
+
+register_evaluator(config_type=HarborScoreConfig)(outcome_score)
+
+
+def resolved(variables: Mapping[str, str], passed: Collection[str], where: str) -> dict[str, str]:
+    """Variables of a task, whose `${NAME}` and `${NAME:-default}` are replaced by those that `pass_env` names.
+
+    Raises ConfigError for another one without default.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] in passed:
+            return os.environ[match[1]]
+        if match[2] is None:
+            raise ConfigError(f"{where} needs ${{{match[1]}}}: add it to workflow.pass_env")
+        return match[2]
+
+    return {name: _VARIABLE.sub(value_of, value) for name, value in variables.items()}
+
+
+class Images:
+    """The images of tasks, which are built at their first episode."""
+
+    def __init__(self, config: HarborConfig, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._program = config.program(folder)
+        self._names: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._built: set[str] = set()
+
+    async def of(self, task: Task) -> str:
+        """The name of a task's image. Raises WorkflowError if it cannot be built, EpisodeTimeout if not in time."""
+        if task.settings.environment.docker_image is not None:
+            return task.settings.environment.docker_image
+        if task.name not in self._names:
+            self._names[task.name] = f"insitu-harbor:{(await asyncio.to_thread(task.digest, 'environment'))[:40]}"
+        image = self._names[task.name]
+        async with self._locks[image]:
+            if image not in self._built:
+                await self._build(image, task)
+        return image
+
+    async def _build(self, image: str, task: Task) -> None:
+        done = await run_program(
+            [self._program, "build", "-q", "-t", image, str(task.folder / "environment")],
+            b"",
+            cwd=self._folder,
+            env=inherited_environment(self._config.pass_env),
+            time_limit=task.settings.environment.build_timeout_sec * self._config.timeout_multiplier,
+            max_output=_MAX_BYTES,
+            on_exit=lambda: None,
+        )
+        if done.exit_code:
+            how = f"{self._program} {how_it_ended(done.exit_code)}: {done.stderr_tail}"
+            raise WorkflowError(f"task {task.name}: its image cannot be built: {how}")
+        self._built.add(image)
+
+
+def read_rewards(logs: Path) -> dict[str, float] | None:
+    """The rewards in `verifier/reward.json` or `verifier/reward.txt`, without following links; None: neither exists.
+
+    Raises ValueError for one that is malformed, OSError for one that cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    folder = os.open(logs / "verifier", flags | os.O_DIRECTORY)
+    try:
+        for name in ("reward.json", "reward.txt"):
+            try:
+                descriptor = os.open(name, flags, dir_fd=folder)
+            except FileNotFoundError:
+                continue
+            try:
+                text = os.read(descriptor, _MAX_BYTES)
+            finally:
+                os.close(descriptor)
+            data = orjson.loads(text) if name == "reward.json" else float(text)
+            rewards = data if isinstance(data, dict) else {"reward": data}
+            if not rewards or not all(type(each) in (int, float) and math.isfinite(each) for each in rewards.values()):
+                shown = text[:200].decode(errors="replace")
+                raise ValueError(f"{name} is {shown!r}; allowed: a number, or numbers by name")
+            return rewards
+    finally:
+        os.close(folder)
+    return None
+
+
+class Container:
+    """The container of one episode, and the folders of `place` that it sees."""
+
+    def __init__(self, config: HarborConfig, task: Task, place: Path) -> None:
+        self.logs, self.tests, self.env_file = place / "logs", place / "tests", place / "env"
+        for folder in (self.logs, self.logs / "agent", self.logs / "verifier", self.tests):
+            folder.mkdir()
+            folder.chmod(0o777)  # the container's user may be another one
+        self._config, self._task = config, task
+        self._program: asyncio.Task[Program]
+
+    def command(self, image: str, endpoint: EpisodeEndpoint, columns: Mapping[str, Any], folder: Path) -> list[str]:
+        environment = self._task.settings.environment
+        places = {
+            "image": image,
+            "logs": str(self.logs),
+            "tests": str(self.tests),
+            "env_file": str(self.env_file),
+            "model_url": endpoint.openai_url,
+            "folder": str(folder.resolve()),
+            "cpus": f"{environment.cpus:g}",
+            "memory_mb": str(environment.memory_mb),
+        }
+        agent = with_values(["", *self._config.command], {**columns, "model_url": endpoint.openai_url}, folder)[1:]
+        run = with_values(self._config.run, places, folder)
+        return [*run, "sh", "-c", _SCRIPT, "insitu", environment.workdir or "", *agent]
+
+    def write_variables(self, variables: Mapping[str, str]) -> None:
+        """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
+        of_agent = {
+            name: value
+            for name, value in variables.items()
+            if name in self._config.env
+            or name.lower() == "no_proxy"
+            or not (name in self._config.pass_env or is_ordinary_variable(name))
+        }
+        passed, where = self._config.pass_env, f"task {self._task.name}: environment.env"
+        of_agent = resolved(self._task.settings.environment.env, passed, where) | of_agent
+        if broken := [name for name, value in of_agent.items() if "\n" in value]:
+            raise WorkflowError(f"{', '.join(broken)}: a variable of a container cannot have a line break")
+        self.env_file.write_text("".join(f"{name}={value}\n" for name, value in of_agent.items()))
+
+    async def run(self, program: Coroutine[Any, Any, Program], on_agent_end: Callable[[], None]) -> Program:
+        """Runs the agent and then the tests. Raises EpisodeTimeout after a time limit of the task."""
+        settings = self._task.settings
+        self._program = asyncio.create_task(program, name="run a container")
+        try:
+            await self._until("started", settings.environment.build_timeout_sec, "the start of the container")
+            await self._until("ended", settings.agent.timeout_sec, self._config.command[0])
+            on_agent_end()
+            if not self._program.done():
+                await asyncio.to_thread(self._give_tests)
+            await self._until(None, settings.verifier.timeout_sec, "tests/test.sh")
+            return await self._program
+        finally:
+            self._program.cancel()
+            await asyncio.gather(self._program, return_exceptions=True)
+
+    async def _until(self, event: str | None, limit: float | None, what: str) -> None:
+        """Waits until the container has reported an event, or has ended."""
+        seconds = None if limit is None else limit * self._config.timeout_multiplier
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._program.done() and (event is None or not self.reported(event)):
+                    await asyncio.wait({self._program}, timeout=_POLL_SECONDS)
+        except TimeoutError:
+            raise EpisodeTimeout(f"task {self._task.name}: {what} took more than {seconds:g} s") from None
+
+    def reported(self, event: str) -> bool:
+        return (self.logs / "agent" / event).exists()
+
+    def _give_tests(self) -> None:
+        """Puts the tests where the container waits for them, all before `verify`."""
+        shutil.copytree(self._task.folder / "tests", self.tests / "tests")
+        variables = resolved(self._task.settings.verifier.env, self._config.pass_env, f"task {self._task.name}")
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        draft = self.tests / "verify.new"
+        draft.write_text("\n".join([*lines, "chmod +x /tests/test.sh", "exec /tests/test.sh", ""]))
+        draft.rename(self.tests / "verify")
+
+    def outcome(self, done: Program, model_failure: str | None) -> Outcome:
+        """Raises an error if the container, the agent or the tests have failed."""
+        where, agent, ended = f"task {self._task.name}", self._config.command[0], "ended"
+        if done.output_too_long:
+            raise WorkflowError(f"{agent} printed more than max_output: {self._config.max_output} bytes")
+        if done.exit_code:
+            ended = how_it_ended(done.exit_code)
+        if not self.reported("started"):
+            message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {done.stderr_tail}"
+            raise BackendUnavailable(message) if done.exit_code == _DAEMON_FAILED else WorkflowError(message)
+        if not (self.tests / "verify").exists():
+            message = f"{where}: {agent} {ended}: {done.stderr_tail}"
+            if model_failure:
+                raise BackendUnavailable(f"{message} (its model: {model_failure})")
+            raise WorkflowError(message)
+        try:
+            rewards = read_rewards(self.logs)
+        except (ValueError, OSError) as error:
+            raise WorkflowError(f"{where}: the reward of tests/test.sh cannot be read: {error}") from error
+        if rewards is None:
+            message = f"{where}: tests/test.sh {ended} without a reward.json or reward.txt"
+            raise WorkflowError(f"{message}: {done.stderr_tail}")
+        part = next(iter(rewards)) if len(rewards) == 1 else self._config.reward
+        if part not in rewards:
+            raise WorkflowError(f"{not_found(f'{where}: the reward', part, rewards)}; choose one with workflow.reward")
+        answer = done.stdout.decode(errors="replace").strip()
+        return Outcome(answer=answer, reward=rewards[part], rewards=rewards)
+
+
+@register_function(config_type=HarborConfig)
+async def harbor_workflow(config: HarborConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
+    folder = builder.config.folder
+    config.check_variables()
+    root = builder.config.find_path(config.tasks, "workflow.tasks").resolve()
+    tasks = {task.name: task for task in await asyncio.to_thread(read_tasks, root, root)}
+    for task in tasks.values():
+        for part in ("environment", "verifier"):
+            resolved(getattr(task.settings, part).env, config.pass_env, f"task {task.name}: {part}.env")
+    images, needs_image = Images(config, folder), any("{image}" in part for part in config.run)
+
+    async def play(task: Task, value: Any, place: Path) -> Outcome:
+        row, columns = row_values(value)
+        image = await images.of(task) if needs_image else ""
+        container = Container(config, task, place)
+        with ExitStack() as until_end:
+            endpoint = until_end.enter_context(episode_endpoint(gateway))
+            variables = environment(endpoint, config)
+            container.write_variables(variables)
+            program = run_program(
+                container.command(image, endpoint, columns, folder),
+                config.input_of(value, row),
+                cwd=folder,
+                env=variables,
+                time_limit=None,
+                max_output=config.max_output,
+                on_exit=lambda: None,
+            )
+            done = await container.run(program, on_agent_end=until_end.close)
+        return container.outcome(done, endpoint.failure)
+
+    async def run(value: Any) -> dict[str, Any]:
+        name = row_values(value)[1].get("task")
+        if name not in tasks:
+            raise WorkflowError(f"{not_found('the task', str(name), tasks)}; use a dataset of _type: harbor")
+        place = Path(tempfile.mkdtemp(dir=places))
+        try:
+            return (await play(tasks[name], value, place)).model_dump()
+        finally:
+            await asyncio.to_thread(remove, place)
+
+    async with await new_gateway(config, builder) as gateway:
+        places = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
+        try:
+            yield FunctionInfo.from_fn(run, description=f"Runs the tasks in {config.tasks}")
+        finally:
+            await asyncio.to_thread(remove, places)

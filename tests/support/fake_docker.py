@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""A program that understands what is used of `docker run` and `docker build`, and runs commands in namespaces.
+
+An image is a folder below $FAKE_IMAGES with the files that a container has in /app; a container sees the system's
+folders but /tmp, and its mounts, and its first process is the first of a process namespace, as with docker. The
+image `absent` is what a daemon does not have, and a Dockerfile with `FAIL` cannot be built.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = """
+set -e
+mount -t tmpfs none "$NEW"
+for each in /*; do
+    case "$each" in /app | /insitu | /logs | /proc | /tests | /tmp) continue;; esac
+    if [ -L "$each" ]; then cp -P "$each" "$NEW$each"
+    elif [ -d "$each" ]; then mkdir "$NEW$each"; mount --rbind "$each" "$NEW$each"; fi
+done
+mkdir -m 1777 "$NEW/tmp"; mkdir "$NEW/proc" "$NEW/app"
+mount -t proc proc "$NEW/proc"
+cp -R "$IMAGE/." "$NEW/app"
+for each in $MOUNTS; do
+    from="${each%%:*}" rest="${each#*:}" to="${rest%%:*}"
+    mkdir -p "$NEW$to"; mount --bind "$from" "$NEW$to"
+    case "$rest" in *:ro) mount -o remount,bind,ro "$NEW$to";; esac
+done
+exec env -i PATH="$PATH" $VARIABLES chroot "$NEW" sh -c 'cd /app && exec "$@"' sh "$@"
+"""
+
+
+def build(arguments: list[str]) -> int:
+    name, folder = arguments[arguments.index("-t") + 1], Path(arguments[-1])
+    with open(images / "builds", "a") as file:
+        file.write(name + "\n")
+    if "FAIL" in (folder / "Dockerfile").read_text():
+        print("the build has failed", file=sys.stderr)
+        return 1
+    shutil.copytree(folder, images / name)
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    mounts, variables = [], ""
+    while arguments[0].startswith("-"):
+        option = arguments.pop(0)
+        if option == "-v":
+            mounts.append(arguments.pop(0))
+        elif option == "--env-file":
+            variables = " ".join(Path(arguments.pop(0)).read_text().split("\n"))
+    image = images / arguments.pop(0)
+    if not image.is_dir():
+        print(f"docker: Unable to find image '{image.name}'", file=sys.stderr)
+        return 125
+    new = tempfile.mkdtemp(dir=images)
+    settings = {"NEW": new, "IMAGE": str(image), "MOUNTS": " ".join(mounts), "VARIABLES": variables}
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
+    os.environ.update(settings)
+    # As with docker, SIGTERM goes to the first process of the container, which outlives a client that is killed.
+    container = subprocess.Popen([*namespaces, "sh", "-c", ROOT, "sh", *arguments], start_new_session=True)
+    end = ["pkill", "-TERM", "-P", str(container.pid)]
+    signal.signal(signal.SIGTERM, lambda *_: subprocess.run(end))
+    return container.wait()
+
+
+images = Path(os.environ["FAKE_IMAGES"])
+sys.exit({"build": build, "run": run}[sys.argv[1]](sys.argv[2:]))
