@@ -245,8 +245,8 @@ class Exchange:
             for name in ("token_ids", "prompt_token_ids") if self._strips_token_ids else ():
                 changed |= choice.pop(name, None) is not None
             if self._strips_logprobs:
-                changed |= choice.pop("logprobs_temperature", None) is not None
-                changed |= len([name for name in _SHAPING if choice.pop(name, None) is not None]) > 0
+                for name in ("logprobs_temperature", *_SHAPING):
+                    changed |= choice.pop(name, None) is not None
                 if choice.get("logprobs") is not None:
                     choice["logprobs"] = None
                     changed = True
@@ -331,14 +331,14 @@ class Exchange:
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
             token_ids, logprobs = choice_tokens(choice)
-            is_processed = choice.get("logprobs_processed") is True
+            shaping = {key: choice[key] for key in _SHAPING if choice.get(key)} if choice.get(_SHAPING[0]) is True else {}
             call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),
                 messages=prompts[min(prompt, len(prompts) - 1)],
                 llm=self._recorder.llm,
                 tools=self._body.get("tools"),
-                sampling=sampling | {key: choice[key] for key in _SHAPING if is_processed and choice.get(key)},
+                sampling=sampling | shaping,
                 message=message,
                 choice=number,
                 prompt_token_ids=choice.get("prompt_token_ids") or response.get("prompt_token_ids"),
