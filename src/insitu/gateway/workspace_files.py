@@ -31,10 +31,11 @@ def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
     except OSError as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} cannot be read: {error.strerror}") from error
     allowed = f"allowed: a number, or an object of {', '.join(_REWARD_KEYS)}, with finite numbers"
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
-        text = file.read(_MAX_REWARD_BYTES)
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    text = os.read(descriptor, _MAX_REWARD_BYTES) if is_file else b""
+    os.close(descriptor)
+    if not is_file:
+        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
     try:
         data = json.loads(text)
         data = data if isinstance(data, dict) else {"reward": data}
