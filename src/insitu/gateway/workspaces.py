@@ -120,7 +120,7 @@ class Workspaces:
                 f"({report['refused']}): set network: host, or allow user namespaces (in a container, "
                 "its security profile forbids them; on Ubuntu, kernel.apparmor_restrict_unprivileged_userns)"
                 if report.get("kernel")
-                else f"workflow.workspace: the program `true` cannot be run within workflow.limits: {report or 'no answer'}"
+                else f"workflow.workspace: `true` cannot be run within workflow.limits: {report or 'no answer'}"
             )
 
     def _fetch(self, repository: str) -> None:
