@@ -20,6 +20,7 @@ from insitu.config.code import make_importable
 from insitu.errors import ConfigError, install_command
 from insitu.registry import FUNCTION, register_dataset_loader
 from insitu.schemas.components import WORKFLOW
+from insitu.schemas.parts import first_problem
 
 _OLDEST = (0, 4)
 
@@ -46,12 +47,14 @@ def check_verifiers() -> None:
         raise ConfigError(f"verifiers {installed} is too old: insitu runs tasksets of verifiers.v1, from 0.4 on")
 
 
-def taskset_type(settings: Mapping[str, Any], folder: Path) -> Any:
-    """The class of a taskset. Raises ConfigError if it is not installed, or not of verifiers.v1."""
+def taskset_type(settings: Mapping[str, Any], folder: Path | None) -> Any:
+    """The class of a taskset, which is installed or in `folder`. Raises ConfigError if it is neither, or not of
+    verifiers.v1."""
     check_verifiers()
     from verifiers.v1.utils.loaders import taskset_class
 
-    make_importable(folder)
+    if folder is not None:
+        make_importable(folder)
     name = settings["id"]
     try:
         return taskset_class(name)
@@ -120,7 +123,7 @@ def _rows(taskset: bytes, folder: Path, shuffle: int | None, skip: int, limit: i
     try:
         tasks = kind(taskset_config_type(settings["id"]).model_validate(settings))
     except ValidationError as error:
-        raise ConfigError(f"taskset {settings['id']!r}: {error}") from error
+        raise ConfigError(f"taskset {settings['id']!r}: {first_problem(error)}") from error
     if not tasks.bounded and limit is None:
         raise ConfigError(f"taskset {settings['id']!r} has no end: set eval.general.dataset.limit")
     if shuffle is not None:

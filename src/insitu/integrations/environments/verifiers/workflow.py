@@ -18,6 +18,7 @@ from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
 from insitu.integrations.environments.verifiers.tasksets import TasksetSettings, taskset_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.parts import first_problem
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 
@@ -72,7 +73,8 @@ def make_environment(config: VerifiersConfig, folder: Path, max_retries: int) ->
     try:
         return load_environment(resolve_env_config({"taskset": config.taskset, **dict.fromkeys(roles, agent)}))
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {error}") from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {problem}") from error
 
 
 @register_function(config_type=VerifiersConfig)
