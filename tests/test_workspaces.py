@@ -149,7 +149,7 @@ async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpe
 
 @pytest.mark.parametrize("network", NETWORKS)
 async def test_a_sandbox_that_is_killed_is_no_reward(project: Path, server: FakeOpenAI, network: str) -> None:
-    waiting = verify("import time; time.sleep(60)")
+    waiting = verify("import signal; signal.pause()")
     async with agent(project, server, "", verify=waiting, network=network) as workflow:
         running = asyncio.create_task(episode(workflow))
 
