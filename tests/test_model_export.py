@@ -45,6 +45,12 @@ def checkpoint_logits(folder: Path) -> torch.Tensor:
     return logits(load_model(str(folder), "cpu").module)
 
 
+def test_a_package_has_no_checkpoint(tmp_path: Path) -> None:
+    code, text = export("config.yml", tmp_path / "out", "--as", "verifiers", "--merge", "--checkpoint", "best")
+    assert code == 2
+    assert "--checkpoint, --merge cannot be used with --as verifiers" in text
+
+
 def test_all_weights_load_with_transformers(full: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -301,6 +301,6 @@ def test_serve_says_what_is_missing(write: Any, tmp_path: Path) -> None:
     file = write({"eval": {"general": {"dataset": {"_type": "jsonl", "file_path": "rows.jsonl"}}}})
     done = processes.run("serve", file.name, "--as", "openenv", folder=tmp_path)
     assert done.returncode == 2
-    assert "set finetuning.reward_function.name, the evaluator that gives the reward; available: none" in done.stderr
+    assert "finetuning.reward_function must name the evaluator whose scores are the reward" in done.stderr
     done = processes.run("serve", file.name, "--as", "gym", folder=tmp_path)
     assert "--as: 'gym' does not exist; available: openenv" in done.stderr

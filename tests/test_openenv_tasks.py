@@ -41,3 +41,5 @@ def test_a_project_for_a_class(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "game/config.yml").read_text())["workflow"]["class"] == "openenv_games:Digits"
     with pytest.raises(ConfigError, match="expected a URL, http://HOST:PORT, or a class, MODULE:CLASS"):
         write_project(tmp_path / "other", environment="openenv:game")
+    with pytest.raises(ConfigError, match="'openenv' does not say what comes after `openenv:`"):
+        write_project(tmp_path / "other", environment="openenv")

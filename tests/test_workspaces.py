@@ -147,6 +147,23 @@ async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpe
         await outcome(project, server, "", verify=verify("while True: pass"), limits={"cpu_seconds": 0.5})
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_a_sandbox_that_is_killed_is_no_reward(project: Path, server: FakeOpenAI, network: str) -> None:
+    waiting = verify("import signal; signal.pause()")
+    async with agent(project, server, "", verify=waiting, network=network) as workflow:
+        running = asyncio.create_task(episode(workflow))
+
+        def verifier() -> list[psutil.Process]:
+            return [each for each in psutil.Process().children(recursive=True) if each.cmdline() == waiting]
+
+        await until(lambda: bool(verifier()), 0.1)
+        parent = verifier()[0].parent()
+        assert parent is not None
+        parent.kill()
+        with pytest.raises(WorkflowError, match="its sandbox has ended"):
+            await running
+
+
 async def test_agents_neither_see_nor_change_what_judges_them(project: Path, server: FakeOpenAI) -> None:
     (project / "hidden/tests/one").mkdir(parents=True)
     (project / "hidden/tests/one/check.py").write_text("import sys; sys.exit(open('number.txt').read() != '2')")
@@ -493,6 +510,13 @@ asyncio.run(main())
         ({"workspace": {"copy": "no-such"}}, "workflow.workspace.copy: 'no-such' does not exist"),
         ({"verify_files": "task"}, "verify_files needs verify"),
         ({"verify": ["true"], "verify_files": "no-such"}, "workflow.verify_files: 'no-such' does not exist"),
+        ({"workspace": {"copy": "config.yml"}}, "workflow.workspace.copy: .*config.yml is not a folder"),
+        ({"verify": ["true"], "verify_files": "config.yml"}, "workflow.verify_files: .*config.yml is not a folder"),
+        ({"verify": ["true"], "verify_files": "checks-{id}"}, "workflow.verify_files .*agents would see"),
+        ({"verify": ["true"], "verify_files": "."}, "workflow.verify_files .*agents would see"),
+        ({"workspace": {"copy": "task", "folder": "/proc/none"}}, "workspace.folder: /proc/none.* cannot be made"),
+        ({"workspace": {"copy": "task", "folder": "config.yml"}}, "workspace.folder: .* cannot be made"),
+        ({"limits": {"memory": 10_000}}, "`true` cannot be run within workflow.limits"),
         ({"network": "none"}, "network"),
         ({"limits": {"memory": "much"}}, "memory"),
         ({"limits": {"files": 3}}, "files"),

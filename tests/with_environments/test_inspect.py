@@ -287,3 +287,16 @@ def test_a_new_project_trains(tmp_path: Path) -> None:
         line for line in read_lines(tmp_path / "project/runs/project/training_metrics.jsonl") if "epoch" in line
     )
     assert epoch["job"] == "completed"
+
+
+def test_a_wrong_option_or_limit_is_refused(tmp_path: Path, server: FakeOpenAI) -> None:
+    file = write(tmp_path, server.base_url, "words", options={"mesage_limit": 1})
+    done = insitu(tmp_path, "eval", file)
+    assert done.returncode == 2
+    assert "  File " not in done.stderr
+    assert "Unknown GenerateConfig field(s): mesage_limit" in done.stderr
+    file = write(tmp_path, server.base_url, "words")
+    file.write_text(file.read_text().replace("dataset: {_type: inspect}", "dataset: {_type: inspect, limit: -1}"))
+    done = insitu(tmp_path, "validate", file)
+    assert done.returncode == 2
+    assert "eval.general.dataset.limit" in done.stderr

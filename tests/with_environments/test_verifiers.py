@@ -185,7 +185,7 @@ def test_a_harness_by_name_runs_in_a_subprocess(project: Project) -> None:
         ({"taskset": {"id": SEVERAL}}, f"taskset '{SEVERAL}' has no end: set eval.general.dataset.limit"),
         ({"taskset": {"id": "old_package"}}, "has load_environment, which verifiers 0.4 has removed"),
         ({"taskset": {"id": "nowhere"}}, "taskset 'nowhere' cannot be loaded"),
-        ({"taskset": {"id": DIGITS, "cuont": 3}}, "cuont"),
+        ({"taskset": {"id": DIGITS, "cuont": 3}}, f"taskset '{DIGITS}': cuont: Extra inputs are not permitted\n"),
         ({"taskset": {}}, "id is missing"),
     ],
 )
@@ -194,6 +194,14 @@ def test_what_cannot_run_is_said(project: Project, workflow: dict[str, Any], sai
     file["workflow"].update(workflow)
     project.write(file)
     assert said in project.run("-m", "insitu", "validate", "config.yml", code=2)
+
+
+def test_a_project_needs_an_installed_taskset(project: Project) -> None:
+    """One beside the project is not found from inside it."""
+    (project.folder / "beside.py").write_text((TASKSETS / f"{DIGITS}.py").read_text())
+    said = project.run("-P", "-m", "insitu", "init", "desk", "--environment", "verifiers:beside", code=2)
+    assert "taskset 'beside' not found" in said
+    assert not (project.folder / "desk").exists()
 
 
 def test_a_coding_harness_needs_a_container(project: Project) -> None:

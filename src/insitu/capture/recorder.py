@@ -331,7 +331,7 @@ class Exchange:
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
             token_ids, logprobs = choice_tokens(choice)
-            shaping = {key: choice[key] for key in _SHAPING if choice.get(key)} if choice.get(_SHAPING[0]) is True else {}
+            shaping = {k: choice[k] for k in _SHAPING if choice.get(k)} if choice.get(_SHAPING[0]) is True else {}
             call = ModelCall(
                 index=index,
                 model=self._body.get("model", ""),

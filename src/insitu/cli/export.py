@@ -21,6 +21,9 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, kind:
     rows and evaluators become a package.
     """
     if kind is not None:
+        unused = {"--checkpoint": checkpoint, "--merge": merge, "--push": push}
+        if given := [name for name, value in unused.items() if value]:
+            raise click.UsageError(f"{', '.join(given)} cannot be used with --as {kind}, which exports no model")
         from insitu.errors import ConfigError
         from insitu.registry import not_found
         from insitu.schemas.parts import load_named, names

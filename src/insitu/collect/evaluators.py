@@ -12,7 +12,9 @@ from insitu.advantages.credit import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.collect.episodes import isolated
 from insitu.collect.event_loop import doing, seconds_since
-from insitu.errors import InsituError, a_type, describe_error, format_error
+from insitu.config import Config
+from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
+from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, Outcome
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
@@ -110,6 +112,22 @@ def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, 
     if not is_reward(value):
         return None, DropReason.NAN_SCORE, f"the score is {value}; allowed: {ALLOWED_REWARDS}"
     return value, None, None
+
+
+def reward_of(config: Config) -> tuple[str, int]:
+    """The evaluator that gives the reward, and its sign: that of `finetuning.reward_function`, or the only one.
+
+    Raises ConfigError if there are several, or none.
+    """
+    names, reward = config.names(EVALUATOR), config.finetuning.reward_function
+    if reward is not None and reward.evaluator in names:
+        return reward.evaluator, reward.sign
+    if len(names) != 1:
+        raise ConfigError(
+            f"{config.source}: finetuning.reward_function must name the evaluator whose scores are the reward; "
+            f"available: {', '.join(names) or 'none'}"
+        )
+    return names[0], 1
 
 
 def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> EvalOutputItem:

@@ -43,13 +43,7 @@ class ToolFunction(NamedTuple):
         schema = {"type": "object", "properties": {}} if function.get("parameters") is None else function["parameters"]
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise ValueError(f"the parameters of {function['name']!r} are not the schema of an object")
-        is_plain = "properties" in schema and not schema.keys() & {
-            "allOf",
-            "anyOf",
-            "oneOf",
-            "$ref",
-            "patternProperties",
-        }
+        is_plain = "properties" in schema and not schema.keys() & _COMPOSED
         return cls(
             function["name"], {"type": "object", **({"additionalProperties": False} if is_plain else {}), **schema}
         )

@@ -60,9 +60,12 @@ class Workspaces:
         if sys.platform != "linux":
             raise ConfigError("workflow.workspace needs Linux")
         base = (self.settings.folder or Path(tempfile.gettempdir())) / f"insitu-workspaces-{os.getuid()}"
-        with suppress(FileExistsError):
-            base.mkdir(mode=0o700, parents=True)
-        base = base.resolve()
+        try:
+            with suppress(FileExistsError):
+                base.mkdir(mode=0o700, parents=True)
+            base = base.resolve(strict=True)
+        except OSError as error:
+            raise ConfigError(f"workflow.workspace.folder: {base} cannot be made: {error.strerror}") from error
         if base.stat().st_uid != os.getuid():
             raise ConfigError(f"workflow.workspace.folder: {base} belongs to another user")
         with FolderLock(base, "workflow.workspace.folder", wait=_LOCK_SECONDS):
@@ -80,19 +83,26 @@ class Workspaces:
             await asyncio.to_thread(remove, self.root)
 
     def _private_folders(self) -> Iterator[Path]:
-        """The verifier's files, for all rows, and the run's directory, unless the agent's own files are inside."""
-        folders = [self.run_dir]
-        if self.keys.verify_files is not None:
-            fixed = self.keys.verify_files.partition("{")[0]
-            fixed = fixed if fixed == self.keys.verify_files else os.path.dirname(fixed)
-            folders += [self._config.find_path(fixed, "workflow.verify_files")] if fixed else []
-        for folder in map(Path.resolve, folders):
-            if not self._config.folder.resolve().is_relative_to(folder):
-                yield folder
+        """The verifier's files, for all rows, and the run's directory, unless the agent's own files are inside.
+
+        Raises ConfigError for files of the verifier that cannot be hidden.
+        """
+        own, template, key = self._config.folder.resolve(), self.keys.verify_files, "workflow.verify_files"
+        if not own.is_relative_to(run_dir := self.run_dir.resolve()):
+            yield run_dir
+        if template is not None:
+            fixed = template.partition("{")[0]
+            fixed = fixed if fixed == template else os.path.dirname(fixed)
+            folder = self._folder(fixed or ".", key).resolve()
+            if self.isolated and (not fixed or own.is_relative_to(folder)):
+                raise ConfigError(
+                    f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
+                )
+            yield folder
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
-            self._config.find_path(self.settings.source, "workflow.workspace.copy")
+            self._folder(self.settings.source, "workflow.workspace.copy")
         if self.settings.git is not None:
             self._fetch(self.settings.git)
         probe = self.root / "probe"
@@ -107,10 +117,10 @@ class Workspaces:
         if report.get("exit") != 0:
             raise ConfigError(
                 f"workflow.network is model, but this system does not let programs be confined "
-                f"({report.get('refused', 'no answer')}): set network: host, or allow user namespaces (in a container, "
+                f"({report['refused']}): set network: host, or allow user namespaces (in a container, "
                 "its security profile forbids them; on Ubuntu, kernel.apparmor_restrict_unprivileged_userns)"
-                if self.isolated
-                else f"workflow.workspace: programs cannot be started here: {report}"
+                if report.get("kernel")
+                else f"workflow.workspace: `true` cannot be run within workflow.limits: {report or 'no answer'}"
             )
 
     def _fetch(self, repository: str) -> None:
@@ -163,7 +173,14 @@ class Workspaces:
                 raise WorkflowError(f"{key}: row {values['row_id']!r}: {value!r:.100} would lead to another folder")
             return value
 
-        return self._config.find_path(filled_text(template, values, key, part), key)
+        return self._folder(filled_text(template, values, key, part), key)
+
+    def _folder(self, place: str, key: str) -> Path:
+        """Raises ConfigError if there is none."""
+        folder = self._config.find_path(place, key)
+        if not folder.is_dir():
+            raise ConfigError(f"{key}: {folder} is not a folder")
+        return folder
 
     def _fill(self, work: Path, values: dict[str, Any]) -> None:
         source = self.root / "repository"
@@ -260,7 +277,9 @@ class Workspace:
             raise WorkflowError(f"{command[0]} exceeded limits.{report['limit']}: {limit}")
         if "refused" in report:
             raise WorkflowError(f"workflow command {report['refused']}")
-        program.reported_exit = report.get("exit", program.exit_code)
+        if "exit" not in report and not program.output_too_long:
+            raise WorkflowError(f"{command[0]}: its sandbox has ended and not said how: {program.stderr_tail}")
+        program.reported_exit = report.get("exit")
         return program
 
     @asynccontextmanager

@@ -117,8 +117,10 @@ def write_project(
 
 def _write_environment(folder: Path, environment: str, model: str) -> None:
     kind, _, what = environment.partition(":")
-    if kind not in parts.names(_ENVIRONMENTS) or not what:
+    if kind not in parts.names(_ENVIRONMENTS):
         raise ConfigError(not_found("--environment is KIND:WHAT; the kind", kind, parts.names(_ENVIRONMENTS)))
+    if not what:
+        raise ConfigError(f"--environment is KIND:WHAT; {environment!r} does not say what comes after `{kind}:`")
     project: EnvironmentProject = parts.load_named(_ENVIRONMENTS, kind)(what)
     values = {
         **_of_model(model),

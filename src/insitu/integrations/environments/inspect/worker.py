@@ -206,6 +206,11 @@ class Evaluation:
         self._arrived: asyncio.Event | None = None
         self._closed = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the parent has been told that samples may arrive."""
+        return self._arrived is not None
+
     def run(self) -> Any:
         """Returns the log once the parent has closed the socket and all samples have ended."""
         from inspect_ai import eval as evaluate
@@ -361,13 +366,15 @@ def print_description(settings: dict[str, Any]) -> None:
 
 
 def evaluate_arriving(settings: dict[str, Any]) -> None:
-    connection = socket.socket(fileno=0)
+    connection, evaluation = socket.socket(fileno=0), None
     try:
         evaluation = Evaluation(settings, connection)
+        log = evaluation.run()
     except Exception as error:  # the task's code may raise anything
+        if evaluation is not None and evaluation.has_begun:
+            raise
         connection.sendall(json.dumps({"problem": _describe(error)}).encode() + b"\n")
         return
-    log = evaluation.run()
     if log.error is not None:
         sys.exit(f"the evaluation has failed: {log.error.message}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeInt, field_validator
 
 from insitu.builder import Builder
 from insitu.collect.datasets import DatasetConfig
@@ -96,7 +96,7 @@ def _description(python: Path | None, settings: str) -> dict[str, Any]:
 class InspectDatasetConfig(DatasetConfig, name="inspect"):
     """The samples of the task of `workflow`."""
 
-    limit: int | tuple[int, int] | None = None
+    limit: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     """How many samples, or the positions of the first one and of the one after the last; none: all."""
 
     def origin(self, config: Config) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
-from insitu.collect.evaluators import as_reward, parse_score, score
+from insitu.collect.evaluators import as_reward, parse_score, reward_of, score
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, WorkflowError
-from insitu.registry import EVALUATOR
+from insitu.errors import InsituError, WorkflowError
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 from insitu.schemas.parts import first_problem
 from insitu.wire.http_access import AccessPolicy
@@ -153,13 +152,7 @@ async def serve_file(config: Config, access: AccessPolicy, host: str, port: int)
 
     Raises ConfigError if the file does not say which evaluator gives the reward.
     """
-    reward, names = config.finetuning.reward_function, config.names(EVALUATOR)
-    if reward is None and len(names) != 1:
-        raise ConfigError(
-            f"{config.source}: set finetuning.reward_function.name, the evaluator that gives the reward; available: "
-            f"{', '.join(names) or 'none'}"
-        )
-    name = reward.evaluator if reward is not None else names[0]
+    name, _ = reward_of(config)
     rows = load_dataset(config)
     async with Builder(config) as builder:
         server = FileServer(config, rows, name, await builder.get_evaluator(name))

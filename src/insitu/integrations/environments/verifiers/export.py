@@ -11,10 +11,10 @@ from pathlib import Path
 import yaml
 
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.config import Config, load_config
+from insitu.collect.evaluators import reward_of
+from insitu.config import load_config
 from insitu.disk.files import new_folder
 from insitu.errors import ConfigError
-from insitu.registry import EVALUATOR
 
 _MODULE = '''"""The rows and scores of {source}, exported by insitu."""
 
@@ -42,19 +42,6 @@ packages = ["{name}"]
 [tool.setuptools.package-data]
 "*" = ["project/**/*"]
 """
-
-
-def reward_of(config: Config) -> tuple[str, int]:
-    """The evaluator that gives the reward, and its sign: that of `finetuning.reward_function`, or the only one."""
-    names, reward = config.names(EVALUATOR), config.finetuning.reward_function
-    if reward is not None and reward.evaluator in names:
-        return reward.evaluator, reward.sign
-    if len(names) != 1:
-        raise ConfigError(
-            f"{config.source}: finetuning.reward_function must name the evaluator whose scores are the reward; "
-            f"available: {', '.join(names) or 'none'}"
-        )
-    return names[0], 1
 
 
 def export_taskset(file: Path, out: Path) -> str:

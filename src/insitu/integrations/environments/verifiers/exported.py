@@ -13,10 +13,9 @@ import verifiers.v1 as vf
 
 from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
-from insitu.collect.evaluators import parse_score, score
+from insitu.collect.evaluators import parse_score, reward_of, score
 from insitu.config import load_config
 from insitu.errors import WorkflowError
-from insitu.integrations.environments.verifiers.export import reward_of
 from insitu.registry import EVALUATOR
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import signed

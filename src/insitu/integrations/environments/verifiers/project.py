@@ -1,7 +1,5 @@
 """What `insitu init --environment verifiers:ID` writes."""
 
-from pathlib import Path
-
 from insitu.integrations.environments.verifiers.tasksets import taskset_type
 from insitu.starter import EnvironmentProject
 
@@ -10,7 +8,7 @@ _TASKS = 64
 
 def project(name: str) -> EnvironmentProject:
     """The blocks of a file for an installed taskset. Raises ConfigError if it is not installed."""
-    taskset_type({"id": name}, Path.cwd())
+    taskset_type({"id": name}, None)
     return EnvironmentProject(
         workflow={"_type": "verifiers", "taskset": {"id": name}, "model": "student"},
         dataset={"_type": "verifiers", "limit": _TASKS},

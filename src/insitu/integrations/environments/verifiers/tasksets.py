@@ -47,12 +47,14 @@ def check_verifiers() -> None:
         raise ConfigError(f"verifiers {installed} is too old: insitu runs tasksets of verifiers.v1, from 0.4 on")
 
 
-def taskset_type(settings: Mapping[str, Any], folder: Path) -> Any:
-    """The class of a taskset. Raises ConfigError if it is not installed, or not of verifiers.v1."""
+def taskset_type(settings: Mapping[str, Any], folder: Path | None) -> Any:
+    """The class of a taskset, which is installed or in `folder`. Raises ConfigError if it is neither, or not of
+    verifiers.v1."""
     check_verifiers()
     from verifiers.v1.utils.loaders import taskset_class
 
-    make_importable(folder)
+    if folder is not None:
+        make_importable(folder)
     name = settings["id"]
     try:
         return taskset_class(name)

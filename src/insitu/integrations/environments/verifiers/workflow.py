@@ -73,7 +73,8 @@ def make_environment(config: VerifiersConfig, folder: Path, max_retries: int) ->
     try:
         return load_environment(resolve_env_config({"taskset": config.taskset, **dict.fromkeys(roles, agent)}))
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {error}") from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {problem}") from error
 
 
 @register_function(config_type=VerifiersConfig)
