@@ -38,6 +38,8 @@ _RESERVED_PIDS = 301
 """The least value of pid_max; so many more processes than `limits.processes` may be alive until they are counted."""
 _FEWEST_BYTES = 4096
 """What a file counts for at least: empty files fill a disk too."""
+_OWN_FOLDERS = ("/tmp/", "/run/", "/dev/shm/")
+"""What is another folder in the sandbox; paths in them that the program needs are mounted there."""
 _SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Entries of /proc that the root user may write to without any capability."""
 
@@ -84,16 +86,17 @@ def _enter_namespaces(port: int | None, control: socket.socket) -> None:
 def _restrict_files(settings: dict[str, Any]) -> None:
     """Makes everything read-only but the workspace and a /tmp of its own, and hides what belongs to others."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
-    opened = {name: os.open(settings[name], os.O_PATH) for name in ("folder", "temporary", "visible")}
+    opened = {name: os.open(settings[name], os.O_PATH) for name in ("folder", "temporary")}
+    visible = {path: os.open(path, os.O_PATH) for path in settings["visible"] if path.startswith(_OWN_FOLDERS)}
     _set_read_only("/", True, recursive=True)
     _bind(opened["temporary"], "/tmp", False)
     if os.path.isdir("/run"):
         _mount("none", "/run", "tmpfs", _NOSUID | _NODEV, "size=64k,mode=755")  # sockets of the machine's services
     if os.path.isdir("/dev/shm"):
         _mount("none", "/dev/shm", "tmpfs", _NOSUID | _NODEV, "size=64m,mode=1777")
-    if settings["visible"].startswith(("/tmp/", "/run/", "/dev/shm/")):
-        os.makedirs(settings["visible"])
-        _bind(opened["visible"], settings["visible"], True)
+    for path, descriptor in visible.items():
+        os.makedirs(path, exist_ok=True)
+        _bind(descriptor, path, True)
     for hidden in settings["hidden"]:
         if os.path.isdir(hidden):
             _mount("none", hidden, "tmpfs", _NOSUID | _NODEV, "size=64k,mode=755")
@@ -268,7 +271,7 @@ def _watch(child: int, processes: _Processes, settings: dict[str, Any], control:
         if exceeded := processes.exceeded(limits):
             return {"limit": exceeded}
         if limits["folder_size"] is not None and now >= measure_at:
-            mounted = (settings["folder"], settings["visible"], *settings["hidden"])
+            mounted = (settings["folder"], *settings["visible"], *settings["hidden"])
             total = sum(_folder_bytes(folder, mounted) for folder in (settings["folder"], settings["temporary"]))
             if total + processes.deleted_bytes() > limits["folder_size"]:
                 return {"limit": "folder_size"}

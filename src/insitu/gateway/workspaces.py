@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Self
 
@@ -196,6 +197,12 @@ class Workspaces:
             return None
         return Path(shutil.move(folder / "work", kept / folder.name))
 
+    @cached_property
+    def _visible(self) -> list[str]:
+        """The YAML's folder, and the Python environments of insitu and of its programs; outer folders first."""
+        paths = {self._config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
+        return sorted(map(str, paths))
+
     def sandboxed(
         self,
         command: Sequence[str],
@@ -212,7 +219,7 @@ class Workspaces:
             "port": port,
             "folder": str(folder / "work"),
             "temporary": str(temporary),
-            "visible": str(self._config.folder.resolve()),
+            "visible": self._visible,
             "hidden": [*map(str, self.hidden)],
             "cwd": str(cwd),
             "limits": self.keys.limits.model_dump(),
