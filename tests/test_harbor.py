@@ -59,6 +59,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "agent/agent.py").write_text(ASK)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_IMAGES", str(tmp_path / "images"))
+    monkeypatch.setenv("FAKE_PYTHON", sys.prefix)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.chdir(tmp_path)
@@ -77,7 +78,14 @@ def add_task(project: Path, name: str, *, toml: str = "", test: str = TEST, **fi
 
 def config(project: Path, server: FakeOpenAI, **block: Any) -> Path:
     model = {"_type": "openai", "model_name": "fake", "base_url": server.base_url}
-    workflow = {"_type": "harbor", "llm": "player", "tasks": "tasks", "run": RUN, "pass_env": ["FAKE_IMAGES"], **block}
+    workflow = {
+        "_type": "harbor",
+        "llm": "player",
+        "tasks": "tasks",
+        "run": RUN,
+        "pass_env": ["FAKE_IMAGES", "FAKE_PYTHON"],
+        **block,
+    }
     workflow.setdefault("command", [sys.executable, "/agent/agent.py", "{input}"])
     dataset = workflow.pop("dataset", {"_type": "harbor"})
     evaluation = {"general": {"dataset": dataset}, "evaluators": {"reward": {"_type": "harbor"}}}
@@ -282,7 +290,7 @@ async def test_variables_and_places_of_a_task(
     test = '#!/bin/sh\n[ "$KEY" = "k 1" ] && echo 1 > /logs/verifier/reward.txt\n'
     add_task(project, "one", toml=toml, test=test)
     command = ["sh", "-c", 'read row; echo "$PWD $SIZE $INSITU_ROW_ID $MINE $HOME $KEY $1 $row"', "sh", "{metadata}"]
-    names = {"pass_env": ["FAKE_IMAGES", "JUDGE_KEY"], "env": {"MINE": "4"}}
+    names = {"pass_env": ["FAKE_IMAGES", "FAKE_PYTHON", "JUDGE_KEY"], "env": {"MINE": "4"}}
     async with tasks(project, server, command=command, **names) as play:
         result = await play("one")
     place, row = result["answer"].split(" {", 1)

@@ -2,8 +2,9 @@
 """A program that understands what is used of `docker run` and `docker build`, and runs commands in namespaces.
 
 An image is a folder below $FAKE_IMAGES with the files that a container has in /app; a container sees the system's
-folders but /tmp, and its mounts, and its first process is the first of a process namespace, as with docker. The
-image `absent` is what a daemon does not have, and a Dockerfile with `FAIL` cannot be built.
+folders but /tmp, the Python environment $FAKE_PYTHON, and its mounts. Its first process is the first of a process
+namespace, as with docker. The image `absent` is what a daemon does not have, and a Dockerfile with `FAIL` cannot be
+built.
 """
 
 import os
@@ -23,6 +24,7 @@ for each in /*; do
     elif [ -d "$each" ]; then mkdir "$NEW$each"; mount --rbind "$each" "$NEW$each"; fi
 done
 mkdir -m 1777 "$NEW/tmp"; mkdir "$NEW/proc" "$NEW/app"
+case "$PYTHON" in /tmp/*) mkdir -p "$NEW$PYTHON"; mount --bind "$PYTHON" "$NEW$PYTHON";; esac
 mount -t proc proc "$NEW/proc"
 cp -R "$IMAGE/." "$NEW/app"
 for each in $MOUNTS; do
@@ -58,7 +60,13 @@ def run(arguments: list[str]) -> int:
         print(f"docker: Unable to find image '{image.name}'", file=sys.stderr)
         return 125
     new = tempfile.mkdtemp(dir=images)
-    settings = {"NEW": new, "IMAGE": str(image), "MOUNTS": " ".join(mounts), "VARIABLES": variables}
+    settings = {
+        "NEW": new,
+        "IMAGE": str(image),
+        "MOUNTS": " ".join(mounts),
+        "VARIABLES": variables,
+        "PYTHON": os.environ["FAKE_PYTHON"],
+    }
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
     os.environ.update(settings)
     # As with docker, SIGTERM goes to the first process of the container, which outlives a client that is killed.
