@@ -206,6 +206,35 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
                 await episode(workflow, name)
 
 
+async def test_a_python_environment_in_a_temporary_folder_is_there(tmp_path: Path, server: FakeOpenAI) -> None:
+    """As it is if the whole project lies in /tmp."""
+    assert tmp_path.is_relative_to("/tmp")
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "environment")])
+    python = tmp_path / "environment/bin/python"
+    (tmp_path / "project/task").mkdir(parents=True)
+    agent = tmp_path / "project/agent.py"
+    agent.write_text("import sys; print(sys.prefix)")
+    block = {"_type": "command", "llm": "player", "workspace": {"copy": "task"}, "command": [str(python), str(agent)]}
+    model = {"_type": "openai", "model_name": "fake", "base_url": server.base_url}
+    config = {"llms": {"player": model}, "workflow": block, "eval": {"general": {"output_dir": "out"}}}
+    (tmp_path / "project/config.yml").write_text(json.dumps(config))
+    script = f"""if True:
+        import asyncio
+        from insitu.config import load_config
+        from insitu.plugin_api import Builder
+
+        async def main():
+            async with Builder(load_config({str(tmp_path / "project/config.yml")!r})) as builder:
+                print(await (await builder.get_workflow()).ainvoke("hi"))
+        asyncio.run(main())"""
+    path = os.pathsep.join(each for each in sys.path if each)
+    environment = os.environ | {"PYTHONPATH": path}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = await asyncio.create_subprocess_exec(python, "-c", script, cwd=tmp_path, env=environment, **pipes)
+    output, errors = await process.communicate()
+    assert output.decode().strip() == str(tmp_path / "environment"), errors.decode()
+
+
 async def test_a_commit_is_checked_out_without_history_or_credentials(project: Path, server: FakeOpenAI) -> None:
     repository = project / "repository"
     git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.c"]

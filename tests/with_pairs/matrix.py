@@ -45,6 +45,7 @@ REFUSED: Mapping[frozenset[Value], str] = {
     **dict.fromkeys(_pairs("method", PREFERENCES, "curriculum", ["on"]), "curriculum_learning"),
     **dict.fromkeys(_pairs("adapter", ["url"], "processes", ["2"]), "learner"),
     **dict.fromkeys(_pairs("keep", ["little"], "staleness", ["1"]), "keep.last"),
+    **dict.fromkeys(_pairs("adapter", ["art"], "validation", ["beside"]), "validation.beside"),
 }
 """Values that a file cannot have together, and the key that the error names."""
 ELSEWHERE = ("credit", "baseline", "keep", "weights", "processes", "staleness", "stream")

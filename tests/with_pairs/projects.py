@@ -272,7 +272,8 @@ class Project:
         if self.uses_art:
             command, environment = [ART / "insitu", *arguments], os.environ | self.variables
             with subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.DEVNULL) as process:
-                wait_until(lambda: file.exists() and file.read_bytes())
+                wait_until(lambda: process.poll() is not None or (file.exists() and file.read_bytes()))
+                assert process.poll() is None
                 process.kill()
             return
         with start(*arguments, folder=self.folder, **self.variables) as process:

@@ -182,7 +182,7 @@ def evaluation_of_task(
     `task` is `KIND:TASK`, or a task of the first kind that is installed; without `llm` the file's policy is evaluated.
     """
     if request.dataset is not None or request.skip_workflow or request.skip_completed_entries:
-        raise ConfigError("--task has rows of its own: leave out --dataset and --skip_workflow")
+        raise ConfigError("--task brings its rows: leave out --dataset, --skip_workflow and --skip_completed_entries")
     config = load_config(request.config_file, request.override)
     if llm is None:
         llms = config.names(LLM)

@@ -15,9 +15,7 @@ from insitu.builder import Builder
 from insitu.collect.scores import FunctionEvaluator, Score
 from insitu.errors import WorkflowError, a_type
 from insitu.registry import not_found, register_evaluator
-from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
-from insitu.schemas.evaluation import Number as Number
-from insitu.schemas.evaluation import Outcome as Outcome
+from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo, Outcome
 from insitu.schemas.parts import first_problem
 
 
@@ -29,7 +27,7 @@ class OutcomeConfig(EvaluatorBaseConfig, name="outcome"):
 
 
 async def outcome_score(config: OutcomeConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
-    """The factory of evaluators that read an `Outcome`: an environment registers it for a configuration of its own."""
+    """Yields an evaluator that reads an `Outcome`. Environments register it for their own configuration classes."""
 
     async def score(item: EvalInputItem) -> Score:
         output = item.output_obj

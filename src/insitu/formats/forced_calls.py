@@ -63,12 +63,12 @@ class ToolFunction(NamedTuple):
         required = dict.fromkeys(self.parameters.get("required") or ())
         properties = {name: {} for name in required} | (self.parameters.get("properties") or {})
         shared = {key: self.parameters[key] for key in _DEFINITIONS if key in self.parameters}
-        written = {
+        arguments = {
             name: write(_word(name), {**resolved(schema, self.parameters), **shared})
             for name, schema in properties.items()
         }
-        first = f" {separator} ".join(written[name] for name in required)
-        others = [text for name, text in written.items() if name not in required]
+        first = f" {separator} ".join(arguments[name] for name in required)
+        others = [text for name, text in arguments.items() if name not in required]
         if first or not separator:
             return " ".join([first, *(f"({separator} {other})?" for other in others)])
         starts = (
@@ -138,8 +138,8 @@ class CallGrammar:
         """A string as it is, or JSON of another type, followed by `end`: values of formats that need the schema."""
         branches = _branches(schema)
         is_union = len(branches) > 1
-        written = (self._value(branch, end, without, is_union=is_union) for branch in branches)
-        return f"({' | '.join(written)})"
+        values = (self._value(branch, end, without, is_union=is_union) for branch in branches)
+        return f"({' | '.join(values)})"
 
     def _value(self, schema: Mapping[str, Any], end: str, without: Iterable[str], *, is_union: bool) -> str:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -174,13 +174,13 @@ def _escaped(text: str) -> str:
 
 def _inside(pattern: str) -> str:
     """A pattern as it is written between slashes."""
-    written = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n"}
-    return re.sub(r"\\.|/|\n", lambda match: written.get(match[0], match[0]), pattern)
+    escapes = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n"}
+    return re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), pattern)
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How calls are written: each by `call`, all of them after one of `start` and before `end`.
+    """How a format writes calls: each by `call`, all of them after one of `start` and before `end`.
 
     One of `between` stands between two calls; empty if a message has a single call.
     """
@@ -215,14 +215,14 @@ def forced_calls(
     """
     grammar = CallGrammar(markers)
     functions = [ToolFunction.of(tool) for tool in tools]
-    written = []
+    forms = []
     for spelling in spellings:
         call = grammar.rule(" | ".join(spelling.call(grammar, function) for function in functions))
-        more = f"({grammar.text(*spelling.between)} {call})*" if several and spelling.between else ""
-        written.append(f"{grammar.text(*spelling.start)} {call} {more} {grammar.text(spelling.end)}")
+        next_calls = f"({grammar.text(*spelling.between)} {call})*" if several and spelling.between else ""
+        forms.append(f"{grammar.text(*spelling.start)} {call} {next_calls} {grammar.text(spelling.end)}")
     before = ""
     if reasoning is not None:
         parts = grammar.until(reasoning.end), grammar.text(reasoning.after), grammar.text("\n\n", "\n", "")
         text = " ".join(parts)
         before = text if reasoning.is_open else f"({grammar.text(*reasoning.start)} {text})?"
-    return f"start: {before} ({' | '.join(written)})\n{grammar}"
+    return f"start: {before} ({' | '.join(forms)})\n{grammar}"

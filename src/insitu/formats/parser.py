@@ -153,10 +153,10 @@ def forced_grammar(
     the format cannot write calls, or not of these tools.
     """
     spellings = {name: tool_format(name).spellings for name in names(TOOLS)}
-    if not (written := spellings.get(formats.tools or NONE)):
-        able = ", ".join(name for name, found in spellings.items() if found)
+    if not (chosen := spellings.get(formats.tools or NONE)):
+        able = ", ".join(name for name, forms in spellings.items() if forms)
         raise ValueError(f"calls cannot be forced in the tool format {formats.tools}, but in {able}")
-    return forced_calls(written, tools, _reasoning(formats.reasoning, prompt), markers, several=several)
+    return forced_calls(chosen, tools, _reasoning(formats.reasoning, prompt), markers, several=several)
 
 
 def _reasoning(name: str, prompt: str) -> Reasoning | None:

@@ -21,7 +21,7 @@ class ToolCall(NamedTuple):
     """A call of a function with `arguments` by name.
 
     `id` is the one that the model wrote, if its format has ids. `text` are the arguments exactly as it wrote them, in
-    formats that have them as JSON of their own, so that the next prompt can repeat the sampled text.
+    formats whose calls contain them as JSON, so that the next prompt can repeat the sampled text.
     """
 
     name: str

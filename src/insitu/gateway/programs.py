@@ -60,13 +60,13 @@ class Program:
         exited = functools.partial(self._loop.call_soon_threadsafe, self.done.set)
         threading.Thread(target=_wait, args=(process, exited), name="insitu-program", daemon=True).start()
         streams = process.stdin, process.stdout, process.stderr
-        written, output, errors = (cast(IO[bytes], stream) for stream in streams)
+        source, output, errors = (cast(IO[bytes], stream) for stream in streams)
         self._outputs = {output: self._receive, errors: self._receive_errors}
-        for stream in (written, output, errors):
+        for stream in (source, output, errors):
             os.set_blocking(stream.fileno(), False)
         for stream in self._outputs:
             self._loop.add_reader(stream.fileno(), self._read, stream)
-        self._loop.add_writer(written.fileno(), self._write, written, memoryview(stdin))
+        self._loop.add_writer(source.fileno(), self._write, source, memoryview(stdin))
         await self.done.wait()
 
     async def close(self) -> None:

@@ -84,7 +84,7 @@ def _enter_namespaces(port: int | None, control: socket.socket) -> None:
 
 
 def _restrict_files(settings: dict[str, Any]) -> None:
-    """Makes everything read-only but the workspace and a /tmp of its own, and hides what belongs to others."""
+    """Makes everything read-only except the workspace and a private /tmp, and hides the files of other episodes."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     opened = {name: os.open(settings[name], os.O_PATH) for name in ("folder", "temporary")}
     visible = {path: os.open(path, os.O_PATH) for path in settings["visible"] if path.startswith(_OWN_FOLDERS)}
@@ -168,7 +168,7 @@ class _Processes:
         self._others: set[int] = set()
 
     def look(self) -> set[int]:
-        """Those that run now."""
+        """Returns the process ids that are alive."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self.members &= present
         self._others &= present
@@ -300,7 +300,7 @@ def _run(command: list[str], settings: dict[str, Any], control: socket.socket) -
     processes = _Processes()
     report = _watch(child, processes, settings, control)
     with suppress(ChildProcessError):
-        while True:  # those that have been born meanwhile, too
+        while True:  # also processes that were started meanwhile
             _kill(processes, signal.SIGSTOP, settings["isolated"])
             _kill(processes, signal.SIGKILL, settings["isolated"])
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -37,8 +37,8 @@ _NOT_RUN = 126
 
 
 class Workspaces:
-    """Makes the folders of episodes in one of its own, which is deleted when it is closed or, if the process is killed
-    before, when the next one opens."""
+    """Makes a folder per episode below one root, which is deleted at the end of the run, or by the next run if this
+    process is killed."""
 
     def __init__(
         self, keys: WorkspaceKeys, gateway: Gateway, config: Config, run_dir: Path, variables: Collection[str]
@@ -72,7 +72,7 @@ class Workspaces:
         with FolderLock(base, "workflow.workspace.folder", wait=_LOCK_SECONDS):
             for leftover in base.iterdir():  # those of a killed process
                 if leftover.is_dir() and locked_by(leftover) is None:
-                    remove(leftover)
+                    await asyncio.to_thread(remove, leftover)
             self.root = Path(tempfile.mkdtemp(prefix="run-", dir=base))
             lock = FolderLock(self.root, "workflow.workspace.folder")
         try:

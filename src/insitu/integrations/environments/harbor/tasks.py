@@ -19,6 +19,7 @@ from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.registry import FUNCTION, register_dataset_loader
 from insitu.schemas.components import WORKFLOW
+from insitu.schemas.parts import first_problem
 
 _TEST = "tests/test.sh"
 _CANARY = re.compile(r"\A(\s*(<!--|#)[^\n]*canary[^\n]*\n)+", re.IGNORECASE)
@@ -92,9 +93,8 @@ def _read_task(folder: Path, name: str) -> Task:
         settings = TaskSettings.model_validate(data)
         instruction = _CANARY.sub("", (folder / "instruction.md").read_text("utf-8")).strip()
     except (OSError, ValueError) as error:
-        problems = error.errors() if isinstance(error, ValidationError) else ()
-        found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems)
-        raise ConfigError(f"task {folder} cannot be read: {found or error}") from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"task {folder} cannot be read: {problem}") from error
     keys = [f"{part}.{key}" for part, names in _UNSUPPORTED.items() for key in names if data.get(part, {}).get(key)]
     keys += ["verifier.environment_mode"] * (data.get("verifier", {}).get("environment_mode") == "separate")
     keys += ["steps"] * bool(data.get("steps"))

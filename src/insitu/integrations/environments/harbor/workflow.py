@@ -28,7 +28,7 @@ import orjson
 from pydantic import Field, field_validator
 
 from insitu.builder import Builder
-from insitu.collect.outcomes import Outcome, OutcomeConfig, outcome_score
+from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
 from insitu.gateway.programs import Program, how_it_ended, inherited_environment, run_program
@@ -37,6 +37,7 @@ from insitu.gateway.templates import check_placeholders, template_texts
 from insitu.gateway.workspace_files import remove
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import not_found, register_evaluator
+from insitu.schemas.evaluation import Outcome
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 

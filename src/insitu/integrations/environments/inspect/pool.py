@@ -139,7 +139,7 @@ class WorkerPool:
     async def __aenter__(self) -> "WorkerPool":
         try:
             await asyncio.gather(*(self._worker(place) for place in range(len(self._workers))))
-        except BaseException:
+        except BaseException:  # raised again
             await self.__aexit__()
             raise
         return self

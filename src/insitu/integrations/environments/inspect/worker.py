@@ -208,7 +208,7 @@ class Evaluation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the parent has been told that samples may arrive."""
+        """Whether this process has said that it takes samples."""
         return self._arrived is not None
 
     def run(self) -> Any:

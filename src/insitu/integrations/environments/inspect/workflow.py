@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeInt, field_validator
 
 from insitu.builder import Builder
 from insitu.collect.datasets import DatasetConfig
-from insitu.collect.outcomes import Outcome, OutcomeConfig, outcome_score
+from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
@@ -29,6 +29,7 @@ from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
 from insitu.integrations.environments.inspect.pool import WorkerPool, command, describe
 from insitu.registry import register_dataset_loader, register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.evaluation import Outcome
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 

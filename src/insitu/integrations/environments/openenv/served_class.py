@@ -1,6 +1,6 @@
 """Serves an environment class: `python -m ...served_class MODULE:CLASS PORT SESSIONS`.
 
-It runs in a process of its own: of insitu it needs no more than to find the class in the working directory.
+It runs as a separate process, in the working directory that has the class, and imports little of insitu.
 """
 
 import sys

@@ -19,9 +19,9 @@ from typing import Any, Self
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from insitu.collect.outcomes import Number
 from insitu.errors import BackendUnavailable, WorkflowError
 from insitu.integrations.child_process import ChildProcess
+from insitu.schemas.evaluation import Number
 from insitu.schemas.parts import first_problem
 from insitu.wire.connection import is_transient
 

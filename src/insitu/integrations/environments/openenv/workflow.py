@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from insitu.agents.python import called
 from insitu.builder import Builder
-from insitu.collect.outcomes import Number, Outcome, OutcomeConfig, outcome_score
+from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config.code import call_with, load_code
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.gateway.programs import inherited_environment
@@ -26,6 +26,7 @@ from insitu.integrations.environments.openenv.sessions import EnvironmentServer,
 from insitu.integrations.environments.tool_loop import Message, run_tools
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, FunctionBaseConfig, LLMRef
+from insitu.schemas.evaluation import Number, Outcome
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.llms import ModelClient
