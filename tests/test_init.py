@@ -63,7 +63,7 @@ def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("full",), "NAME: full exists already; nothing is overwritten, give another name"),
+        (("full",), "NAME: full exists already and is not an empty folder; give another name"),
         (("file",), "NAME: file exists already"),
         (("nowhere/desk",), "nowhere is not a folder"),
         (("desk", "--framework", "langgraf"), "--framework: 'langgraf' does not exist (did you mean 'langgraph'?)"),

@@ -51,6 +51,26 @@ def test_a_package_has_no_checkpoint(tmp_path: Path) -> None:
     assert "--checkpoint, --merge cannot be used with --as verifiers" in text
 
 
+def test_a_package_is_of_rows_and_scores_without_a_shape(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "question": "1"}\n{"id": "b", "question": "2"}\n')
+    settings = """
+eval: {general: {dataset: {_type: jsonl, file_path: rows.jsonl}}, evaluators: {right: {_type: exact_match}}}
+finetuning: {reward_function: {name: right, shape: SHAPE}}
+"""
+    file, out = tmp_path / "config.yml", tmp_path / "rows"
+    out.mkdir()  # an empty folder may exist
+    file.write_text(settings.replace("SHAPE", "{_type: overlong, arguments: {max_tokens: 9, buffer: 3}}"))
+    code, text = export(file, out, "--as", "verifiers")
+    assert (code, [*out.iterdir()]) == (2, [])
+    assert "finetuning.reward_function.shape reads episodes, which another trainer does not have" in text
+    file.write_text(settings.replace("SHAPE", "null"))
+    code, text = export(file, out, "--as", "verifiers")
+    assert (code, text) == (0, f"taskset rows of 2 rows: pip install {out}, then vf-eval rows")
+    assert {path.name for path in (out / "rows/project").iterdir()} == {"config.yml", "rows.jsonl"}
+    code, text = export(file, out, "--as", "verifiers")
+    assert (code, text) == (2, f"error: OUT: {out} exists already and is not an empty folder; give another name")
+
+
 def test_all_weights_load_with_transformers(full: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,8 +158,12 @@ def test_what_cannot_be_exported_is_said_in_a_sentence(full: Path, tmp_path: Pat
     taken.mkdir()
     (taken / "file").touch()
     cases: list[tuple[tuple[Any, ...], int, str]] = [
-        ((full, taken), 2, f"error: {taken} exists and is not an empty folder; name a new one"),
-        ((full, taken / "file"), 2, f"error: {taken / 'file'} exists and is not an empty folder; name a new one"),
+        ((full, taken), 2, f"error: OUT: {taken} exists already and is not an empty folder; give another name"),
+        (
+            (full, taken / "file"),
+            2,
+            f"error: OUT: {taken / 'file'} exists already and is not an empty folder; give another name",
+        ),
         ((tmp_path, "out"), 2, f"error: RUN_DIR: {tmp_path} holds no run of insitu finetune"),
         (
             (full, "out", "--checkpoint", "step_000007"),

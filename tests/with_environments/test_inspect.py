@@ -295,8 +295,13 @@ def test_a_wrong_option_or_limit_is_refused(tmp_path: Path, server: FakeOpenAI) 
     assert done.returncode == 2
     assert "  File " not in done.stderr
     assert "Unknown GenerateConfig field(s): mesage_limit" in done.stderr
-    file = write(tmp_path, server.base_url, "words")
-    file.write_text(file.read_text().replace("dataset: {_type: inspect}", "dataset: {_type: inspect, limit: -1}"))
-    done = insitu(tmp_path, "validate", file)
+    for limit in ("-1", "0", "[2, 1]"):
+        file = write(tmp_path, server.base_url, "words")
+        dataset = f"dataset: {{_type: inspect, limit: {limit}}}"
+        file.write_text(file.read_text().replace("dataset: {_type: inspect}", dataset))
+        done = insitu(tmp_path, "validate", file)
+        assert done.returncode == 2
+        assert "eval.general.dataset.limit" in done.stderr
+    done = insitu(tmp_path, "eval", write(tmp_path, server.base_url, "words", logs="task.yml"))
     assert done.returncode == 2
-    assert "eval.general.dataset.limit" in done.stderr
+    assert "workflow.logs: task.yml" in done.stderr

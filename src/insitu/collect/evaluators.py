@@ -130,6 +130,17 @@ def reward_of(config: Config) -> tuple[str, int]:
     return names[0], 1
 
 
+def unshaped_reward_of(config: Config) -> tuple[str, int]:
+    """The same, for another trainer. Raises ConfigError for a reward with a shape, which reads episodes of insitu."""
+    reward = config.finetuning.reward_function
+    if reward is not None and reward.shape is not None:
+        raise ConfigError(
+            f"{config.source}: finetuning.reward_function.shape reads episodes, which another trainer does not have: "
+            "use a file without it"
+        )
+    return reward_of(config)
+
+
 def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> EvalOutputItem:
     """The scored item of the reward's evaluator, with negated scores if less is better."""
     score, _, _ = parse_score(item)

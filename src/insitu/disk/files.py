@@ -127,6 +127,14 @@ def write_file(path: Path, content: bytes) -> Path:
     return path
 
 
+def check_free(target: Path, key: str) -> None:
+    """Raises ConfigError unless `target`, which `key` names, can be a new folder; an empty one is removed."""
+    if not target.is_symlink() and target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{key}: {target} exists already and is not an empty folder; give another name")
+
+
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yields a draft that becomes `target` on success and is deleted on failure.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.disk.files import new_folder
+from insitu.disk.files import check_free, new_folder
 from insitu.disk.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
@@ -60,10 +60,7 @@ def export_model(
     checkpoint is damaged.
     """
     target = target.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not an empty folder; name a new one")
-    if target.exists():
-        target.rmdir()
+    check_free(target, "OUT")
     merged = merge and source.is_adapter
     with new_folder(target) as draft:
         if merged:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from insitu.disk.files import new_folder
+from insitu.disk.files import check_free, new_folder
 from insitu.errors import ConfigError, install_command
 from insitu.registry import not_found
 from insitu.schemas import parts
@@ -84,10 +84,7 @@ def write_project(
         raise ConfigError("--environment and --framework exclude each other: an environment has no agent to write")
     if framework is not None and framework not in frameworks():
         raise ConfigError(not_found("--framework:", framework, frameworks()))
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-    if folder.exists() or folder.is_symlink():
-        raise ConfigError(f"NAME: {folder} exists already; nothing is overwritten, give another name")
+    check_free(folder, "NAME")
     if not folder.resolve().parent.is_dir():
         raise ConfigError(f"NAME: {folder.resolve().parent} is not a folder")
     if environment is not None:

@@ -23,6 +23,7 @@ from insitu.builder import Builder
 from insitu.collect.datasets import DatasetConfig
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
+from insitu.disk.files import writable_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
@@ -100,6 +101,13 @@ class InspectDatasetConfig(DatasetConfig, name="inspect"):
     limit: NonNegativeInt | tuple[NonNegativeInt, NonNegativeInt] | None = None
     """How many samples, or the positions of the first one and of the one after the last; none: all."""
 
+    @field_validator("limit")
+    @classmethod
+    def _is_a_range(cls, limit: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
+        if limit is not None and not (limit > 0 if isinstance(limit, int) else limit[0] < limit[1]):
+            raise ValueError("allowed: at least 1, or [FIRST, END] with FIRST below END")
+        return limit
+
     def origin(self, config: Config) -> dict[str, Any]:
         block = task_block(config)
         return {"task": block.task, "args": block.args, "inspect_ai": description(block, config)["inspect_ai"]}
@@ -136,7 +144,9 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
             }
             return _outcome(await pool.evaluate(request), endpoint, config)
 
-    python, kept = config.interpreter(whole), config.logs is not None
+    python, most, logs = config.interpreter(whole), {}, None
+    if config.logs is not None:
+        logs, most = writable_folder(whole.working_dir / config.logs, "workflow.logs"), {"most_samples": math.inf}
     with TemporaryDirectory(prefix="insitu-inspect-") as folder:
         settings = {
             **config.settings(whole),
@@ -145,9 +155,9 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
             "options": config.options,
             "capacity": whole.max_concurrency,
             "time_limit": None if timeout is None else math.ceil(timeout),
-            "logs": str(folder if config.logs is None else whole.working_dir / config.logs),
+            "logs": str(logs or folder),
         }
-        arguments, most = command(python, "run", settings), {"most_samples": math.inf} if kept else {}
+        arguments = command(python, "run", settings)
         async with (
             Gateway(llms, bind=config.gateway) as gateway,
             WorkerPool(arguments, config.workers, Path(folder), **most) as pool,

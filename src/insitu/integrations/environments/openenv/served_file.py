@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
-from insitu.collect.evaluators import as_reward, parse_score, reward_of, score
+from insitu.collect.evaluators import as_reward, parse_score, score, unshaped_reward_of
 from insitu.config import Config
 from insitu.errors import InsituError, WorkflowError
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
@@ -150,9 +150,9 @@ class FileServer:
 async def serve_file(config: Config, access: AccessPolicy, host: str, port: int) -> AsyncIterator[str]:
     """Serves the rows and the reward of a file while the context is open; yields the URL.
 
-    Raises ConfigError if the file does not say which evaluator gives the reward.
+    Raises ConfigError if the file does not say which evaluator gives the reward, or has a shape for it.
     """
-    name, _ = reward_of(config)
+    name, _ = unshaped_reward_of(config)
     rows = load_dataset(config)
     async with Builder(config) as builder:
         server = FileServer(config, rows, name, await builder.get_evaluator(name))

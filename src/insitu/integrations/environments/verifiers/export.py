@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 from insitu.collect.datasets import dataset_config, load_dataset
-from insitu.collect.evaluators import reward_of
+from insitu.collect.evaluators import unshaped_reward_of
 from insitu.config import load_config
-from insitu.disk.files import new_folder
+from insitu.disk.files import check_free, new_folder
 from insitu.errors import ConfigError
 
 _MODULE = '''"""The rows and scores of {source}, exported by insitu."""
@@ -47,12 +47,11 @@ packages = ["{name}"]
 def export_taskset(file: Path, out: Path) -> str:
     """Writes the package into the new folder `out`; returns what to do with it."""
     config = load_config(file)
-    reward_of(config)
+    unshaped_reward_of(config)
     name = re.sub(r"\W", "_", out.resolve().name, flags=re.ASCII).lower()
-    if out.exists():
-        raise ConfigError(f"OUT: {out} exists already; nothing is overwritten")
     if not name.isidentifier():
         raise ConfigError(f"OUT: {out.name!r} cannot be the name of a Python package")
+    check_free(out, "OUT")
     items = load_dataset(config)
     shape = dataset_config(config)
     data = json.loads(json.dumps(dict(config.data or {})))
