@@ -6,6 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
 	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs test-environments \
+	test-containers \
 	check bench \
 	clean
 
@@ -29,6 +30,7 @@ help:
 	@echo "                  (about 5 minutes; installs chromium with apt-get if it is missing, as root or with sudo)"
 	@echo "make test-trackers  logs a run to each experiment tracker and reads it back, in an environment with all of them"
 	@echo "make test-environments  trains in environments of verifiers, OpenEnv and inspect_ai, each package in its environment"
+	@echo "make test-containers  runs agents in containers of podman (installs it with apt-get, as root or with sudo)"
 	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
 	@echo "make test-models  samples and trains a small model of each family in transformers (about 8 minutes)"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
@@ -169,9 +171,7 @@ test-ray: $(VENV)/.installed-dev .venv-ray/.installed
 # Playwright drives the browser of the system: CHROMIUM=/path/to/chromium names another.
 CHROMIUM ?= /usr/bin/chromium
 $(CHROMIUM):
-	@apt="apt-get"; [ "$$(id -u)" = 0 ] || apt="sudo -n apt-get"; \
-		{ $$apt update -qq && $$apt install --yes -qq chromium >/dev/null; } \
-		|| { echo "needs chromium: install it as root, or name a Chrome with: make test-browser CHROMIUM=/path/to/it"; exit 1; }
+	@scripts/apt_install.sh chromium || { echo "or name a Chrome with: make test-browser CHROMIUM=/path/to/it"; exit 1; }
 
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/with_browser --confcutdir=tests/with_browser
@@ -187,6 +187,13 @@ ENVIRONMENT_STAMPS := $(ENVIRONMENTS:%=.venv-environments/%/.installed)
 test-environments: $(VENV)/.installed-dev
 	$(MAKE) --jobs=3 $(ENVIRONMENT_STAMPS)
 	$(BIN)/python -m pytest tests/with_environments --confcutdir=tests/with_environments
+
+# Debian's podman, in which containers run on a machine that is itself one.
+/usr/bin/podman:
+	@scripts/apt_install.sh podman runc
+
+test-containers: $(VENV)/.installed-dev | /usr/bin/podman
+	INSITU_TEST_DOCKER=podman_docker.sh $(BIN)/python -m pytest tests/test_harbor.py
 
 # The trackers' packages, without torch: they log a run that is made up.
 .venv-trackers/.installed: pyproject.toml | $(BIN)/python

@@ -1,4 +1,7 @@
-"""Task folders of Harbor, in containers of a small `docker` that runs their commands in namespaces."""
+"""Task folders of Harbor, in containers of a small `docker` that runs their commands in namespaces.
+
+`make test-containers` runs the same in containers of podman.
+"""
 
 import asyncio
 import json
@@ -20,7 +23,7 @@ from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
 from insitu.workflow.context import EpisodeScope
 
-DOCKER = Path(__file__).parent / "support/fake_docker.py"
+DOCKER = Path(__file__).parent / "support" / os.environ.get("INSITU_TEST_DOCKER", "fake_docker.py")
 MOUNTS = [
     "-v",
     "{logs}:/logs",
@@ -69,7 +72,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def add_task(project: Path, name: str, *, toml: str = "", test: str = TEST, **files: str) -> Path:
     folder = project / "tasks" / name
     contents = {"task.toml": TOML + toml, "instruction.md": f"say {name}\n", "tests/test.sh": test}
-    contents |= {"environment/Dockerfile": "FROM scratch\n", "tests/expected.txt": f"echo: say {name}\n", **files}
+    contents |= {"environment/Dockerfile": "FROM scratch\nWORKDIR /app\n", "tests/expected.txt": f"echo: say {name}\n"}
+    contents |= files
     for path, text in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
@@ -215,7 +219,7 @@ async def test_a_reward_that_is_missing_or_malformed_is_none(
             {"run": [*RUN[:-1], "absent"]},
             {},
             BackendUnavailable,
-            "has not started: docker .*125: .*find image 'absent'",
+            "has not started: docker .*125: .*absent",
         ),
         (
             {"run": [*RUN[:4], *MOUNTS[2:], "-v", "{logs}:/log", "{image}"]},
@@ -223,7 +227,12 @@ async def test_a_reward_that_is_missing_or_malformed_is_none(
             WorkflowError,
             "has not started: .*/logs",
         ),
-        ({}, {"environment/Dockerfile": "FAIL"}, WorkflowError, "cannot be built: docker .* 1: the build has failed"),
+        (
+            {},
+            {"environment/Dockerfile": "FAIL"},
+            WorkflowError,
+            "cannot be built: docker ended with exit code .*: .*(build|FROM)",
+        ),
         (
             {"command": ["sh", "-c", "echo oh >&2; exit 5"]},
             {},
@@ -294,7 +303,7 @@ async def test_variables_and_places_of_a_task(
     async with tasks(project, server, command=command, **names) as play:
         result = await play("one")
     place, row = result["answer"].split(" {", 1)
-    assert (place, result["reward"]) == ("/usr 3 one 4  ", 1.0)
+    assert (place, result["reward"]) == ("/usr 3 one 4 /root ", 1.0)
     assert '"id": "one"' in row
     assert "task one: verifier.env needs ${JUDGE_KEY}: add it to workflow.pass_env" in str(
         await failure_to_build(project, server, command=command)

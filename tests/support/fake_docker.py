@@ -32,7 +32,7 @@ for each in $MOUNTS; do
     mkdir -p "$NEW$to"; mount --bind "$from" "$NEW$to"
     case "$rest" in *:ro) mount -o remount,bind,ro "$NEW$to";; esac
 done
-exec env -i PATH="$PATH" $VARIABLES chroot "$NEW" sh -c 'cd /app && exec "$@"' sh "$@"
+exec env -i PATH="$PATH" HOME=/root $VARIABLES chroot "$NEW" sh -c 'cd /app && exec "$@"' sh "$@"
 """
 
 
