@@ -117,7 +117,9 @@ def test_runs_that_overlap(tmp_path: Path, player: Path, servers: list[VllmServe
     metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
     assert [each["policy_version"] for each in metrics] == [*range(1, EPOCHS + 1)]
     assert all(each["num_trajectories"] == 32 * 8 for each in metrics)
-    check_versions(tmp_path / "run", player, trainer.get("staleness", 0))
+    staleness = trainer.get("staleness", 0)
+    assert {age for each in metrics for age in each["age"]} == {str(age) for age in range(staleness + 1)}
+    check_versions(tmp_path / "run", player, staleness)
 
 
 def check_versions(run: Path, player: Path, staleness: int = 0) -> None:

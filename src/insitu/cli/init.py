@@ -24,8 +24,8 @@ def command(name: Path, framework: str | None, environment: str | None, model: s
     from insitu.errors import install_command
     from insitu.starter import write_project
 
-    written = write_project(name, framework, model, environment)
-    print(f"{name}: {', '.join(written)}")
+    files = write_project(name, framework, model, environment)
+    print(f"{name}: {', '.join(files)}")
     if framework is not None:
         print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")
     print(f"next: cd {name} && insitu finetune config.yml")

@@ -157,8 +157,8 @@ class Workspaces:
             yield workspace
         except InsituError as error:
             keep = "none" if workspace is None or workspace.is_too_large else keep
-            if keep != "none" and (kept := await asyncio.to_thread(self._keep, folder)) is not None:
-                error.args = (f"{error} (its workspace is {kept})", *error.args[1:])
+            if keep != "none" and (copy := await asyncio.to_thread(self._keep, folder)) is not None:
+                error.args = (f"{error} (its workspace is {copy})", *error.args[1:])
             raise
         else:
             if keep == "all":
@@ -191,11 +191,11 @@ class Workspaces:
 
     def _keep(self, folder: Path) -> Path | None:
         """Moves the workspace of an ended episode to the run's directory; None if that has enough."""
-        kept = self.run_dir / "workspaces"
-        kept.mkdir(parents=True, exist_ok=True)
-        if len([*kept.iterdir()]) >= self.settings.max_kept:
+        copies = self.run_dir / "workspaces"
+        copies.mkdir(parents=True, exist_ok=True)
+        if len([*copies.iterdir()]) >= self.settings.max_kept:
             return None
-        return Path(shutil.move(folder / "work", kept / folder.name))
+        return Path(shutil.move(folder / "work", copies / folder.name))
 
     @cached_property
     def _visible(self) -> list[str]:

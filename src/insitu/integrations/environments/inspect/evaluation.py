@@ -17,8 +17,8 @@ def settings(config: Config, task: str, llm: str, arguments: dict[str, Any]) -> 
     shared = {} if own is None else {key: getattr(own, key) for key in _SHARED if key in own.model_fields_set}
     logs = config.eval.folder / "inspect"
     block = InspectConfig(task=task, args=arguments, model=LLMRef(llm), logs=logs, **shared)
-    known = description(block, config)
-    scores = {name.replace("/", "_"): {"_type": "inspect", "part": name} for name in known["scores"]}
+    task_info = description(block, config)
+    scores = {name.replace("/", "_"): {"_type": "inspect", "part": name} for name in task_info["scores"]}
     values: dict[str, Any] = {
         "workflow": {"_type": "inspect", **block.model_dump(mode="json", exclude_unset=True, exclude={"type"})},
         "eval.general.dataset": {"_type": "inspect"},
@@ -26,4 +26,4 @@ def settings(config: Config, task: str, llm: str, arguments: dict[str, Any]) -> 
     }
     if config.finetuning.reward_function is not None:
         values["finetuning.reward_function"] = {"name": next(iter(values["eval.evaluators"]))}
-    return TaskEvaluation(values, known["epochs"] or 1, logs)
+    return TaskEvaluation(values, task_info["epochs"] or 1, logs)

@@ -35,12 +35,12 @@ def describe(python: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]
     except OSError as error:
         raise ConfigError(f"workflow.python: {python} cannot be run: {error}") from error
     if done.returncode != 0:
-        said = done.stderr.strip()[-2000:] or f"{python or sys.executable} ended with exit code {done.returncode}"
-        raise ConfigError(f"task {settings['task']!r} cannot be read: {said}")
-    known: dict[str, Any] = json.loads(done.stdout)
-    if "problem" in known:
-        raise ConfigError(known["problem"])
-    return known
+        message = done.stderr.strip()[-2000:] or f"{python or sys.executable} ended with exit code {done.returncode}"
+        raise ConfigError(f"task {settings['task']!r} cannot be read: {message}")
+    description: dict[str, Any] = json.loads(done.stdout)
+    if "problem" in description:
+        raise ConfigError(description["problem"])
+    return description
 
 
 class Worker:

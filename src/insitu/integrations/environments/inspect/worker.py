@@ -67,8 +67,8 @@ def load_task(settings: dict[str, Any]) -> Any:
         if not source:
             raise TaskProblem(f"task is {spec!r}; expected FILE.py@TASK or MODULE_OR_PACKAGE/TASK")
         try:
-            declared = entry_points(group="inspect_ai", name=source)
-            module = next(iter(declared)).load() if declared else importlib.import_module(source)
+            tasks_of = entry_points(group="inspect_ai", name=source)
+            module = next(iter(tasks_of)).load() if tasks_of else importlib.import_module(source)
         except ModuleNotFoundError as error:
             raise TaskProblem(f"task {spec!r}: {error}") from error
     tasks = {key: value for key, value in vars(module).items() if _registered(value) == "task"}
@@ -145,17 +145,17 @@ def numbers(scores: dict[str, Any] | None) -> dict[str, float]:
     """The finite numbers among the scores, by name; a text that inspect does not know as a number is none."""
     from inspect_ai.scorer import CORRECT, INCORRECT, NOANSWER, PARTIAL, value_to_float
 
-    convert, known = value_to_float(), (CORRECT, INCORRECT, PARTIAL, NOANSWER)
-    found = {}
+    convert, words = value_to_float(), (CORRECT, INCORRECT, PARTIAL, NOANSWER)
+    values = {}
     for name, score in (scores or {}).items():
         value = score.value
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
         for key, part in parts.items():
-            if isinstance(part, str) and part not in known and part.lower() not in _STRINGS and not _is_number(part):
+            if isinstance(part, str) and part not in words and part.lower() not in _STRINGS and not _is_number(part):
                 continue  # inspect takes it for 0, with a warning
             if isinstance(part, str | int | float) and math.isfinite(number := convert(part)):
-                found[key] = number
-    return found
+                values[key] = number
+    return values
 
 
 def _is_number(text: str) -> bool:
@@ -358,11 +358,11 @@ def print_description(settings: dict[str, Any]) -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the task's code prints
     try:
-        known = described(load_task(settings))
+        result = described(load_task(settings))
     except Exception as error:  # the task's code may raise anything
-        known = {"problem": _describe(error)}
+        result = {"problem": _describe(error)}
     with output:
-        json.dump(known, output, default=str)
+        json.dump(result, output, default=str)
 
 
 def evaluate_arriving(settings: dict[str, Any]) -> None:
