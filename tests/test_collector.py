@@ -17,7 +17,7 @@ from insitu.collect.evaluators import Scoring
 from insitu.collect.shared_run import RunState
 from insitu.config import Config, load_config
 from insitu.plugin_api import Builder
-from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.finetuning import RewardFunctionConfig
 
 ROWS = ("good", "raise no idea", "fine")
@@ -68,7 +68,7 @@ async def test_a_group_comes_with_its_last_episode_scored_and_with_its_drops(con
 
 
 async def test_finished_episodes_are_not_run_again(config: Config, plan: Plan) -> None:
-    kept = Episode(EpisodeKey("run", 1, "row 2", 1), Outcome.OK, output="kept", reward=0.5)
+    kept = Episode(EpisodeKey("run", 1, "row 2", 1), EpisodeStatus.OK, output="kept", reward=0.5)
     seen: list[str] = []
     groups = await collected(config, replace(plan, finished=[kept]), seen=seen)
     assert kept.key.text() in seen

@@ -20,7 +20,7 @@ from insitu.doctor.judgements import (
     broken_prefixes,
 )
 from insitu.doctor.plan import Plan, about_rows, about_settings
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig, PolicyEndpoint, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import KeepConfig
@@ -87,7 +87,7 @@ def answered(*calls: ModelCall) -> Evidence:
 
 
 def played(*calls: ModelCall, reason: DropReason | None = None, **values: Any) -> Episode:
-    outcome = Outcome.OK if reason is None else Outcome.FAILED
+    outcome = EpisodeStatus.OK if reason is None else EpisodeStatus.FAILED
     return Episode(EpisodeKey("r", 1, "0", 0), outcome, calls=[*calls], reason=reason, **values)
 
 

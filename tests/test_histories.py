@@ -27,7 +27,7 @@ from insitu.collect.conversations import conversations
 from insitu.collect.episodes import EpisodeOptions, in_process, run_episode
 from insitu.gateway.server import Gateway
 from insitu.runs.records import call_records, restore_calls
-from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
@@ -401,7 +401,7 @@ def names_of(episode: Episode) -> list[tuple[str, int]]:
 
 def test_every_shape_was_played(played: Played) -> None:
     assert len(played.episodes) == 2 * EPISODES
-    assert [e.error for e in played.episodes.values() if e.outcome is not Outcome.OK] == []
+    assert [e.error for e in played.episodes.values() if e.outcome is not EpisodeStatus.OK] == []
     assert len(played.server.log) > 8 * EPISODES
     streamed = Counter(bool(body.get("stream")) for body in played.server.requests)
     assert min(streamed.values()) > 3 * EPISODES

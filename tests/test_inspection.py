@@ -22,7 +22,7 @@ from insitu.collect.conversations import GroupRecord
 from insitu.runs.episodes import token_texts
 from insitu.runs.records import training_records
 from insitu.runs.store import RunStore
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
 
 
@@ -52,12 +52,12 @@ def episode(generation: int, row: str = "r 1", attempt: int = 0, **other: Any) -
     ]
     rewards = {"reward": 0.5, "step_rewards": [0.25, 0.0, 0.0], "rewarded_functions": ["play"]}
     values = {"output": "won", "calls": calls, "seconds": 1.5, **rewards, **other}
-    return Episode(EpisodeKey("run_1", 1, row, generation, attempt), Outcome.OK, **values)
+    return Episode(EpisodeKey("run_1", 1, row, generation, attempt), EpisodeStatus.OK, **values)
 
 
 def failed(generation: int, row: str, reward: float | None = None, attempt: int = 0) -> Episode:
     made = episode(generation, row, attempt, reward=reward, step_rewards=None, output=None)
-    made.outcome, made.reason, made.error = Outcome.FAILED, DropReason.TIMEOUT, "EpisodeTimeout: no answer"
+    made.outcome, made.reason, made.error = EpisodeStatus.FAILED, DropReason.TIMEOUT, "EpisodeTimeout: no answer"
     made.failed_requests = {"http 503": 2}
     return made
 

@@ -22,7 +22,7 @@ from insitu.config import load_config
 from insitu.errors import BackendUnavailable, ConfigError
 from insitu.integrations.environments.openenv.served_file import serve_file
 from insitu.integrations.environments.openenv.workflow import text_of, tool_text
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.http_access import AccessPolicy
 
@@ -77,7 +77,7 @@ async def test_an_episode_is_a_session(write: Any, server: FakeOpenAI) -> None:
     async with playing(write, server, environment, system="Count.") as builder:
         (episode,) = await play(builder, row(question="Begin.", last=3))
         assert environment.open == 0
-    assert episode.outcome is Outcome.OK, episode.error
+    assert episode.outcome is EpisodeStatus.OK, episode.error
     output = episode.output
     assert (output["reward"], output["step_rewards"]) == (1.5, [0.5, 0.5, 0.5])
     assert output["metrics"] == {"turns": 3, "steps": 3, "done": 1}
@@ -122,9 +122,9 @@ async def test_failures(do: str, write: Any, server: FakeOpenAI) -> None:
     retried = do in ("die", "hang")
     async with playing(write, server, FakeOpenEnv(), timeout=0.5) as builder:
         once, always, fine = await play(builder, row(do=do, times=1, key="a"), row(do=do), row())
-    assert fine.outcome is Outcome.OK
-    assert (once.outcome is Outcome.OK, once.key.attempt) == (retried, int(retried))
-    assert always.outcome is Outcome.FAILED
+    assert fine.outcome is EpisodeStatus.OK
+    assert (once.outcome is EpisodeStatus.OK, once.key.attempt) == (retried, int(retried))
+    assert always.outcome is EpisodeStatus.FAILED
     assert always.output is None
     assert always.reason is (DropReason.BACKEND_ERROR if retried else DropReason.WORKFLOW_ERROR)
     expected = {
@@ -143,7 +143,7 @@ async def test_sessions_are_within_the_limit_of_the_server(write: Any, server: F
         episodes = await play(builder, *[row(say="slow 0.02")] * 12)
         refused = environment.refused
         episodes += await play(builder, *[row(say="slow 0.02")] * 12)
-    assert Counter(episode.outcome for episode in episodes) == {Outcome.OK: 24}
+    assert Counter(episode.outcome for episode in episodes) == {EpisodeStatus.OK: 24}
     assert environment.most == 2
     assert 0 < refused == environment.refused
     environment = FakeOpenEnv(limit=2)
@@ -167,7 +167,7 @@ async def test_a_started_server_is_started_again(write: Any, server: FakeOpenAI)
         children = servers_below(psutil.Process())
         assert len(children) == 2  # one of them watches
     assert dead.reason is DropReason.BACKEND_ERROR
-    assert later.outcome is Outcome.OK
+    assert later.outcome is EpisodeStatus.OK
     await until(lambda: not any(child.is_running() for child in children))
 
 
@@ -292,7 +292,7 @@ async def test_a_file_trains_on_a_file(write: Any, server: FakeOpenAI) -> None:
         file = project(write, server, url=url, reset={})
         async with Builder(load_config(file)) as builder:
             (episode,) = await play(builder, {"question": "", "seed": 3})
-    assert episode.outcome is Outcome.OK, episode.error
+    assert episode.outcome is EpisodeStatus.OK, episode.error
     assert (episode.output["answer"], episode.output["reward"]) == ("echo: Say 3.", 1.0)
 
 

@@ -20,7 +20,7 @@ from insitu.algorithms.budget import Budget, Spending, choose_rows, draw_reserve
 from insitu.builder import Builder
 from insitu.collect.collector import Member, PlayedGroup, Rollouts
 from insitu.errors import ConfigError
-from insitu.schemas.episodes import Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunOutput
 from insitu.training.budget import PlannedRows
 from insitu.training.episodes_builder import EpisodesBuilder, EpisodesBuilderConfig
@@ -44,7 +44,7 @@ def play(
         row, generation = running.pop(order.randrange(len(running)))
         row_id = str(row.id)
         key = EpisodeKey("run", 1, row_id, generation)
-        episode = Episode(key, Outcome.OK, reward=rewards[row_id, generation])
+        episode = Episode(key, EpisodeStatus.OK, reward=rewards[row_id, generation])
         if (group := rollouts.add(episode)) is not None:
             ended[row_id] = group
         new = [*rollouts]

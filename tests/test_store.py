@@ -23,7 +23,7 @@ from insitu.runs.files import RUN_FILES
 from insitu.runs.records import call_records, episode_record, restore_calls, restore_episode
 from insitu.runs.replay import StoredRun
 from insitu.runs.store import RewardPlot, RunStore, draw_rewards, set_aside
-from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
 
 
@@ -217,10 +217,12 @@ def test_paths_in_the_directory_are_kept_relative_to_it(tmp_path: Path) -> None:
 
 
 def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:
-    good = Episode(EpisodeKey("r", 2, "row", 0), Outcome.OK, output={(1, 2): 2**70}, calls=conversation(3), reward=1.0)
+    good = Episode(
+        EpisodeKey("r", 2, "row", 0), EpisodeStatus.OK, output={(1, 2): 2**70}, calls=conversation(3), reward=1.0
+    )
     good.calls[0].policy_version = 4
     bad = Episode(
-        EpisodeKey("r", 2, "row", 1, 1), Outcome.FAILED, reason=DropReason.TIMEOUT, error="EpisodeTimeout: 1 s"
+        EpisodeKey("r", 2, "row", 1, 1), EpisodeStatus.FAILED, reason=DropReason.TIMEOUT, error="EpisodeTimeout: 1 s"
     )
     kept = Trajectory(id=good.key.text(), reward=1.0, calls=good.calls, trained_calls=[0, 1, 2])
     store = RunStore(tmp_path)
@@ -281,7 +283,7 @@ def test_a_text_prompt_that_continues_another_is_stored_once(tokens: bool) -> No
 
 
 def group_of(row: str, epoch: int = 1) -> GroupRecord:
-    played = Episode(EpisodeKey("r", epoch, row, 0), Outcome.OK, calls=conversation(2), reward=1.0)
+    played = Episode(EpisodeKey("r", epoch, row, 0), EpisodeStatus.OK, calls=conversation(2), reward=1.0)
     kept = Trajectory(id=played.key.text(), reward=1.0, calls=played.calls, trained_calls=[0, 1])
     return GroupRecord(row, [played], [kept], Counter())
 
@@ -343,7 +345,7 @@ def test_episodes_come_back_with_their_candidates() -> None:
     reported = CandidateStep("t", 1, "question", "no", None)
     made = Episode(
         EpisodeKey("run/1", 2, "row/3", 4, 1),
-        Outcome.FAILED,
+        EpisodeStatus.FAILED,
         output={"a": 1},
         calls=calls,
         reason=DropReason.TIMEOUT,
@@ -361,7 +363,7 @@ def test_episodes_come_back_with_their_candidates() -> None:
     record = orjson.loads(orjson.dumps(episode_record(made)))
     assert ["prompt" in candidate for candidate in record["candidates"]] == [False, True]
     assert restore_episode(record, calls) == made
-    plain = Episode(EpisodeKey("r", 1, "row", 0), Outcome.OK)
+    plain = Episode(EpisodeKey("r", 1, "row", 0), EpisodeStatus.OK)
     assert not episode_record(plain).keys() & {"candidates", "source"}
     assert restore_episode(episode_record(plain), []) == plain
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from insitu.collect.conversations import GroupRecord
 from insitu.runs.records import RunProgress, training_records
 from insitu.runs.store import RunStore
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_builders import DPOFromGroupsConfig, episode_pairs
@@ -239,7 +239,7 @@ class MadeRun:
                     "reason": DropReason.TIMEOUT,
                     "error": f"EpisodeTimeout: no answer within 60 s, generation {generation}",
                 }
-            outcome = Outcome.FAILED if reward is None else Outcome.OK
+            outcome = EpisodeStatus.FAILED if reward is None else EpisodeStatus.OK
             seconds = max((call.ended for call in talk.calls), default=0.0) - min(
                 (call.started for call in talk.calls), default=0.0
             )
@@ -264,7 +264,9 @@ class MadeRun:
     def pairs(self, epoch: int, row: str, members: Sequence[tuple[Conversation, float]]) -> None:
         """A row whose episodes are compared: the best is chosen over each of the others, which are rejected."""
         episodes = [
-            Episode(EpisodeKey(self.run_id, epoch, row, n), Outcome.OK, calls=talk.calls, reward=reward, output="said")
+            Episode(
+                EpisodeKey(self.run_id, epoch, row, n), EpisodeStatus.OK, calls=talk.calls, reward=reward, output="said"
+            )
             for n, (talk, reward) in enumerate(members)
         ]
         played = [

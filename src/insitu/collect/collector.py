@@ -28,7 +28,7 @@ from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
 from insitu.errors import CaptureError, InsituError, WorkflowError
 from insitu.registry import EXECUTOR, LLM
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.workflow.context import current_scope
@@ -265,7 +265,7 @@ async def _run_episodes(
 
 def _check_vocabulary(episode: Episode, plan: Plan) -> None:
     """Fails an episode with a token id that the model under training lacks; its backend would refuse the job."""
-    if plan.vocab_size is None or episode.outcome is not Outcome.OK:
+    if plan.vocab_size is None or episode.outcome is not EpisodeStatus.OK:
         return
     for index in plan.trained.of(episode):
         call = episode.calls[index]

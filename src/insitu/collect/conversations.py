@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from insitu.advantages.credit import TrainedCalls
-from insitu.schemas.episodes import DropReason, Episode, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection, text_content
 from insitu.wire.http_format import format_token_id
 
@@ -202,7 +202,7 @@ def scored_group(episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded
         trajectory = _trajectory(episode, trained) if rewarded and episode.reward is not None else None
         if trajectory is not None:
             group.trajectories.append(trajectory)
-        elif rewarded or episode.outcome is not Outcome.OK:
+        elif rewarded or episode.outcome is not EpisodeStatus.OK:
             group.dropped[str(episode.reason or DropReason.NO_SCORE)] += 1
     return group
 

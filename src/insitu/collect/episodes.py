@@ -37,7 +37,7 @@ from insitu.errors import (
 )
 from insitu.registry import FUNCTION, register_executor
 from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.wire.http_format import value_at
@@ -99,12 +99,12 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
         failed_requests.update(episode.failed_requests)
         requested.update(episode.requested)
         abandoned += episode.abandoned_attempts
-        if episode.outcome is Outcome.OK or not transient:
+        if episode.outcome is EpisodeStatus.OK or not transient:
             break
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests, episode.requested = dict(failed_requests), requested
     episode.abandoned_attempts = abandoned
-    if episode.outcome is Outcome.OK:
+    if episode.outcome is EpisodeStatus.OK:
         try:
             episode.output = value_at(options.result, episode.output, "result_json_path")
         except WorkflowError as error:
@@ -115,7 +115,7 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
 
 def fail(episode: Episode, reason: DropReason, error: BaseException) -> None:
     """Marks an episode as failed."""
-    episode.outcome = Outcome.FAILED
+    episode.outcome = EpisodeStatus.FAILED
     episode.reason = reason
     episode.error = format_error(error)
 
@@ -225,7 +225,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         in_flight=run.calls if run is not None else None,
     )
     ledger = scope.ledger
-    episode = Episode(key, Outcome.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
+    episode = Episode(key, EpisodeStatus.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
     transient = False
     started = time.perf_counter()
     with scope.activate(), doing(ledger.activity):

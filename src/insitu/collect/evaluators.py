@@ -15,7 +15,7 @@ from insitu.collect.event_loop import doing, seconds_since
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
 from insitu.registry import EVALUATOR
-from insitu.schemas.episodes import DropReason, Episode, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 
@@ -199,7 +199,7 @@ class Scorer:
 
         A failed one gets the reward of `on_failure`, if that is a number.
         """
-        if episode.outcome is Outcome.OK:
+        if episode.outcome is EpisodeStatus.OK:
             await self._score(episode, row)
         reward = self.scoring.reward
         if episode.reason in _PENALIZED and reward is not None and isinstance(reward.on_failure, float):

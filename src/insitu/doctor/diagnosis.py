@@ -30,7 +30,7 @@ from insitu.registry import TRAJECTORY_BUILDER
 from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS
 from insitu.runs.records import new_run_id
-from insitu.schemas.episodes import Episode, Outcome
+from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
 from insitu.training.checks import PolicyTraffic, check_sampled
@@ -162,7 +162,7 @@ class Examination:
         if reward is None or not isinstance(builder, EpisodesBuilder) or builder.stored is not None:
             return
         rows = {str(row.id): row for row in builder.rows_of_epoch(1)}
-        scored = [e for e in evidence.episodes if e.outcome is Outcome.OK and e.scores.get(reward) is not None]
+        scored = [e for e in evidence.episodes if e.outcome is EpisodeStatus.OK and e.scores.get(reward) is not None]
         again = (self._score(episode, rows, reward) for episode in scored[:_RESCORED])
         with suppress(TimeoutError):  # what is known of a slow evaluator is how slow it is
             async with asyncio.timeout(self._budget.seconds):

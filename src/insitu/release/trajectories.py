@@ -33,7 +33,7 @@ from insitu.preferences.selection import Duplicates, best_of_group, desirable
 from insitu.release.parquet import write_table
 from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
 from insitu.runs.replay import StoredRun
-from insitu.schemas.episodes import DropReason, Episode, Outcome, PreferencePair
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, PreferencePair
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_builders import (
     DPOFromGroupsConfig,
@@ -142,7 +142,7 @@ class Exporter:
         """Pairs of each turn, as `dpo_traj_builder` makes them."""
         options = DPOTrajectoryBuilderConfig().pair_options
         for episode in episodes:
-            if episode.outcome is not Outcome.OK:
+            if episode.outcome is not EpisodeStatus.OK:
                 self._drop(episode.reason or DropReason.WORKFLOW_ERROR, episode)
                 continue
             if not episode.candidates:

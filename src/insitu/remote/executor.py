@@ -21,7 +21,7 @@ from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, req
 from insitu.remote.client import EPISODES, ServiceLost, ServiceSession
 from insitu.remote.pool import RemoteService, ServicePool
 from insitu.schemas.components import ExecutorBaseConfig
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.connection import Retry
 
@@ -91,7 +91,7 @@ class RemoteExecutor(Executor):
                 error = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
         except (BackendUnavailable, RequestRefused, ValueError, KeyError, TypeError) as failure:
             error = failure
-        episode = Episode(key, Outcome.FAILED, seconds=time.monotonic() - started)
+        episode = Episode(key, EpisodeStatus.FAILED, seconds=time.monotonic() - started)
         reason, transient = classify(error)
         if reason is DropReason.WORKFLOW_ERROR and not isinstance(error, WorkflowError):  # the service has refused it
             reason = DropReason.BACKEND_ERROR

@@ -19,7 +19,7 @@ from insitu.config import Config
 from insitu.errors import describe_error
 from insitu.registry import LLM
 from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
-from insitu.schemas.episodes import DropReason, Episode, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.llms import ModelClient
@@ -160,7 +160,7 @@ class HostedWorkflow:
             try:
                 workflow = await stack.enter_async_context(self.workflow(body.policy))
             except Exception as error:  # a workflow that cannot be built is not the episode's fault
-                episode = Episode(body.key, Outcome.FAILED)
+                episode = Episode(body.key, EpisodeStatus.FAILED)
                 fail(episode, DropReason.BACKEND_ERROR, error)
                 return AttemptResult(episode)
             return await in_process(workflow)(item, body.key, body.options)

@@ -25,8 +25,8 @@ from insitu.schemas.episodes import (
     DropReason,
     Episode,
     EpisodeKey,
+    EpisodeStatus,
     ModelCall,
-    Outcome,
     StepLog,
 )
 from insitu.schemas.evaluation import EvalInputItem
@@ -77,7 +77,7 @@ def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episod
     own = _key_values(record)
     run_id = record["episode"].removesuffix("/" + "/".join(map(str, own)))
     values = {name: record[name] for name in _EPISODE_FIELDS}
-    values["outcome"] = Outcome(record["outcome"])
+    values["outcome"] = EpisodeStatus(record["outcome"])
     values["reason"] = DropReason(record["reason"]) if record["reason"] else None
     candidates = [_restore_candidate(candidate, calls) for candidate in record.get("candidates", ())]
     key, source = EpisodeKey(run_id, *own), record.get("source")

@@ -26,7 +26,7 @@ from insitu.runs.files import BACKEND_FOLDER, CALLS, RESCORES, RUN, STARTED_FILE
 from insitu.runs.reader import RunReader
 from insitu.runs.records import StoredGroup, restore_episode
 from insitu.runs.store import RunStore
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
 from insitu.schemas.finetuning import parse_reward, signed
 
@@ -138,7 +138,7 @@ class StoredRun:
         episode.reasoning = rescore.get("reasoning")
         if rescore:
             episode.scores = episode.scores | {evaluator: score}
-        if score is not None and episode.outcome is Outcome.OK:
+        if score is not None and episode.outcome is EpisodeStatus.OK:
             episode.reason = episode.error = None
         elif episode.reason is None:
             episode.reason = DropReason(rescore.get("reason") or DropReason.NO_SCORE)
@@ -240,7 +240,7 @@ class Rescoring:
 
         def played() -> Iterator[Episode]:
             for episode in (episode for group in self._run.selected for episode in self._run.load(group)):
-                if episode.outcome is Outcome.OK:
+                if episode.outcome is EpisodeStatus.OK:
                     yield episode
                 else:
                     self.failed_episodes += 1

@@ -188,7 +188,7 @@ class DropReason(StrEnum):
     NOT_TEXT = "not_text"  # a dialogue with images or other parts that an exported format cannot hold
 
 
-class Outcome(StrEnum):
+class EpisodeStatus(StrEnum):
     OK = "ok"
     FAILED = "failed"
 
@@ -295,7 +295,7 @@ class Episode:
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     key: EpisodeKey
-    outcome: Outcome
+    outcome: EpisodeStatus
     output: Any = None
     calls: list[ModelCall] = field(default_factory=list)
     steps: StepLog = field(default_factory=StepLog)

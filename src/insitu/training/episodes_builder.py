@@ -28,7 +28,7 @@ from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
 from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
 from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
-from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, Needs, Outcome, StepLog
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows
@@ -281,7 +281,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         if episode is None:
             return None
         problems = []
-        if episode.outcome is Outcome.OK and episode.output is None:
+        if episode.outcome is EpisodeStatus.OK and episode.output is None:
             problems.append("the workflow returned None; is a `return` missing?")
         if episode.reason is not None:
             problems.append(f"{episode.reason}: {episode.error}")
@@ -334,7 +334,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             for item in output.eval_input.eval_input_items:
                 row = rows.setdefault(str(item.id), [])
                 steps = [*(item.trajectory or ())]
-                outcome = Outcome.OK if item.error is None else Outcome.FAILED
+                outcome = EpisodeStatus.OK if item.error is None else EpisodeStatus.FAILED
                 key = EpisodeKey(run_id, epoch, str(item.id), len(row))
                 episode = Episode(
                     key, outcome, item.output_obj, calls_of_steps(steps), StepLog(steps), error=item.error

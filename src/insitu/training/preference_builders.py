@@ -14,7 +14,7 @@ from insitu.preferences.selection import episode_rows, pair_rows
 from insitu.registry import register_trajectory_builder
 from insitu.runs.records import side_metadata, sides_of
 from insitu.schemas.episodes import CandidateStep as CandidateStep  # also documented here
-from insitu.schemas.episodes import DropReason, Episode, ModelCall, Outcome
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, ModelCall
 from insitu.schemas.episodes import PreferencePair as PreferencePair  # also documented here
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
 from insitu.schemas.steps import IntermediateStepType
@@ -70,7 +70,7 @@ def candidate_pairs(
     Sets the candidates of its episodes, and the reason of those without one.
     """
     pairs: list[Trajectory] = []
-    for episode in (episode for episode in group.episodes if episode.outcome is Outcome.OK):
+    for episode in (episode for episode in group.episodes if episode.outcome is EpisodeStatus.OK):
         targets = Targets(trained.of(episode), trained.functions, text=not trained.llms, only_text=trained.as_text)
         if stored is not None:
             episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
