@@ -65,7 +65,10 @@ finetuning: {reward_function: {name: right, shape: SHAPE}}
     assert "finetuning.reward_function.shape reads episodes, which another trainer does not have" in text
     file.write_text(settings.replace("SHAPE", "null"))
     code, text = export(file, out, "--as", "verifiers")
-    assert (code, text) == (0, f"taskset rows of 2 rows: pip install {out}, then vf-eval rows")
+    assert (code, text) == (
+        0,
+        f"taskset rows of 2 rows: pip install {out}, then vf-eval rows --env.agent.runtime.type subprocess",
+    )
     assert {path.name for path in (out / "rows/project").iterdir()} == {"config.yml", "rows.jsonl"}
     code, text = export(file, out, "--as", "verifiers")
     assert (code, text) == (2, f"error: OUT: {out} exists already and is not an empty folder; give another name")

@@ -70,4 +70,5 @@ def export_taskset(file: Path, out: Path) -> str:
                 shutil.copy(code, project)
             elif (code / "__init__.py").is_file() and code.resolve() != out.resolve().parent:
                 shutil.copytree(code, project / code.name, ignore=shutil.ignore_patterns("__pycache__"))
-    return f"taskset {name} of {len(items)} rows: pip install {out}, then vf-eval {name}"
+    evaluation = f"vf-eval {name} --env.agent.runtime.type subprocess"  # its default is a hosted cloud
+    return f"taskset {name} of {len(items)} rows: pip install {out}, then {evaluation}"
