@@ -54,7 +54,7 @@ class Twice(Environment[Say, Heard, State]):
         if self._steps == 2 and self._fault == "dies":
             os._exit(1)
         if self._steps == 2 and self._fault == "hangs":
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         if self._steps == 2 and self._fault == "raises":
             raise ValueError("out of paper")
         text = str(action.text)

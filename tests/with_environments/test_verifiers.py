@@ -1,7 +1,9 @@
 """Tasksets of verifiers in its own environment: trained, scored as verifiers scores them, and exported."""
 
 import json
+import os
 import resource
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from conftest import HERE, STARTER, Project, backend, last_json, training
 from factories import read_lines
 from fake_openai import FakeOpenAI
+from processes import ONE_THREAD
 
 from insitu.runs.records import restore_calls
 
@@ -98,6 +101,35 @@ def test_a_project_of_a_taskset_trains(project: Project, tiny_model: Path, tasks
         project.folder /= "new"
         project.run("-m", "insitu", "finetune", "config.yml", *options)
     assert len(check_run(project.folder.parent, project.folder / "runs/new", taskset, CALLS[taskset])) == 32
+
+
+def test_a_service_runs_the_episodes(project: Project, tiny_model: Path) -> None:
+    """Those of verifiers cross to another process and back, with their calls and step rewards."""
+    with backend(tiny_model, project.folder) as address:
+        sections = training(address, learning_rate=1e-3)
+        sections["trainers"]["grpo"]["credit"] = "step"
+        project.write(settings({"id": SEVERAL}, {"limit": 4}) | sections)
+        with subprocess.Popen(
+            [project.python, "-m", "insitu", "serve", "config.yml", "--port", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=project.folder,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(TASKSETS)},
+        ) as service:
+            try:
+                assert service.stdout is not None
+                url = service.stdout.readline().split()[-1]
+                block = json.dumps({"_type": "service", "url": url})
+                project.run("-m", "insitu", "finetune", "config.yml", "-o", "general.executor", block)
+            finally:
+                service.terminate()
+    episodes = check_run(project.folder, project.folder / "run", SEVERAL, 1)
+    assert len(episodes) == 16
+    for episode in episodes:
+        output = episode["output"]
+        assert output["metrics"]["process"] == service.pid
+        assert episode["reward"] == pytest.approx(sum(output["rewards"].values()))
+        assert episode["step_rewards"][0] >= len(output["answer"])
 
 
 def test_the_reward_rises(project: Project, tiny_model: Path) -> None:

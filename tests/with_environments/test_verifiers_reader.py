@@ -76,6 +76,22 @@ def test_it_trains(tmp_path: Path, kind: str) -> None:
             assert [tool["name"] for tool in first["action_schema"]["available_tools"]] == ["look"]
 
 
+def test_a_project_of_it_trains(tmp_path: Path) -> None:
+    """`init` does not know the server: the file needs its address."""
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    project = Project("verifiers", tmp_path)
+    project.run("-m", "insitu", "init", "new", "--environment", "verifiers:openenv", "--model", model)
+    project.folder /= "new"
+    assert "pass `env` or `base_url`" in project.run("-m", "insitu", "validate", "config.yml", code=2)
+    with server("Twice", tmp_path) as url, backend(model, tmp_path) as address:
+        taskset = {"id": "openenv", "base_url": url, "resets": [{"seed": seed} for seed in range(ROWS)]}
+        adapter = training(address, learning_rate=1e-3)["trainer_adapters"]["backend"]
+        changed = {"workflow.taskset": taskset, "trainer_adapters.backend": adapter, "finetuning.num_epochs": 1}
+        options = [part for key, value in changed.items() for part in ("-o", key, json.dumps(value))]
+        project.run("-m", "insitu", "finetune", "config.yml", *options)
+    assert len(check_run(tmp_path, project.folder / "runs/new", "openenv", 2)) == ROWS * 8
+
+
 @pytest.mark.parametrize(
     ("fault", "attempts", "said"),
     [
