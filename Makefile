@@ -176,12 +176,13 @@ $(CHROMIUM):
 test-browser: $(VENV)/.installed-dev .venv-browser/.installed $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) .venv-browser/bin/python -m pytest tests/with_browser --confcutdir=tests/with_browser
 
-# An environment for each package: verifiers needs openai 2.
+# An environment for each package: verifiers needs openai 2, and its reader of OpenEnv another release of openenv.
+.venv-environments/verifiers/.installed: ALSO := 'verifiers[openenv]'
 ENVIRONMENTS := verifiers openenv inspect
 ENVIRONMENT_STAMPS := $(ENVIRONMENTS:%=.venv-environments/%/.installed)
 .venv-environments/%/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv-environments/$*
-	.venv-environments/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	.venv-environments/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]' $(ALSO)
 	@touch $@
 
 test-environments: $(VENV)/.installed-dev

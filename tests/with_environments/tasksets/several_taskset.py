@@ -1,5 +1,6 @@
 """Several rewards with weights, metrics and rewards of each turn, in a conversation that the task ends; without end."""
 
+import os
 from collections.abc import Iterator
 from itertools import count
 
@@ -21,6 +22,10 @@ class SeveralTask(vf.Task[vf.TaskData]):
     @vf.metric
     async def spaces(self, trace: vf.Trace) -> float:
         return float(trace.last_reply.count(" "))
+
+    @vf.metric
+    async def process(self, trace: vf.Trace) -> float:
+        return float(os.getpid())
 
     async def finalize(self, trace: vf.Trace) -> None:
         trace.info["step_rewards"] = [float(len(message.content or "")) for message in trace.assistant_messages]

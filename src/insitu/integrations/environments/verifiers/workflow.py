@@ -4,6 +4,7 @@ workflow: {_type: verifiers, taskset: {id: gsm8k}, model: student}
 evaluators: {reward: {_type: verifiers}}
 """
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from insitu.workflow.functions import FunctionInfo, register_function
 _OWN = "insitu"
 _TRANSIENT = ("ProviderError", "InterceptionError", "TunnelError")
 """Errors of verifiers after which another attempt may succeed, if they have no status or that of one."""
+_LOST = re.compile(r": (Connect\w*|ReadTimeout|ReadError|RemoteProtocolError): | timed out$")
+"""What verifiers says of an environment that has lost a server, as its reader of OpenEnv may."""
 
 
 class VerifiersConfig(FunctionBaseConfig, name="verifiers"):
@@ -117,6 +120,8 @@ def outcome_of(episode: Any, endpoint: EpisodeEndpoint) -> Outcome:
         if endpoint.failure is not None:
             raise BackendUnavailable(f"{said} (its model: {endpoint.failure})")
         if error is not None and error.type in _TRANSIENT and (status is None or status == 429 or status >= 500):
+            raise BackendUnavailable(said)
+        if error is not None and error.type == "EnvError" and _LOST.search(error.message):
             raise BackendUnavailable(said)
         raise WorkflowError(said)
     if len(episode.traces) != 1:
