@@ -344,7 +344,7 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
         ),
         ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
         ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
-        ("evaluate(answer, score, ROWS, model='nothing')", "BackendUnavailable"),
+        ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
         (
             "evaluate(answer, lambda answer: 'good', ROWS, model=MODEL)",
             "InsituError: nothing could be scored; 4 scores are ",
