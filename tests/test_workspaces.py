@@ -611,8 +611,10 @@ def history(folder: Path, name: str) -> Any:
 
 
 def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half of its episodes."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    code, out, err = run_project(example, file="grpo.yml")
+    fewer = ["-o", "trajectory_builders.episodes.num_generations", "4", "-o", "finetuning.validation.reps", "2"]
+    code, out, err = run_project(example, *fewer, file="grpo.yml")
     assert code == 0, out + err
     first, last = history(example, "validation_history.json")
     assert first["avg_reward"] < 0.8
