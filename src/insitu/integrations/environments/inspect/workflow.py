@@ -14,7 +14,6 @@ import math
 from collections.abc import AsyncIterator, Collection, Iterator
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
@@ -23,6 +22,7 @@ from insitu.builder import Builder
 from insitu.collect.datasets import DatasetConfig
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
+from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
@@ -137,7 +137,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
             return _outcome(await pool.evaluate(request), endpoint, config)
 
     python, kept = config.interpreter(whole), config.logs is not None
-    with TemporaryDirectory(prefix="insitu-inspect-") as folder:
+    async with temporary_folder() as folder:
         settings = {
             **config.settings(whole),
             "llm": config.model,
@@ -150,7 +150,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
         arguments, most = command(python, "run", settings), {"most_samples": math.inf} if kept else {}
         async with (
             Gateway(llms, bind=config.gateway) as gateway,
-            WorkerPool(arguments, config.workers, Path(folder), **most) as pool,
+            WorkerPool(arguments, config.workers, folder, **most) as pool,
         ):
             yield FunctionInfo.from_fn(run, description=f"Runs {config.task}")
 
