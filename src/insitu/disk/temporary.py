@@ -41,6 +41,8 @@ def _new_folder(place: Path, key: str) -> tuple[Path, FolderLock]:
         base = base.resolve(strict=True)
     except OSError as error:
         raise ConfigError(f"{key}: {base} cannot be made: {error.strerror}") from error
+    if not base.is_dir():
+        raise ConfigError(f"{key}: {base} is not a folder")
     if base.stat().st_uid != os.getuid():
         raise ConfigError(f"{key}: {base} belongs to another user")
     with FolderLock(base, key, wait=_LOCK_SECONDS):

@@ -144,7 +144,8 @@ class EnvironmentServer:
         self._folders = AsyncExitStack()
         self._logs = await self._folders.enter_async_context(temporary_folder())
         self._taken, self._freed = 0, asyncio.Condition()
-        self._playing, self._last_end, self._hangs = 0, -math.inf, False
+        self._playing, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
+        self._hangs = False
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -185,6 +186,8 @@ class EnvironmentServer:
             self._playing -= 1
             self._last_end = time.monotonic()
             await self._end(session)
+            async with self._ended:
+                self._ended.notify()
 
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[Session, Observation]:
         """Waits for a session to be free, and for the server while it refuses or cannot be reached."""
@@ -207,7 +210,9 @@ class EnvironmentServer:
             except BaseException:  # raised again
                 await self._end(session)
                 raise
-            await asyncio.sleep(delay)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay), self._ended:
+                    await self._ended.wait()
             delay = min(2 * delay, CLOSE_SECONDS)
 
     async def _connect(self) -> Session:

@@ -79,5 +79,5 @@ async def _check(config: OpenEnvConfig) -> str:
             try:
                 action_of_schema(schema, server.url)
             except ConfigError as error:
-                return f" One key is missing: {error}."
+                return f" Before you start: {error}."
     return ""
