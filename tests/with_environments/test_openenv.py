@@ -26,6 +26,7 @@ from processes import ONE_THREAD, wait_until
 sys.path.append(str(ROOT / "tests/with_frameworks"))  # has the model that calls a tool
 
 PYTHON = python_of("openenv")
+GENERATIONS = 2
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,9 @@ def write(
     address: str,
     workflow: dict[str, Any],
     rows: list[dict[str, Any]],
-    epochs: int = 6,
-    generations: int = 8,
     **general: Any,
 ) -> None:
+    """Its model hardly changes, as the tests share it."""
     (project.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}
     limits = {"max_concurrency": 32, "episode_timeout": 120, "output_dir": "out"}
@@ -61,7 +61,7 @@ def write(
             "evaluators": {"reward": {"_type": "openenv"}},
         },
     }
-    project.write(file | training(address, epochs, generations, learning_rate=1e-3, mini_batch_size=32))
+    project.write(file | training(address, generations=GENERATIONS, learning_rate=1e-9))
 
 
 def answers_of(project: Project) -> dict[str, Any]:
@@ -70,11 +70,14 @@ def answers_of(project: Project) -> dict[str, Any]:
     return {str(row["id"]): row["generated_answer"] for row in rows}
 
 
-def test_a_class_trains(address: str, project: Project) -> None:
+def test_a_class_trains(project: Project) -> None:
     """From the file alone; the reward rises, and each group has one task."""
     rows = [{"question": "", "seed": i} for i in range(8)]
-    write(project, address, {"class": "openenv_games:Digits"}, rows)
-    project.run("-m", "insitu", "finetune", "config.yml")
+    with backend(MODEL, project.folder) as address:
+        write(project, address, {"class": "openenv_games:Digits"}, rows)
+        options = ["-o", "finetuning.num_epochs", "6", "-o", "trajectory_builders.episodes.num_generations", "8"]
+        options += ["-o", "trainer_adapters.backend.training", "{learning_rate: 1.0e-3, mini_batch_size: 32}"]
+        project.run("-m", "insitu", "finetune", "config.yml", *options)
     epochs = records_of(project.folder / "run/training_metrics.jsonl")
     assert epochs[-1]["avg_reward"] > epochs[0]["avg_reward"] + 0.1, [each["avg_reward"] for each in epochs]
     episodes = records_of(project.folder / "run/episodes.jsonl.gz")
@@ -178,7 +181,6 @@ def test_mistakes(address: str, project: Project) -> None:
 
 # failures
 
-GENERATIONS = 2
 FAULTY = {"class": "openenv_games:Faulty"}
 COLUMNS = {name: f"{{{name}}}" for name in ("do", "times")}
 
@@ -245,7 +247,7 @@ def train(project: Project, address: str, workflow: dict[str, Any], *told: str, 
     for seed, text in enumerate(told):
         do, _, times = text.partition(" ")
         rows.append({"id": seed, "question": "", "seed": seed, "do": do, "times": int(times or 0)})
-    write(project, address, {"reset": COLUMNS, **workflow}, rows, 1, GENERATIONS, **general)
+    write(project, address, {"reset": COLUMNS, **workflow}, rows, **general)
     project.run("-m", "insitu", "finetune", "config.yml")
     episodes = records_of(project.folder / "run/episodes.jsonl.gz")
     assert len({episode["episode"] for episode in episodes}) == len(episodes) == GENERATIONS * len(told)
@@ -317,7 +319,7 @@ def test_a_server_of_others_that_hangs(address: str, project: Project) -> None:
     assert failures(project) == 2 * GENERATIONS
 
 
-SLOW = "import time\n\ndef act(text):\n    time.sleep({})\n    return {{'text': text}}\n"
+SLOW = "import threading\n\ndef act(text):\n    threading.Event().wait({})\n    return {{'text': text}}\n"
 
 
 def test_a_server_that_refuses_sessions(address: str, project: Project) -> None:
@@ -345,4 +347,4 @@ def test_a_model_may_be_slower_than_pings(address: str, project: Project) -> Non
     pings = ["--ws-ping-interval", "0.5", "--ws-ping-timeout", "0.5"]
     command = [str(PYTHON), "-m", "uvicorn", "openenv_games:app", "--factory", "--port", "{port}", *pings]
     server = {"command": command, "env": {"SESSIONS": "8"}, "action": "slow:act"}
-    check_lost(train(project, address, server, "", ""), set(), "")
+    check_lost(train(project, address, server, *[""] * 4), set(), "")

@@ -86,7 +86,7 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
     timeout: float = Field(default=60, gt=0)
     """Seconds for the server to answer a `reset` or a step; then the episode is tried again."""
     patience: float = Field(default=120, gt=0)
-    """Seconds for the server to start, to be reached, and to have a session left."""
+    """Seconds for the server to start, to be reached, and to have a session left while no episode is played."""
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
