@@ -113,7 +113,7 @@ async def tasks(project: Path, server: FakeOpenAI, **block: Any) -> AsyncIterato
                 return {**result, "calls": len(scope.ledger.calls)}
 
         yield play
-    assert not [*(project / "temporary").glob("insitu-harbor-*")]
+    assert not [*(project / "temporary").glob("insitu-*/run-*")]
 
 
 async def failure(project: Path, server: FakeOpenAI, *names: str, **block: Any) -> InsituError:

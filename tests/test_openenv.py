@@ -171,6 +171,30 @@ async def test_a_started_server_is_started_again(write: Any, server: FakeOpenAI)
     await until(lambda: not any(child.is_running() for child in children))
 
 
+async def test_a_started_server_that_hangs_is_started_again(write: Any, server: FakeOpenAI) -> None:
+    """But not below an episode that it plays."""
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}"], timeout=2)
+    async with Builder(load_config(file)) as builder:
+        (fine,) = await play(builder, row())
+        first = servers_below(psutil.Process())
+        hung, beside = await play(builder, row(do="hang"), row(say="slow 5"), retries=0)
+        assert servers_below(psutil.Process()) == first
+        (later,) = await play(builder, row())
+        assert not {*servers_below(psutil.Process())} & {*first}
+    assert "no answer to step within timeout: 2 s" in (hung.error or "")
+    assert {fine.outcome, beside.outcome, later.outcome} == {EpisodeStatus.OK}
+
+
+async def test_episodes_take_turns_beside_another_client(write: Any, server: FakeOpenAI) -> None:
+    """It holds one of two sessions for ever; a refusal counts for `patience` only while no episode is played."""
+    environment = FakeOpenEnv(limit=2)
+    async with playing(write, server, environment, patience=0.3) as builder, aiohttp.ClientSession() as http:
+        async with http.ws_connect(f"{environment.url}/ws"):
+            episodes = await play(builder, *[row(say="slow 0.1")] * 12, retries=0)
+    assert Counter(episode.outcome for episode in episodes) == {EpisodeStatus.OK: 12}
+    assert environment.most == 2
+
+
 async def test_a_server_that_does_not_start(write: Any, server: FakeOpenAI) -> None:
     file = project(write, server, command=[sys.executable, "-c", "raise SystemExit('no game today')"])
     async with Builder(load_config(file)) as builder:

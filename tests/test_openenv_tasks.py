@@ -1,10 +1,12 @@
 """Rows for OpenEnv environments that make their tasks from seeds, and the projects that `insitu init` writes."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_openai import FakeOpenAI
 from fake_openenv import FakeOpenEnv
 
 from insitu.builder import Builder
@@ -25,7 +27,7 @@ def test_each_row_is_a_seed(write: Any) -> None:
 async def test_a_project_for_a_server(tmp_path: Path) -> None:
     """What is written is valid, and its workflow finds the server."""
     async with FakeOpenEnv().listening() as url:
-        write_project(tmp_path / "game", environment=f"openenv:{url}")
+        await asyncio.to_thread(write_project, tmp_path / "game", environment=f"openenv:{url}")
         config = load_config(tmp_path / "game/config.yml")
         assert len(load_dataset(config)) == 64
         data = yaml.safe_load((tmp_path / "game/config.yml").read_text())
@@ -36,10 +38,31 @@ async def test_a_project_for_a_server(tmp_path: Path) -> None:
             await builder.get_workflow()
 
 
-def test_a_project_for_a_class(tmp_path: Path) -> None:
-    write_project(tmp_path / "game", environment="openenv:openenv_games:Digits")
-    assert yaml.safe_load((tmp_path / "game/config.yml").read_text())["workflow"]["class"] == "openenv_games:Digits"
-    with pytest.raises(ConfigError, match="expected a URL, http://HOST:PORT, or a class, MODULE:CLASS"):
-        write_project(tmp_path / "other", environment="openenv:game")
+async def test_a_project_says_which_key_is_missing(tmp_path: Path) -> None:
+    async with FakeOpenEnv(fields={"x": "integer"}).listening() as url:
+        await asyncio.to_thread(write_project, tmp_path / "game", environment=f"openenv:{url}")
+    about = (tmp_path / "game/README.md").read_text()
+    assert "Before you start: workflow.action is missing" in about
+    assert "has the fields x (integer), not one text; name a function" in about
+
+
+async def test_nothing_is_written_for_what_cannot_be_used(tmp_path: Path, server: FakeOpenAI) -> None:
+    """No server, another server, a package that is not installed here, and no kind of server at all."""
+    async with FakeOpenEnv().listening() as url:
+        pass
+    for what, problem in (
+        (url, f"openenv:{url}: {url} cannot be reached"),
+        (server.base_url, "is answered with 404: is it an OpenEnv server"),
+        ("http://[", "url: "),
+        ("openenv_games:Digits", "workflow.class needs the extra openenv"),
+        ("game", "expected a URL, http://HOST:PORT, or a class, MODULE:CLASS"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            await asyncio.to_thread(write_project, tmp_path / "game", environment=f"openenv:{what}")
+        assert problem in str(caught.value)
+        assert not (tmp_path / "game").exists()
+
+
+def test_a_project_needs_something_after_its_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'openenv' does not say what comes after `openenv:`"):
         write_project(tmp_path / "other", environment="openenv")

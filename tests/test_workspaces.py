@@ -83,7 +83,7 @@ def run(command: list[str]) -> None:
 
 def leftovers(project: Path) -> list[Path]:
     """The folders of episodes that still exist."""
-    return [*(project / "temporary").glob("insitu-workspaces-*/run-*")]
+    return [*(project / "temporary").glob("insitu-*/run-*")]
 
 
 def verify(code: str) -> list[str]:
@@ -633,11 +633,11 @@ def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypa
         if killed:
             with start_project(example, *small, file="grpo.yml") as process:
                 asyncio.run(until((example / "runs/coding/progress.json").exists, 0.02))
-                asyncio.run(until(lambda: [*example.glob("insitu-workspaces-*/run-*/*/work/calculator.py")], 0.02))
+                asyncio.run(until(lambda: [*example.glob("insitu-*/run-*/*/work/calculator.py")], 0.02))
                 process.kill()
         code, out, err = run_project(example, *small, *(["--resume"] if killed else []), file="grpo.yml")
         assert code == 0, out + err
         rewards.append([each["avg_reward"] for each in history(example, "reward_history.json")])
-        assert not [*example.glob("insitu-workspaces-*/run-*")]
+        assert not [*example.glob("insitu-*/run-*")]
     assert rewards[0] == rewards[1]
     assert len(rewards[0]) == 2

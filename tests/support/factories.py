@@ -102,6 +102,11 @@ def read_lines(path: Path) -> list[Any]:
         return [json.loads(line) for line in file]
 
 
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's file, without its header."""
+    return [record for record in read_lines(path) if "format" not in record]
+
+
 def write_rows(folder: Path, questions: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
     """A dataset with these questions, the ids of which are 0, 1, ..."""
     rows = [json.dumps({"id": i, "question": question}) for i, question in enumerate(questions)]

@@ -1,9 +1,13 @@
-"""Environments of our own for OpenEnv: one whose actions are texts, and one with MCP tools."""
+"""Environments of our own for OpenEnv: one whose actions are texts, one that fails, and one with MCP tools."""
 
+import os
+import signal
+import threading
+from pathlib import Path
 from typing import Any
 
 from fastmcp import FastMCP
-from openenv.core.env_server import Action, Environment, MCPEnvironment, Observation, State
+from openenv.core.env_server import Action, Environment, MCPEnvironment, Observation, State, create_fastapi_app
 
 
 class Say(Action):
@@ -36,6 +40,36 @@ class Digits(Environment[Say, Heard, State]):
     @property
     def state(self) -> State:
         return self._state
+
+
+class Faulty(Digits):
+    """Fails in the first `times` steps of episodes with this seed: `do` is kill (SIGKILL), stop (SIGSTOP) or sleep."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
+        self._told = kwargs
+        return super().reset(seed, episode_id)
+
+    def step(self, action: Say, timeout_s: float | None = None, **kwargs: Any) -> Heard:
+        for number in range(self._told.get("times") or 0):
+            try:
+                Path(f"failed-{self._seed}-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            if self._told["do"] != "sleep":
+                os.kill(os.getpid(), signal.SIGKILL if self._told["do"] == "kill" else signal.SIGSTOP)
+            threading.Event().wait()
+        return super().step(action)
+
+
+class FaultyOne(Faulty):
+    """Has one session."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = False
+
+
+def app() -> Any:
+    """Has as many sessions as the variable SESSIONS says."""
+    return create_fastapi_app(Faulty, Say, Heard, max_concurrent_envs=int(os.environ["SESSIONS"]))
 
 
 COLOURS = {"sky": "blue", "grass": "green"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factories import read_lines
+from factories import records_of
 from looker import answer_of
 from processes import LOGGED_BACKEND
 from tiny_models import byte_tokenizer
@@ -75,15 +75,15 @@ def finetune(
         with urllib.request.urlopen(f"{address}/v1/models/policy") as answer:
             served = json.load(answer)
     by_episode = defaultdict(list)
-    for record in lines(folder / output_dir / "calls.jsonl.gz"):
+    for record in records_of(folder / output_dir / "calls.jsonl.gz"):
         by_episode[record["episode"]].append(record)
     witness = folder / "witness.jsonl"
-    (epoch,) = lines(folder / output_dir / "training_metrics.jsonl")
+    (epoch,) = records_of(folder / output_dir / "training_metrics.jsonl")
     return Left(
-        log=lines(folder / "backend/samples.jsonl"),
-        episodes=lines(folder / output_dir / "episodes.jsonl.gz"),
+        log=records_of(folder / "backend/samples.jsonl"),
+        episodes=records_of(folder / output_dir / "episodes.jsonl.gz"),
         calls={key: restore_calls(records) for key, records in by_episode.items()},
-        steps={line["number"]: line["steps"] for line in lines(witness)} if witness.exists() else {},
+        steps={line["number"]: line["steps"] for line in records_of(witness)} if witness.exists() else {},
         epoch=epoch,
         served_version=served["policy_version"],
     )
@@ -139,10 +139,6 @@ finetuning:
   output_dir: out
 """)
     return file
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [record for record in read_lines(file) if "format" not in record]
 
 
 def check_capture(left: Left, stream: bool) -> None:

@@ -1,22 +1,19 @@
-"""Files of workspaces: copies, what a verifier writes, and what is left to delete."""
+"""Files of workspaces: copies, and what a verifier writes."""
 
 import json
-import logging
 import os
 import shutil
 import stat
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from insitu.disk.temporary import remove
 from insitu.errors import WorkflowError
 from insitu.schemas.evaluation import Outcome
 from insitu.schemas.parts import first_problem
-
-logger = logging.getLogger(__name__)
 
 REWARD_FILE = "reward.json"
 _REWARD_KEYS = ("reward", "rewards", "metrics")
@@ -64,19 +61,6 @@ def copy_over(source: Path, target: Path) -> None:
             remove(place)
             place.mkdir()
         copy_over(Path(entry.path), place)
-
-
-def remove(path: Path) -> None:
-    """Deletes a file or folder, whatever a program has made of it; a warning says what remains."""
-    for pause in (0.0, 0.1, 0.5):  # programs that were just killed may still write
-        if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
-            return
-        time.sleep(pause)
-        if subprocess.run(["rm", "-rf", "--", path], check=False, capture_output=True).returncode:
-            subprocess.run(["chmod", "-R", "u+rwx", "--", path], check=False, capture_output=True)
-    if path.exists():
-        logger.warning("%s cannot be deleted", path)
 
 
 def run_tool(*command: str) -> None:

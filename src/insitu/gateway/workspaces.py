@@ -20,17 +20,16 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from insitu.config import Config
-from insitu.disk.folder_lock import FolderLock, locked_by
+from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import ConfigError, InsituError, WorkflowError
 from insitu.gateway.programs import Program, how_it_ended, run_program
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
-from insitu.gateway.workspace_files import REWARD_FILE, copy_over, read_outcome, remove, run_tool
+from insitu.gateway.workspace_files import REWARD_FILE, copy_over, read_outcome, run_tool
 from insitu.workflow.context import current_scope
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
-_LOCK_SECONDS = 30.0
 _MAX_VERIFIER_OUTPUT = 2**24
 _NOT_RUN = 126
 """The first exit code that shells give for a program that could not run (126, 127) or that a signal has ended."""
@@ -60,28 +59,10 @@ class Workspaces:
         """Raises ConfigError if workspaces cannot be made, or programs not confined."""
         if sys.platform != "linux":
             raise ConfigError("workflow.workspace needs Linux")
-        base = (self.settings.folder or Path(tempfile.gettempdir())) / f"insitu-workspaces-{os.getuid()}"
-        try:
-            with suppress(FileExistsError):
-                base.mkdir(mode=0o700, parents=True)
-            base = base.resolve(strict=True)
-        except OSError as error:
-            raise ConfigError(f"workflow.workspace.folder: {base} cannot be made: {error.strerror}") from error
-        if base.stat().st_uid != os.getuid():
-            raise ConfigError(f"workflow.workspace.folder: {base} belongs to another user")
-        with FolderLock(base, "workflow.workspace.folder", wait=_LOCK_SECONDS):
-            for leftover in base.iterdir():  # those of a killed process
-                if leftover.is_dir() and locked_by(leftover) is None:
-                    await asyncio.to_thread(remove, leftover)
-            self.root = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-            lock = FolderLock(self.root, "workflow.workspace.folder")
-        try:
-            self.hidden = [base, *self._private_folders()]
+        async with temporary_folder(self.settings.folder, "workflow.workspace.folder") as self.root:
+            self.hidden = [self.root.parent, *self._private_folders()]
             await asyncio.to_thread(self._prepare)
             yield self
-        finally:
-            lock.release()
-            await asyncio.to_thread(remove, self.root)
 
     def _private_folders(self) -> Iterator[Path]:
         """The verifier's files, for all rows, and the run's directory, unless the agent's own files are inside.

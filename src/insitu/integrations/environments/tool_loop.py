@@ -1,4 +1,4 @@
-"""A conversation in which the model calls tools until it answers."""
+"""Conversations of a model with an environment, or with tools until it answers."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -10,6 +10,20 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessage
 
 Message = dict[str, Any]
+Reply = Callable[["ChatCompletionMessage"], Awaitable[list[Message]]]
+"""The messages for the model after its answer."""
+
+
+async def converse(model: ModelClient, messages: list[Message], reply: Reply, max_turns: int, **options: Any) -> None:
+    """Asks the model for up to `max_turns` answers, until one has no reply."""
+    dialogue = [*messages]
+    for _ in range(max_turns):
+        message = (await model.complete(dialogue, **options)).choices[0].message
+        dialogue.append(message.model_dump(exclude_none=True))
+        replies = await reply(message)
+        dialogue += replies
+        if not replies:
+            break
 
 
 async def run_tools(
@@ -19,19 +33,17 @@ async def run_tools(
     call: Callable[[str, dict[str, Any]], Awaitable[str | list[Message] | None]],
     max_turns: int,
     on_turn: "Callable[[ChatCompletionMessage], Awaitable[None]] | None" = None,
-) -> list[Message]:
-    """The dialogue after up to `max_turns` answers of the model; it ends with the first one that calls no tool.
+) -> None:
+    """Asks the model for up to `max_turns` answers, until one calls no tool.
 
-    `call(name, arguments)` returns the content of the tool's message; None ends the dialogue. Arguments that are no
+    `call(name, arguments)` returns the content of the tool's message; None ends the conversation. Arguments that are no
     JSON object are reported to the model as the tool's result. `on_turn` gets each answer before its tools are called.
     """
-    dialogue = [*messages]
-    options: dict[str, Any] = {"tools": tools} if tools else {}
-    for _ in range(max_turns):
-        message = (await model.complete(dialogue, **options)).choices[0].message
-        dialogue.append(message.model_dump(exclude_none=True))
+
+    async def reply(message: "ChatCompletionMessage") -> list[Message]:
         if on_turn is not None:
             await on_turn(message)
+        results: list[Message] = []
         for each in message.tool_calls or ():
             if each.type != "function":
                 continue
@@ -44,8 +56,8 @@ async def run_tools(
             else:
                 content = f"error: the arguments of {each.function.name} are not a JSON object"
             if content is None:
-                return dialogue
-            dialogue.append({"role": "tool", "tool_call_id": each.id, "content": content})
-        if not message.tool_calls:
-            break
-    return dialogue
+                return []
+            results.append({"role": "tool", "tool_call_id": each.id, "content": content})
+        return results
+
+    await converse(model, messages, reply, max_turns, **({"tools": tools} if tools else {}))

@@ -29,12 +29,12 @@ from pydantic import Field, field_validator
 
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
+from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
 from insitu.gateway.programs import Program, how_it_ended, inherited_environment, run_program
 from insitu.gateway.server import EpisodeEndpoint
 from insitu.gateway.templates import check_placeholders, template_texts
-from insitu.gateway.workspace_files import remove
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import not_found, register_evaluator
 from insitu.schemas.evaluation import Outcome
@@ -356,9 +356,5 @@ async def harbor_workflow(config: HarborConfig, builder: Builder) -> AsyncIterat
         finally:
             await asyncio.to_thread(remove, place)
 
-    async with await new_gateway(config, builder) as gateway:
-        places = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
-        try:
-            yield FunctionInfo.from_fn(run, description=f"Runs the tasks in {config.tasks}")
-        finally:
-            await asyncio.to_thread(remove, places)
+    async with await new_gateway(config, builder) as gateway, temporary_folder() as places:
+        yield FunctionInfo.from_fn(run, description=f"Runs the tasks in {config.tasks}")

@@ -14,7 +14,6 @@ import math
 from collections.abc import AsyncIterator, Collection, Iterator
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
@@ -24,6 +23,7 @@ from insitu.collect.datasets import DatasetConfig
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
 from insitu.disk.files import writable_folder
+from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
@@ -147,7 +147,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
     python, most, logs = config.interpreter(whole), {}, None
     if config.logs is not None:
         logs, most = writable_folder(whole.working_dir / config.logs, "workflow.logs"), {"most_samples": math.inf}
-    with TemporaryDirectory(prefix="insitu-inspect-") as folder:
+    async with temporary_folder() as folder:
         settings = {
             **config.settings(whole),
             "llm": config.model,
@@ -160,7 +160,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
         arguments = command(python, "run", settings)
         async with (
             Gateway(llms, bind=config.gateway) as gateway,
-            WorkerPool(arguments, config.workers, Path(folder), **most) as pool,
+            WorkerPool(arguments, config.workers, folder, **most) as pool,
         ):
             yield FunctionInfo.from_fn(run, description=f"Runs {config.task}")
 

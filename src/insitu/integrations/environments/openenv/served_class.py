@@ -34,6 +34,8 @@ def main(ref: str, port: str, sessions: str) -> None:
         environment = load_code(ref, "workflow.class", Path.cwd())
     except ConfigError as error:
         sys.exit(str(error))
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        sys.exit(f"workflow.class: {ref} is not an environment class of OpenEnv")
     found = types_of(environment, Environment)
     action, observation = (
         kind if isinstance(kind, type) and issubclass(kind, general) else general

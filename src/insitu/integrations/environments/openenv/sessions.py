@@ -7,11 +7,11 @@ async with EnvironmentServer(url="http://127.0.0.1:8000") as server:
 
 import asyncio
 import logging
+import math
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from typing import Any, Self
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, WorkflowError
 from insitu.integrations.child_process import ChildProcess
 from insitu.schemas.evaluation import Number
@@ -54,14 +55,15 @@ class SessionRefused(BackendUnavailable):
         self.limit = limit
 
 
-@dataclass(frozen=True)
 class Session:
     """An environment of one episode, which ends with its connection. It is never connected again: the new session
     would be one that was not reset."""
 
-    socket: aiohttp.ClientWebSocketResponse
-    url: str
-    timeout: float
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float) -> None:
+        self._socket, self._url, self._timeout = socket, url, timeout
+        self._answers: asyncio.Queue[aiohttp.WSMessage | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(), name="read a session of OpenEnv")
+        self._is_waiting = False
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observation:
         """Raises SessionRefused if the server has no session left, and like `step`."""
@@ -71,47 +73,59 @@ class Session:
         """Raises BackendUnavailable if the server is lost or takes too long, WorkflowError if the environment fails."""
         return await self._request("step", action)
 
+    async def _read(self) -> None:
+        """Passes the answers on until the connection ends. It also answers the server's pings while the model is at
+        work: servers end sessions that do not."""
+        with suppress(ConnectionError):
+            while (message := await self._socket.receive()).type is aiohttp.WSMsgType.TEXT:
+                self._answers.put_nowait(message)
+        self._answers.put_nowait(None)
+
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Observation:
+        self._is_waiting = True
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self._timeout):
                 with suppress(ConnectionError):  # a server that refuses has sent the reason, and closed
-                    await self.socket.send_json({"type": kind, "data": data})
-                message = await self.socket.receive()
+                    await self._socket.send_json({"type": kind, "data": data})
+                message = await self._answers.get()
         except TimeoutError:
-            raise BackendUnavailable(f"{self.url}: no answer to {kind} within timeout: {self.timeout:g} s") from None
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            raise BackendUnavailable(f"{self.url}: the connection was lost in {kind}")
+            raise BackendUnavailable(f"{self._url}: no answer to {kind} within timeout: {self._timeout:g} s") from None
+        self._is_waiting = False
+        if message is None:
+            raise BackendUnavailable(f"{self._url}: the connection was lost in {kind}")
         try:
             answer = message.json()
             if answer["type"] != "error":
                 return Observation.model_validate(answer["data"])
             details = answer["data"]
-            code, text = details.get("code"), f"{self.url}: {kind}: {details.get('message')} ({details.get('code')})"
+            code, text = details.get("code"), f"{self._url}: {kind}: {details.get('message')} ({details.get('code')})"
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else error
-            raise WorkflowError(f"{self.url}: the answer to {kind} is not OpenEnv's: {problem}") from error
+            raise WorkflowError(f"{self._url}: the answer to {kind} is not OpenEnv's: {problem}") from error
         if code == "CAPACITY_REACHED":
             raise SessionRefused(text, details.get("max_sessions"))
         if code in _NO_SESSION:
             raise BackendUnavailable(text)
         raise WorkflowError(f"{text} {details['errors']}" if details.get("errors") else text)
 
-    async def close(self) -> None:
-        """Waits until the server has given the session up, as it refuses new ones before."""
-        with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self.socket.send_json({"type": "close"})
-                while (await self.socket.receive()).type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                    pass
-        await self.socket.close()
+    async def close(self) -> bool:
+        """Waits until the server has given the session up, as it refuses new ones before. Returns whether it hangs in
+        a request, and keeps the session."""
+        with suppress(ConnectionError):
+            await self._socket.send_json({"type": "close"})
+        await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
+        hangs = self._is_waiting and not self._reading.done()
+        self._reading.cancel()
+        await self._socket.close()
+        return hangs
 
 
 @dataclass
 class EnvironmentServer:
-    """A server at `url`, or one that `command` starts with `{port}`, and starts again when it has ended.
+    """A server at `url`, or one that `command` starts with `{port}`, and starts again when it has ended or hangs.
 
     At most `sessions` are open at once; None: as many as the server allows. `timeout` is in seconds for each answer,
-    `patience` for the server to be reached and to have a session left.
+    `patience` for the server to be reached and to give a session while none is open.
     """
 
     url: str | None = None
@@ -127,15 +141,18 @@ class EnvironmentServer:
         self._http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
         self._process: ChildProcess | None = None
         self._starting = asyncio.Lock()
-        self._logs = tempfile.TemporaryDirectory(prefix="insitu-openenv-")
-        self._open, self._freed = 0, asyncio.Condition()
+        self._folders = AsyncExitStack()
+        self._logs = await self._folders.enter_async_context(temporary_folder())
+        self._taken, self._freed = 0, asyncio.Condition()
+        self._playing, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
+        self._hangs = False
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._http.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.kill)
-        self._logs.cleanup()
+        await self._folders.aclose()
 
     async def action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises BackendUnavailable if the server cannot be reached."""
@@ -148,44 +165,54 @@ class EnvironmentServer:
                     )
                 schema: dict[str, Any] = (await response.json())["action"]
                 return schema
-        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as error:
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            problem = str(error) or f"no answer within timeout: {self.timeout:g} s"
+            raise BackendUnavailable(f"{url} cannot be reached: {problem}") from error
+        except (aiohttp.ClientError, ValueError, TypeError, KeyError) as error:
             raise BackendUnavailable(f"{url}/schema is not answered as by OpenEnv: {error!r}") from error
 
     @asynccontextmanager
     async def session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[Session, Observation]]:
         """A session and its first observation, when there is one left.
 
-        Raises BackendUnavailable if the server is not there or refuses for `patience` seconds.
+        Raises BackendUnavailable if the server is not there, or refuses for `patience` seconds while no other session
+        is open here.
         """
         session, first = await self._begin(arguments)
+        self._playing += 1
         try:
             yield session, first
         finally:
+            self._playing -= 1
+            self._last_end = time.monotonic()
             await self._end(session)
+            async with self._ended:
+                self._ended.notify()
 
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[Session, Observation]:
         """Waits for a session to be free, and for the server while it refuses or cannot be reached."""
-        deadline, delay = time.monotonic() + self.patience, _POLL_SECONDS
+        began, delay = time.monotonic(), _POLL_SECONDS
         while True:
-            waiting = time.monotonic()
             async with self._freed:
-                await self._freed.wait_for(lambda: self.sessions is None or self._open < self.sessions)
-                self._open += 1
-            deadline += time.monotonic() - waiting  # for sessions of ours, which end
+                await self._freed.wait_for(lambda: self.sessions is None or self._taken < self.sessions)
+                self._taken += 1
             session = None
             try:
                 session = await self._connect()
                 return session, await session.reset(arguments)
             except (SessionRefused, ConnectionError) as error:
                 await self._end(session)
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - max(began, self._last_end)
+                if waited > self.patience and not self._playing:
                     raise BackendUnavailable(str(error)) from error
                 if isinstance(error, SessionRefused) and error.limit:
                     self.sessions = min(error.limit, self.sessions or error.limit)
             except BaseException:  # raised again
                 await self._end(session)
                 raise
-            await asyncio.sleep(delay)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay), self._ended:
+                    await self._ended.wait()
             delay = min(2 * delay, CLOSE_SECONDS)
 
     async def _connect(self) -> Session:
@@ -195,7 +222,10 @@ class EnvironmentServer:
             async with asyncio.timeout(self.timeout):
                 limit = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS / 4)  # of a server that did not close it
                 socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, timeout=limit)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError:
+            self._hangs = True
+            raise ConnectionError(f"{url} does not answer within timeout: {self.timeout:g} s") from None
+        except aiohttp.ClientError as error:
             if isinstance(error, aiohttp.WSServerHandshakeError) and not is_transient(error.status):
                 raise WorkflowError(f"{url}/ws is not an OpenEnv server: {error}") from error
             raise ConnectionError(f"{url} cannot be reached: {error!r}") from error
@@ -203,21 +233,24 @@ class EnvironmentServer:
 
     async def _end(self, session: Session | None) -> None:
         try:
-            if session is not None:
-                await session.close()
+            if session is not None and await session.close():
+                self._hangs = True
         finally:
-            self._open -= 1
+            self._taken -= 1
             async with self._freed:
                 self._freed.notify_all()
 
     async def _ready(self) -> str:
         """The server's URL, with the server running if it is started here. Raises BackendUnavailable if it fails."""
         async with self._starting:
-            if self.command and (self._process is None or self._process.ended):
+            ended = self._process is None or self._process.ended
+            if self.command and (ended or (self._hangs and not self._playing)):
                 if self._process is not None:
-                    logger.warning("the environment's server %s; it is started again", self._process.outcome())
-                    self._process.kill()
+                    problem = self._process.outcome() if ended else "hangs"
+                    logger.warning("the environment's server %s; it is started again", problem)
+                    await asyncio.to_thread(self._process.kill)
                 await self._start()
+                self._hangs = False
         assert self.url is not None
         return self.url
 
@@ -229,7 +262,7 @@ class EnvironmentServer:
             [part.replace("{port}", port) for part in self.command],
             {**self.environment, "PORT": port},
         )
-        log = Path(self._logs.name) / "server.log"
+        log = self._logs / "server.log"
         self._process = ChildProcess(command, log, environment, bound=True, folder=self.folder)
         self.url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + self.patience

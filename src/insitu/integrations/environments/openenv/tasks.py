@@ -3,19 +3,25 @@
 eval: {general: {dataset: {_type: openenv, episodes: 64}}}
 """
 
+import asyncio
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, InsituError
+from insitu.integrations.environments.openenv.workflow import OpenEnvConfig, action_of_schema, server_of
 from insitu.registry import register_dataset_loader
+from insitu.schemas.parts import first_problem
 from insitu.starter import EnvironmentProject
 
 _EPISODES = 64
+_CHECK = {"timeout": 10.0, "patience": 60.0}
 
 
 class OpenEnvTasksConfig(DatasetConfig, name="openenv"):
@@ -34,22 +40,44 @@ def tasks(block: OpenEnvTasksConfig, config: Config) -> Iterator[dict[str, Any]]
 
 
 def project(what: str) -> EnvironmentProject:
-    """The blocks of a file for the server at a URL, or for MODULE:CLASS. Raises ConfigError for anything else."""
+    """The blocks of a file for the server at a URL, or for MODULE:CLASS.
+
+    Raises ConfigError for anything else, if no OpenEnv server answers there, or if the class cannot be served.
+    """
+    workflow: dict[str, Any] = {"_type": "openenv", "model": "student", "no_reward": 0}
     if re.match("https?://", what):
-        server, needs = "url", "The server must run when you train."
+        workflow["url"], needs = what, "The server must run when you train."
     elif re.fullmatch(r"[\w.]+:\w+", what):
-        server, needs = "class", "The class is served by a separate process; its module must be installed or be here."
+        workflow["class"], needs = what, "The class is served by a separate process."
+        module = Path(*what.partition(":")[0].split("."))
+        if module.is_dir() or module.with_suffix(".py").is_file():  # the project is in another folder
+            workflow["env"] = {"PYTHONPATH": str(Path.cwd())}
     else:
         raise ConfigError(f"--environment openenv:{what}: expected a URL, http://HOST:PORT, or a class, MODULE:CLASS")
+    try:
+        needs += asyncio.run(_check(OpenEnvConfig.model_validate(workflow)))
+    except (ValidationError, InsituError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"--environment openenv:{what}: {problem}") from error
     return EnvironmentProject(
-        workflow={"_type": "openenv", server: what, "model": "student", "no_reward": 0},
+        workflow=workflow,
         dataset={"_type": "openenv", "episodes": _EPISODES},
         evaluator={"_type": "openenv"},
         extra="openenv",
         about=(
-            f"{needs} The rows are {_EPISODES} seeds, of which the environment makes its tasks. An environment without "
-            "MCP tools whose actions are not one text needs `action: MODULE:NAME` in the block `workflow`, a function "
-            "of the model's text that returns the action. An episode in which the environment gives no reward has "
-            "`no_reward`."
+            f"{needs} The rows are {_EPISODES} seeds, of which the environment makes its tasks. An episode in which it "
+            "gives no reward has `no_reward`."
         ),
     )
+
+
+async def _check(config: OpenEnvConfig) -> str:
+    """What is missing in the block of a server that answers. Raises BackendUnavailable if it does not."""
+    with TemporaryDirectory() as empty:
+        async with server_of(config.model_copy(update=_CHECK), Config(folder=Path(empty))) as server:
+            schema = await server.action_schema()
+            try:
+                action_of_schema(schema, server.url)
+            except ConfigError as error:
+                return f" Before you start: {error}."
+    return ""

@@ -7,7 +7,7 @@ evaluators: {reward: {_type: openenv}}
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -17,13 +17,14 @@ from pydantic import Field, model_validator
 from insitu.agents.python import called
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
+from insitu.config import Config
 from insitu.config.code import call_with, load_code
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.gateway.programs import inherited_environment
 from insitu.gateway.server import Address
 from insitu.gateway.templates import check_placeholders, filled, template_texts
 from insitu.integrations.environments.openenv.sessions import EnvironmentServer, Observation, Session
-from insitu.integrations.environments.tool_loop import Message, run_tools
+from insitu.integrations.environments.tool_loop import Message, converse, run_tools
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import Number, Outcome
@@ -85,7 +86,7 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
     timeout: float = Field(default=60, gt=0)
     """Seconds for the server to answer a `reset` or a step; then the episode is tried again."""
     patience: float = Field(default=120, gt=0)
-    """Seconds for the server to start, to be reached, and to have a session left."""
+    """Seconds for the server to start, to be reached, and to have a session left while no episode is played."""
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
@@ -135,6 +136,15 @@ class Play:
         if self.state.reward is not None:
             self.rewards[-1].append(self.state.reward)
         return self.state
+
+    async def act(
+        self, to_action: Callable[..., Any], row: Mapping[str, Any], message: "ChatCompletionMessage"
+    ) -> list[Message]:
+        """The next observation for the model; none if the action that it has chosen ends the episode."""
+        await self.on_turn(message)
+        offered = {"observation": self.state.observation, "row": row}
+        state = await self.step(await called(partial(call_with, to_action, message.content or "", **offered)))
+        return [] if state.done else [{"role": "user", "content": await self.text()}]
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str | None:
         """The result of a tool of the environment; None if that ends the episode."""
@@ -200,17 +210,17 @@ def action_of_schema(schema: dict[str, Any], url: str | None) -> Callable[[str],
     return lambda text: {needed[0]: text}
 
 
-def server_of(config: OpenEnvConfig, builder: Builder) -> EnvironmentServer:
+def server_of(config: OpenEnvConfig, file: Config) -> EnvironmentServer:
     """The server of a workflow, not started yet."""
     command = [*(config.command or ())]
     if config.class_ is not None:
-        limit = str(config.sessions or builder.config.max_concurrency)
+        limit = str(config.sessions or file.max_concurrency)
         command = [sys.executable, "-m", _SERVED_CLASS, config.class_, "{port}", limit]
     if missing := [name for name in config.pass_env if name not in os.environ]:
         raise ConfigError(f"workflow.pass_env names {', '.join(missing)}: no such environment variable")
     variables = {**inherited_environment(config.pass_env), **config.env}
     limits = config.sessions, config.timeout, config.patience
-    return EnvironmentServer(config.url, command, variables, builder.config.folder, config.headers, *limits)
+    return EnvironmentServer(config.url, command, variables, file.folder, config.headers, *limits)
 
 
 @register_function(config_type=OpenEnvConfig)
@@ -219,7 +229,7 @@ async def openenv_environment(config: OpenEnvConfig, builder: Builder) -> AsyncI
     folder = builder.config.folder
     to_text = load_code(config.message, "workflow.message", folder) if config.message is not None else text_of
     to_action = load_code(config.action, "workflow.action", folder) if config.action is not None else None
-    async with server_of(config, builder) as server:
+    async with server_of(config, builder.config) as server:
         schema = await server.action_schema()
         to_action = to_action or action_of_schema(schema, server.url)
 
@@ -236,13 +246,8 @@ async def openenv_environment(config: OpenEnvConfig, builder: Builder) -> AsyncI
                 if to_action is None:
                     tools = tools_of((await session.step({"type": "list_tools"})).observation)
                     await run_tools(model, messages, tools, play.call_tool, config.max_turns, play.on_turn)
-                while to_action is not None and not play.state.done and len(play.rewards) < config.max_turns:
-                    message = (await model.complete(messages)).choices[0].message
-                    await play.on_turn(message)
-                    offered = {"observation": play.state.observation, "row": row}
-                    await play.step(await called(partial(call_with, to_action, message.content or "", **offered)))
-                    told = {"role": "user", "content": await play.text()}
-                    messages += [message.model_dump(exclude_none=True), told]
+                elif not first.done:
+                    await converse(model, messages, partial(play.act, to_action, row), config.max_turns)
                 return play.outcome().model_dump()
 
         yield FunctionInfo.from_fn(run, description=f"An episode of {config.url or config.class_ or server.command}")
