@@ -304,4 +304,4 @@ def test_a_wrong_option_or_limit_is_refused(tmp_path: Path, server: FakeOpenAI) 
         assert "eval.general.dataset.limit" in done.stderr
     done = insitu(tmp_path, "eval", write(tmp_path, server.base_url, "words", logs="task.yml"))
     assert done.returncode == 2
-    assert "workflow.logs: task.yml" in done.stderr
+    assert f"workflow.logs: {tmp_path}/task.yml is a file, not a folder" in done.stderr
