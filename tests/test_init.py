@@ -65,6 +65,7 @@ def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
     [
         (("full",), "NAME: full exists already and is not an empty folder; give another name"),
         (("file",), "NAME: file exists already"),
+        ((".",), "NAME: . is the working directory, or a disk of its own; name a folder in it"),
         (("nowhere/desk",), "nowhere is not a folder"),
         (("desk", "--framework", "langgraf"), "--framework: 'langgraf' does not exist (did you mean 'langgraph'?)"),
     ],

@@ -63,6 +63,10 @@ finetuning: {reward_function: {name: right, shape: SHAPE}}
     code, text = export(file, out, "--as", "verifiers")
     assert (code, [*out.iterdir()]) == (2, [])
     assert "finetuning.reward_function.shape reads episodes, which another trainer does not have" in text
+    file.write_text(settings.replace("SHAPE", "null").replace("rows.jsonl", "none.jsonl"))
+    code, text = export(file, out, "--as", "verifiers")
+    assert (code, [*out.iterdir()]) == (2, [])
+    assert "none.jsonl" in text
     file.write_text(settings.replace("SHAPE", "null"))
     code, text = export(file, out, "--as", "verifiers")
     assert (code, text) == (

@@ -1,6 +1,7 @@
 """OpenEnv environments as workflows, and files as OpenEnv servers; the real package is in with_environments."""
 
 import asyncio
+import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -44,9 +45,9 @@ def row(**told: Any) -> dict[str, Any]:
     return {"question": "", **dict.fromkeys(RESET), "last": 1, "pay": 0.5, "say": "hello", **told}
 
 
-async def play(builder: Builder, *rows: dict[str, Any], retries: int = 1) -> list[Episode]:
+async def play(builder: Builder, *rows: dict[str, Any], retries: int = 1, seconds: float = 30) -> list[Episode]:
     attempt = in_process(await builder.get_workflow())
-    options = EpisodeOptions(seed=3, timeout=30, retries=retries)
+    options = EpisodeOptions(seed=3, timeout=seconds, retries=retries)
     return await asyncio.gather(
         *(
             run_episode(
@@ -171,18 +172,65 @@ async def test_a_started_server_is_started_again(write: Any, server: FakeOpenAI)
     await until(lambda: not any(child.is_running() for child in children))
 
 
-async def test_a_started_server_that_hangs_is_started_again(write: Any, server: FakeOpenAI) -> None:
-    """But not below an episode that it plays."""
-    file = project(write, server, command=[sys.executable, str(FAKE), "{port}"], timeout=2)
+async def test_a_started_server_that_keeps_all_sessions_is_started_again(write: Any, server: FakeOpenAI) -> None:
+    """But not below an episode that it plays or resets."""
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}", "2"], timeout=2)
     async with Builder(load_config(file)) as builder:
         (fine,) = await play(builder, row())
         first = servers_below(psutil.Process())
-        hung, beside = await play(builder, row(do="hang"), row(say="slow 5"), retries=0)
+        hung, beside, third = await play(builder, row(do="hang"), row(say="slow 5"), row(), retries=0)
+        resets = await play(builder, row(do="reset"), row(), retries=0)
         assert servers_below(psutil.Process()) == first
-        (later,) = await play(builder, row())
+        (again,) = await play(builder, row(do="hang"), retries=0)
+        (later,) = await play(builder, row(), retries=0)
         assert not {*servers_below(psutil.Process())} & {*first}
-    assert "no answer to step within timeout: 2 s" in (hung.error or "")
-    assert {fine.outcome, beside.outcome, later.outcome} == {EpisodeStatus.OK}
+    for episode in (hung, again):
+        assert "no answer to step within timeout: 2 s" in (episode.error or "")
+    assert {each.outcome for each in (fine, beside, third, *resets, later)} == {EpisodeStatus.OK}
+
+
+STARTS = """import os, sys
+with open("starts", "a") as file:
+    file.write("x")
+if os.path.getsize("starts") > 1:
+    {then}
+os.execv(sys.executable, [sys.executable, {fake!r}, sys.argv[1]])
+"""
+
+
+async def test_episodes_share_a_start_that_fails(write: Any, server: FakeOpenAI) -> None:
+    script = write(STARTS.format(then="raise SystemExit('no game today')", fake=str(FAKE)), "starts.py")
+    file = project(write, server, command=[sys.executable, str(script), "{port}"])
+    async with Builder(load_config(file)) as builder:
+        await play(builder, row(do="exit"), retries=0)
+        episodes = await play(builder, *[row()] * 6, retries=0)
+    assert {episode.reason for episode in episodes} == {DropReason.BACKEND_ERROR}
+    assert all("no game today" in (episode.error or "") for episode in episodes)
+    assert (script.parent / "starts").read_text() == "xx"
+
+
+async def test_a_start_goes_on_without_the_episode_that_needed_it(write: Any, server: FakeOpenAI) -> None:
+    script = write(STARTS.format(then="open('go').read()", fake=str(FAKE)), "starts.py")
+    os.mkfifo(script.parent / "go")
+    file = project(write, server, command=[sys.executable, str(script), "{port}"])
+    async with Builder(load_config(file)) as builder:
+        await play(builder, row(do="exit"), retries=0)
+        (cut,) = await play(builder, row(), retries=0, seconds=0.5)
+        (script.parent / "go").write_text("")
+        (later,) = await play(builder, row(), retries=0)
+    assert (cut.reason, later.outcome) == (DropReason.TIMEOUT, EpisodeStatus.OK)
+    assert (script.parent / "starts").read_text() == "xx"
+
+
+async def test_a_slow_step_that_is_cut_off_is_no_hang(write: Any, server: FakeOpenAI) -> None:
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}"])
+    async with Builder(load_config(file)) as builder:
+        await play(builder, row())
+        first = servers_below(psutil.Process())
+        (cut,) = await play(builder, row(do="hang"), retries=0, seconds=0.5)
+        (later,) = await play(builder, row(), retries=0)
+        assert servers_below(psutil.Process()) == first
+    assert (cut.reason, later.outcome) == (DropReason.TIMEOUT, EpisodeStatus.OK)
 
 
 async def test_episodes_take_turns_beside_another_client(write: Any, server: FakeOpenAI) -> None:

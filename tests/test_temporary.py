@@ -52,3 +52,36 @@ async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workflow.workspace.folder: .* is not a folder"):
         async with temporary_folder(tmp_path, "workflow.workspace.folder"):
             pass
+
+
+async def test_only_what_processes_have_left_is_deleted(tmp_path: Path) -> None:
+    base = tmp_path / f"insitu-{os.getuid()}"
+    for name in ("thesis", "run-left"):
+        (base / name).mkdir(parents=True)
+    async with temporary_folder(tmp_path):
+        assert (base / "thesis").exists()
+        assert not (base / "run-left").exists()
+
+
+async def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """It could lead to any folder of the user."""
+    (tmp_path / "home/run-2026").mkdir(parents=True)
+    (tmp_path / f"insitu-{os.getuid()}").symlink_to("home")
+    with pytest.raises(ConfigError, match=r"TMPDIR: .* is not a folder"):
+        async with temporary_folder(tmp_path):
+            pass
+    assert (tmp_path / "home/run-2026").exists()
+
+
+def test_a_folder_is_in_use_where_its_process_is_not_seen(tmp_path: Path) -> None:
+    """From another namespace of processes, such as that of a container with the same /tmp."""
+    code = HOLD.replace("await asyncio.Event().wait()", "print(*folder.parent.glob('run-*/file'), flush=True)")
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        user = [] if os.getuid() == 0 else ["--user", "--map-current-user"]
+        command = ["unshare", *user, "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert str(theirs / "file") in done.stdout, done.stderr
+        assert (theirs / "file").exists()
+        other.kill()

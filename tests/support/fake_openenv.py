@@ -1,7 +1,9 @@
-"""A server of the OpenEnv protocol whose sessions fail as they are told, in this process or as `fake_openenv.py PORT`.
+"""A server of the OpenEnv protocol whose sessions fail as they are told.
 
-Arguments of `reset` decide: {"do": "die"} ends the connection in a step, "exit" the process, "hang" never answers,
-"raise" is an error of the environment, "garble" is no answer; with "times" only in the first sessions with this `key`.
+It runs in this process, or as `fake_openenv.py PORT [LIMIT]`. Arguments of `reset` decide: {"do": "die"} ends the
+connection in a step, "exit" the process, "hang" never answers, "raise" is an error of the environment, "garble" is no
+answer; with "times" only in the first sessions with this `key`. With "reset" the reset waits until two more sessions
+are refused.
 The environment counts: each step has the reward `pay`, and step number `last` ends the episode.
 """
 
@@ -15,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from waiting import hang
+from waiting import hang, until
 
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}
 
@@ -82,6 +84,9 @@ class FakeOpenEnv:
             if message["type"] == "reset":
                 told, count = message["data"], 0
                 self.resets.append(told)
+                if told.get("do") == "reset":
+                    refused = self.refused
+                    await until(lambda: self.refused > refused + 1)  # noqa: B023
                 await self._answer(socket, {"text": told.get("say", "hello")}, None, False)
                 continue
             action = message["data"]
@@ -89,7 +94,7 @@ class FakeOpenEnv:
                 await self._answer(socket, {"tools": [TOOL]}, None, False)
                 continue
             self.actions.append(action)
-            if told.get("do") and self._fails(told):
+            if told.get("do") not in (None, "reset") and self._fails(told):
                 if told["do"] == "exit":
                     os._exit(3)
                 if told["do"] == "hang":
@@ -119,10 +124,10 @@ class FakeOpenEnv:
         await socket.send_json({"type": "observation", "data": data})
 
 
-async def main(port: int) -> None:
-    async with FakeOpenEnv().listening(port):
+async def main(port: int, limit: int = 100) -> None:
+    async with FakeOpenEnv(limit).listening(port):
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(*map(int, sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""Environments for verifiers' reader of OpenEnv, served by OpenEnv's package: `reader_server.py CLASS LOG`.
+"""Environments for verifiers' reader of OpenEnv, served by OpenEnv's package: `reader_server.py CLASS LOG SESSIONS`.
 
 The log gets a line for each reset and each step, with the reward that the environment gave.
 """
@@ -85,7 +85,7 @@ class Look(openenv_games.Window):
 
 if __name__ == "__main__":
     kinds = {"Twice": (Twice, Say, Heard), "Look": (Look, Action, Observation)}
-    app = create_fastapi_app(*kinds[sys.argv[1]], max_concurrent_envs=64)
+    app = create_fastapi_app(*kinds[sys.argv[1]], max_concurrent_envs=int(sys.argv[3]))
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])

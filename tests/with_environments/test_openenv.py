@@ -285,7 +285,7 @@ def test_a_server_that_is_killed(whose: str, address: str, project: Project) -> 
     assert failures(project) == 2 * GENERATIONS + 1
 
 
-def test_a_server_that_is_killed_below_many_episodes(address: str, project: Project) -> None:
+def test_a_server_that_is_killed_under_many_episodes(address: str, project: Project) -> None:
     """Those that it takes along are played again."""
     episodes = train(project, address, FAULTY, *["kill 1", ""] * 2, *[""] * 12, retries=2)
     check_lost(episodes, set(), "")
@@ -303,7 +303,7 @@ def test_a_server_that_hangs(do: str, address: str, project: Project) -> None:
 
 
 @pytest.mark.parametrize("do", ["sleep", "stop"])
-def test_a_server_that_hangs_below_many_episodes(do: str, address: str, project: Project) -> None:
+def test_a_server_that_hangs_under_many_episodes(do: str, address: str, project: Project) -> None:
     server = {**FAULTY, "timeout": 2}
     episodes = train(project, address, server, *[f"{do} 1", ""] * 2, *[""] * 12, max_concurrency=8, retries=2)
     check_lost(episodes, set(), "")

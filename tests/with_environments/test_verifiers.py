@@ -46,16 +46,16 @@ def calls_of(run: Path) -> list[dict[str, Any]]:
     return [record for record in read_lines(run / "calls.jsonl.gz") if "episode" in record]
 
 
-def check_run(folder: Path, run: Path, taskset: str, most_calls: int) -> list[dict[str, Any]]:
+def check_run(folder: Path, run: Path, taskset: str, calls_each: int) -> list[dict[str, Any]]:
     """Every completion that the backend sampled is a call of an episode, token by token, and every episode scored."""
     episodes, calls = episodes_of(run), calls_of(run)
     sampled = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     captured, log = (Counter(tuple(each["token_ids"]) for each in those) for those in (calls, sampled))
     assert not captured - log
-    assert (log - captured).total() <= most_calls, "the run begins with an episode that is not trained"
+    assert (log - captured).total() <= calls_each, "the run begins with an episode that is not trained"
     per_episode = Counter(call["episode"] for call in calls)
     assert per_episode.keys() == {episode["episode"] for episode in episodes}
-    assert max(per_episode.values()) >= most_calls
+    assert max(per_episode.values()) >= calls_each
     assert {episode["outcome"] for episode in episodes} == {"ok"}
     dataset = json.loads((run / "run.json").read_text())["dataset"]
     assert (dataset["source"], dataset["taskset"], len(dataset["sha256"])) == ("verifiers", taskset, 64)

@@ -20,9 +20,9 @@ ROWS = 4
 
 
 @contextmanager
-def server(kind: str, folder: Path) -> Iterator[str]:
+def server(kind: str, folder: Path, sessions: int = 64) -> Iterator[str]:
     """An environment of reader_server.py in OpenEnv's environment; `folder/steps.jsonl` gets its rewards."""
-    command = [python_of("openenv"), HERE / "reader_server.py", kind, folder / "steps.jsonl"]
+    command = [python_of("openenv"), HERE / "reader_server.py", kind, folder / "steps.jsonl", str(sessions)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -113,3 +113,18 @@ def test_a_server_that_fails_gives_no_reward(tmp_path: Path, fault: str, attempt
     (record,) = json.loads((tmp_path / "out/workflow_output.json").read_text())
     assert said in record["error"]
     assert json.loads((tmp_path / "out/reward_output.json").read_text())["average_score"] is None
+
+
+def test_a_session_that_is_refused_is_tried_again(tmp_path: Path) -> None:
+    """The other episode keeps the only session until its timeout."""
+    project = Project("verifiers", tmp_path)
+    with server("Twice", tmp_path, sessions=1) as url, FakeOpenAI() as model:
+        file = settings({"id": "openenv", "base_url": url, "resets": [{"fault": "hangs"}] * 2})
+        file["llms"]["student"] = {"_type": "openai", "model_name": "p", "base_url": model.base_url, "api_key": "k"}
+        file["eval"]["general"] |= {"output_dir": "out", "episode_timeout": 12, "retries": 1, "max_concurrency": 2}
+        project.write(file)
+        project.run("-m", "insitu", "eval", "config.yml", code=1)
+    errors = sorted(record["error"] for record in json.loads((tmp_path / "out/workflow_output.json").read_text()))
+    assert errors[0].startswith("BackendUnavailable: EnvError: OpenEnvEnv.run(): RuntimeError: Server error: "), errors
+    assert "(code: CAPACITY_REACHED)" in errors[0]
+    assert "EpisodeTimeout: no answer within episode_timeout: 12 s" in errors[1]

@@ -131,7 +131,10 @@ def reward_of(config: Config) -> tuple[str, int]:
 
 
 def unshaped_reward_of(config: Config) -> tuple[str, int]:
-    """The same, for another trainer. Raises ConfigError for a reward with a shape, which reads episodes of insitu."""
+    """The evaluator and sign of `reward_of`, for a file whose rows another trainer plays.
+
+    Raises ConfigError for a reward with a shape, which reads episodes of insitu.
+    """
     reward = config.finetuning.reward_function
     if reward is not None and reward.shape is not None:
         raise ConfigError(

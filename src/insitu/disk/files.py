@@ -128,21 +128,28 @@ def write_file(path: Path, content: bytes) -> Path:
 
 
 def check_free(target: Path, key: str) -> None:
-    """Raises ConfigError unless `target`, which `key` names, can be a new folder; an empty one is removed."""
-    if not target.is_symlink() and target.is_dir() and not any(target.iterdir()):
-        target.rmdir()
-    if target.exists() or target.is_symlink():
+    """Raises ConfigError naming `key` unless `target` is free: it does not exist, or is an empty folder, which
+    `new_folder` replaces."""
+    if target.resolve() == Path.cwd() or target.is_mount():
+        raise ConfigError(f"{key}: {target} is the working directory, or a disk of its own; name a folder in it")
+    if not _is_free(target):
         raise ConfigError(f"{key}: {target} exists already and is not an empty folder; give another name")
+
+
+def _is_free(target: Path) -> bool:
+    if target.is_dir() and not target.is_symlink():
+        return not any(target.iterdir())
+    return not target.exists() and not target.is_symlink()
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yields a draft that becomes `target` on success and is deleted on failure.
 
-    Raises InsituError if `target` exists. The process must own the parent folder: the draft of an earlier process that
-    was killed is deleted.
+    Raises InsituError if `target` exists and is not an empty folder. The process must own the parent folder: the draft
+    of an earlier process that was killed is deleted.
     """
-    if target.exists():
+    if not _is_free(target):
         raise InsituError(f"{target} exists already; it is not overwritten")
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)

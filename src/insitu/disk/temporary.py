@@ -7,15 +7,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-from insitu.disk.folder_lock import FolderLock, locked_by
+from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOCK_SECONDS = 30.0
+_LOCK_SECONDS = 10.0
+_PREFIX = "run-"
 
 
 @asynccontextmanager
@@ -25,32 +26,47 @@ async def temporary_folder(place: Path | None = None, key: str = "TMPDIR") -> As
     It is in a folder of the user's below `place`; none: the system's folder for temporary files. Raises ConfigError
     naming `key` if it cannot be made there.
     """
-    folder, lock = await asyncio.to_thread(_new_folder, place or Path(tempfile.gettempdir()), key)
-    try:
-        yield folder
-    finally:
-        lock.release()
-        await asyncio.to_thread(remove, folder)
+    with ExitStack() as locks:
+        folder, leftovers = _new_folder(place, key, locks)
+        try:
+            for leftover in leftovers:
+                await asyncio.to_thread(remove, leftover)
+            yield folder
+        finally:
+            await asyncio.to_thread(remove, folder)
 
 
-def _new_folder(place: Path, key: str) -> tuple[Path, FolderLock]:
-    base = place / f"insitu-{os.getuid()}"
+def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, list[Path]]:
+    """The new folder, and those of killed processes; `locks` holds all of them."""
+    base = _base(place, key)
+    with FolderLock(base, key, wait=_LOCK_SECONDS):
+        leftovers = []
+        for path in base.glob(f"{_PREFIX}*"):
+            with suppress(ConfigError):  # its process runs
+                locks.enter_context(FolderLock(path, key))
+                leftovers.append(path)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        locks.enter_context(FolderLock(folder, key))
+    return folder, leftovers
+
+
+def _base(place: Path | None, key: str) -> Path:
+    """The user's own folder, never one that a link leads to: what looks left over in it is deleted."""
+    base = Path(f"insitu-{os.getuid()}")
     try:
+        base = (place or Path(tempfile.gettempdir())) / base
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base = base.parent.resolve(strict=True) / base.name
         with suppress(FileExistsError):
-            base.mkdir(mode=0o700, parents=True)
-        base = base.resolve(strict=True)
+            base.mkdir(mode=0o700)
+        owner = base.lstat().st_uid
     except OSError as error:
         raise ConfigError(f"{key}: {base} cannot be made: {error.strerror}") from error
-    if not base.is_dir():
+    if base.is_symlink() or not base.is_dir():
         raise ConfigError(f"{key}: {base} is not a folder")
-    if base.stat().st_uid != os.getuid():
+    if owner != os.getuid():
         raise ConfigError(f"{key}: {base} belongs to another user")
-    with FolderLock(base, key, wait=_LOCK_SECONDS):
-        for leftover in base.iterdir():  # those of killed processes
-            if leftover.is_dir() and locked_by(leftover) is None:
-                remove(leftover)
-        folder = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-        return folder, FolderLock(folder, key)
+    return base
 
 
 def remove(path: Path) -> None:

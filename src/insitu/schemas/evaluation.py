@@ -139,7 +139,7 @@ class TaskEvaluation(NamedTuple):
     """How a model of a file is evaluated on a task that others publish (`insitu eval --task`)."""
 
     values: dict[str, Any]
-    """By key of the file, in place of its own."""
+    """Settings by their dotted key; they replace those of the file."""
     reps: int
     """Repetitions of each row that the task asks for."""
     logs: Path

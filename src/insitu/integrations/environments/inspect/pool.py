@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +71,25 @@ class Worker:
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         """Passes results on until the process closes its end of the socket, which is when it ends."""
-        with suppress(ConnectionError):
+        problem = None
+        try:
             while line := await lines.readline():
                 result = json.loads(line)
                 future = self.in_flight.pop(result["number"])
                 if not future.done():
                     future.set_result(result)
-        self._note_lost()
+        except ConnectionError:
+            pass
+        except (ValueError, KeyError) as error:  # longer than _LINE_BYTES, or of a task that writes to the socket
+            problem = f"has sent a result that cannot be read: {error}"
+        self._note_lost(problem)
 
-    def _note_lost(self) -> None:
+    def _note_lost(self, problem: str | None = None) -> None:
+        """Ends the process; `problem` is why, unless it has ended itself."""
         assert self._process is not None
         self._process.kill()
-        self.lost = f"a worker of inspect {self._process.outcome()}:\n  {self._process.last_lines()}"
+        self._writer.close()
+        self.lost = f"a worker of inspect {problem or self._process.outcome()}:\n  {self._process.last_lines()}"
         for future in self.in_flight.values():
             if not future.done():
                 future.set_exception(BackendUnavailable(self.lost))

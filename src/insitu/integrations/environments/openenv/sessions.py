@@ -109,15 +109,16 @@ class Session:
         raise WorkflowError(f"{text} {details['errors']}" if details.get("errors") else text)
 
     async def close(self) -> bool:
-        """Waits until the server has given the session up, as it refuses new ones before. Returns whether it hangs in
-        a request, and keeps the session."""
-        with suppress(ConnectionError):
-            await self._socket.send_json({"type": "close"})
-        await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
-        hangs = self._is_waiting and not self._reading.done()
-        self._reading.cancel()
-        await self._socket.close()
-        return hangs
+        """Waits until the server has given the session up, as it refuses new ones before. Returns whether it is still
+        at work on a request, which keeps the session."""
+        try:
+            with suppress(ConnectionError):
+                await self._socket.send_json({"type": "close"})
+            await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
+            return self._is_waiting and not self._reading.done()
+        finally:
+            self._reading.cancel()
+            await self._socket.close()
 
 
 @dataclass
@@ -125,7 +126,7 @@ class EnvironmentServer:
     """A server at `url`, or one that `command` starts with `{port}`, and starts again when it has ended or hangs.
 
     At most `sessions` are open at once; None: as many as the server allows. `timeout` is in seconds for each answer,
-    `patience` for the server to be reached and to give a session while none is open.
+    `patience` for the server to start, to be reached by an episode, and to give a session while none is open.
     """
 
     url: str | None = None
@@ -138,17 +139,24 @@ class EnvironmentServer:
     patience: float = 120.0
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
         self._process: ChildProcess | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._folders = AsyncExitStack()
-        self._logs = await self._folders.enter_async_context(temporary_folder())
+        if self.command:
+            self._logs = await self._folders.enter_async_context(temporary_folder())
+        self._http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
         self._taken, self._freed = 0, asyncio.Condition()
+        self._resetting = 0
         self._playing, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
+        self._keeps_sessions = False
+        """Whether a session was closed in which the server was still at work."""
         self._hangs = False
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         await self._http.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.kill)
@@ -199,9 +207,14 @@ class EnvironmentServer:
             session = None
             try:
                 session = await self._connect()
-                return session, await session.reset(arguments)
+                self._resetting += 1
+                try:
+                    return session, await session.reset(arguments)
+                finally:
+                    self._resetting -= 1
             except (SessionRefused, ConnectionError) as error:
                 await self._end(session)
+                self._hangs |= self._keeps_sessions and isinstance(error, SessionRefused) and not self._in_use
                 waited = time.monotonic() - max(began, self._last_end)
                 if waited > self.patience and not self._playing:
                     raise BackendUnavailable(str(error)) from error
@@ -234,27 +247,35 @@ class EnvironmentServer:
     async def _end(self, session: Session | None) -> None:
         try:
             if session is not None and await session.close():
-                self._hangs = True
+                self._keeps_sessions = True
         finally:
             self._taken -= 1
             async with self._freed:
                 self._freed.notify_all()
 
+    @property
+    def _in_use(self) -> bool:
+        return self._playing + self._resetting > 0
+
     async def _ready(self) -> str:
-        """The server's URL, with the server running if it is started here. Raises BackendUnavailable if it fails."""
-        async with self._starting:
+        """The server's URL, with the server running if it is started here. Raises BackendUnavailable if it fails, for
+        all that wait for the same start."""
+        if self.command:
             ended = self._process is None or self._process.ended
-            if self.command and (ended or (self._hangs and not self._playing)):
-                if self._process is not None:
-                    problem = self._process.outcome() if ended else "hangs"
-                    logger.warning("the environment's server %s; it is started again", problem)
-                    await asyncio.to_thread(self._process.kill)
-                await self._start()
-                self._hangs = False
+            if (self._starting is None or self._starting.done()) and (ended or (self._hangs and not self._in_use)):
+                self._starting = asyncio.create_task(self._start(), name="start a server of OpenEnv")
+                self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+            assert self._starting is not None
+            await asyncio.shield(self._starting)
         assert self.url is not None
         return self.url
 
     async def _start(self) -> None:
+        if self._process is not None:
+            problem = self._process.outcome() if self._process.ended else "hangs"
+            logger.warning("the environment's server %s; it is started again", problem)
+            await asyncio.to_thread(self._process.kill)
+        self._hangs = self._keeps_sessions = False
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])

@@ -86,12 +86,13 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
     timeout: float = Field(default=60, gt=0)
     """Seconds for the server to answer a `reset` or a step; then the episode is tried again."""
     patience: float = Field(default=120, gt=0)
-    """Seconds for the server to start, to be reached, and to have a session left while no episode is played."""
+    """Seconds for a server to start, to be reached again after the run has begun, and to have a session left while no
+    episode is played."""
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
-        given = [name for name in ("url", "command", "class_") if getattr(self, name) is not None]
-        if len(given) != 1:
+        servers = [name for name in ("url", "command", "class_") if getattr(self, name) is not None]
+        if len(servers) != 1:
             raise ValueError("set one of url, command and class")
         [*template_texts(self.reset, "reset")]
         return self
@@ -121,7 +122,7 @@ class Play:
         self._config, self._session, self._to_text = config, session, to_text
 
     async def text(self) -> Any:
-        """The latest observation as the model is told it."""
+        """The latest observation as a text for the model."""
         return await called(self._to_text, self.state.observation)
 
     async def on_turn(self, message: "ChatCompletionMessage") -> None:
@@ -153,10 +154,10 @@ class Play:
 
     def outcome(self) -> Outcome:
         """Raises WorkflowError if the environment has given no reward, and the file says of none what it is."""
-        given = [reward for turn in self.rewards for reward in turn]
+        rewards = [reward for turn in self.rewards for reward in turn]
         steps = [fsum(turn) for turn in self.rewards]
-        if given:
-            reward = fsum(given) if self._config.reward == "sum" else given[-1]
+        if rewards:
+            reward = fsum(rewards) if self._config.reward == "sum" else rewards[-1]
         elif self._config.no_reward is not None:
             reward = self._config.no_reward
             steps = [*steps[:-1], reward] if steps else []
@@ -176,7 +177,7 @@ def text_of(observation: dict[str, Any]) -> str:
 
 
 def tool_text(observation: dict[str, Any]) -> str:
-    """The result of a tool as the model is told it: the texts of its content, its value, or its error."""
+    """The result of a tool as a text for the model: the texts of its content, its value, or its error."""
     if error := observation.get("error"):
         return f"error: {error.get('message') if isinstance(error, dict) else error}"
     result = observation.get("result")

@@ -27,8 +27,11 @@ from insitu.workflow.functions import FunctionInfo, register_function
 _OWN = "insitu"
 _TRANSIENT = ("ProviderError", "InterceptionError", "TunnelError")
 """Errors of verifiers after which another attempt may succeed, if they have no status or that of one."""
-_LOST = re.compile(r": (Connect\w*|ReadTimeout|ReadError|RemoteProtocolError): | timed out$")
-"""What verifiers says of an environment that has lost a server, as its reader of OpenEnv may."""
+_LOST = re.compile(
+    r": (Connect\w*|ReadTimeout|ReadError|RemoteProtocolError): | timed out$"
+    r"|\(code: (CAPACITY_REACHED|FACTORY_ERROR|SESSION_ERROR)\)"
+)
+"""What verifiers says of an environment that has lost a server, or got no session, as its reader of OpenEnv may."""
 
 
 class VerifiersConfig(FunctionBaseConfig, name="verifiers"):
