@@ -16,7 +16,11 @@ from insitu.collect.evaluation import EvaluationRun as EvaluationRun
 from insitu.collect.evaluators import BaseEvaluator as BaseEvaluator
 from insitu.collect.episodes import Executor as Executor
 from insitu.schemas.evaluation import Outcome as Outcome
-from insitu.formats.forced_calls import CallGrammar as CallGrammar, Spelling as Spelling, ToolFunction as ToolFunction
+from insitu.formats.forced_calls import (
+    CallGrammar as CallGrammar,
+    CallSyntax as CallSyntax,
+    ToolFunction as ToolFunction,
+)
 from insitu.formats.registry import ReasoningFormat as ReasoningFormat, ToolFormat as ToolFormat
 from insitu.formats.tool_calls import ToolCall as ToolCall, parsed_call as parsed_call
 from insitu.registry import (

@@ -1,6 +1,6 @@
 """Grammars of tool calls that a request forces: what a model writes for calls of these functions, and nothing else.
 
-    ToolFormat(..., spellings=(Spelling(call, start="<calls>", end="</calls>"),))
+    ToolFormat(..., syntaxes=(CallSyntax(call, start="<calls>", end="</calls>"),))
 
     def call(grammar: CallGrammar, function: ToolFunction) -> str:
         return f"{grammar.text(f'{function.name}: ')} {grammar.json(function.parameters)}"
@@ -179,7 +179,7 @@ def _inside(pattern: str) -> str:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class CallSyntax:
     """How a format writes calls: each by `call`, all of them after one of `start` and before `end`.
 
     One of `between` stands between two calls; empty if a message has a single call.
@@ -202,7 +202,7 @@ class Reasoning(NamedTuple):
 
 
 def forced_calls(
-    spellings: Sequence[Spelling],
+    syntaxes: Sequence[CallSyntax],
     tools: Tools,
     reasoning: Reasoning | None,
     markers: Mapping[str, int],
@@ -216,10 +216,10 @@ def forced_calls(
     grammar = CallGrammar(markers)
     functions = [ToolFunction.of(tool) for tool in tools]
     forms = []
-    for spelling in spellings:
-        call = grammar.rule(" | ".join(spelling.call(grammar, function) for function in functions))
-        next_calls = f"({grammar.text(*spelling.between)} {call})*" if several and spelling.between else ""
-        forms.append(f"{grammar.text(*spelling.start)} {call} {next_calls} {grammar.text(spelling.end)}")
+    for syntax in syntaxes:
+        call = grammar.rule(" | ".join(syntax.call(grammar, function) for function in functions))
+        next_calls = f"({grammar.text(*syntax.between)} {call})*" if several and syntax.between else ""
+        forms.append(f"{grammar.text(*syntax.start)} {call} {next_calls} {grammar.text(syntax.end)}")
     before = ""
     if reasoning is not None:
         parts = grammar.until(reasoning.end), grammar.text(reasoning.after), grammar.text("\n\n", "\n", "")

@@ -152,9 +152,9 @@ def forced_grammar(
     `prompt` is the end of the prompt's text; `markers` are tokens that are no text, and their ids. Raises ValueError if
     the format cannot write calls, or not of these tools.
     """
-    spellings = {name: tool_format(name).spellings for name in names(TOOLS)}
-    if not (chosen := spellings.get(formats.tools or NONE)):
-        able = ", ".join(name for name, forms in spellings.items() if forms)
+    syntaxes = {name: tool_format(name).syntaxes for name in names(TOOLS)}
+    if not (chosen := syntaxes.get(formats.tools or NONE)):
+        able = ", ".join(name for name, forms in syntaxes.items() if forms)
         raise ValueError(f"calls cannot be forced in the tool format {formats.tools}, but in {able}")
     return forced_calls(chosen, tools, _reasoning(formats.reasoning, prompt), markers, several=several)
 

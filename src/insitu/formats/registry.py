@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from insitu.formats import spellings
-from insitu.formats.forced_calls import Spelling
+from insitu.formats import syntaxes
+from insitu.formats.forced_calls import CallSyntax
 from insitu.formats.tool_calls import (
     MINIMAX,
     QWEN,
@@ -50,7 +50,7 @@ class ToolFormat:
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
     new_id: Callable[[], str] = call_id
-    spellings: tuple[Spelling, ...] = ()
+    syntaxes: tuple[CallSyntax, ...] = ()
     """How calls are written that a request forces; empty if it cannot force any."""
 
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
@@ -92,65 +92,63 @@ OPENAI = ToolFormat(
             "",
         )
     ),
-    spellings=spellings.OPENAI,
+    syntaxes=syntaxes.OPENAI,
 )
 KIMI_K2 = ToolFormat(
     ("<|tool_calls_section_begin|>", "<|im_middle|>"),
     kimi_calls,
     (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
-    spellings=spellings.KIMI_K2,
+    syntaxes=syntaxes.KIMI_K2,
 )
 DEEPSEEK_V3 = ToolFormat(
     ("<｜tool▁calls▁begin｜>",),
     deepseek_calls,
     (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
-    spellings=spellings.DEEPSEEK_V3,
+    syntaxes=syntaxes.DEEPSEEK_V3,
 )
 MINIMAX_M2 = ToolFormat(
     ("<minimax:tool_call>",),
     partial(tagged_calls, MINIMAX),
     (("<minimax:tool_call>", "</minimax:tool_call>"),),
-    spellings=spellings.MINIMAX_M2,
+    syntaxes=syntaxes.MINIMAX_M2,
 )
-QWEN3_CODER = ToolFormat(
-    ("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS, spellings=spellings.QWEN3_CODER
-)
-GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS, spellings=spellings.GLM45)
+QWEN3_CODER = ToolFormat(("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER)
+GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS, syntaxes=syntaxes.GLM45)
 MISTRAL = ToolFormat(
-    ("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id, spellings=spellings.MISTRAL
+    ("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id, syntaxes=syntaxes.MISTRAL
 )
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
     json_calls,
     (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
-    spellings=spellings.PHI4,
+    syntaxes=syntaxes.PHI4,
 )
-GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS), spellings=spellings.GRANITE)
-HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS, spellings=spellings.HERMES)
+GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS), syntaxes=syntaxes.GRANITE)
+HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS, syntaxes=syntaxes.HERMES)
 LLAMA4_PYTHONIC = ToolFormat(
     ("<|header_start|>", "<|python_start|>"),
     llama4_calls,
     (("<|python_start|>", None),),
     whole="[{",
-    spellings=spellings.LLAMA4,
+    syntaxes=syntaxes.LLAMA4,
 )
 LLAMA3_JSON = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
     json_calls,
     (("<|python_tag|>", None),),
     whole="{",
-    spellings=spellings.LLAMA3,
+    syntaxes=syntaxes.LLAMA3,
 )
 GEMMA3 = ToolFormat(
     ("tool_code", "<start_of_turn>"),
     python_calls,
     (("```tool_code\n", "```"),),
     whole="[",
-    spellings=spellings.GEMMA3,
+    syntaxes=syntaxes.GEMMA3,
 )
 GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
-PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[", spellings=spellings.PYTHONIC)
-XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[", spellings=spellings.XLAM)
+PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[", syntaxes=syntaxes.PYTHONIC)
+XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[", syntaxes=syntaxes.XLAM)
 
 THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)

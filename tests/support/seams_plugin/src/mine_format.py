@@ -1,6 +1,6 @@
 """How a family of models writes tool calls and reasoning."""
 
-from insitu.plugin_api import CallGrammar, ReasoningFormat, Spelling, ToolCall, ToolFormat, ToolFunction, parsed_call
+from insitu.plugin_api import CallGrammar, CallSyntax, ReasoningFormat, ToolCall, ToolFormat, ToolFunction, parsed_call
 
 
 def parse(text: str, tools: object) -> list[ToolCall]:
@@ -9,7 +9,7 @@ def parse(text: str, tools: object) -> list[ToolCall]:
     return [parsed_call({"name": name, "arguments": arguments})]
 
 
-def spell(grammar: CallGrammar, function: ToolFunction) -> str:
+def write_call(grammar: CallGrammar, function: ToolFunction) -> str:
     start, end = grammar.text(f"<<call {function.word}>>"), grammar.text("<<end>>")
     return f"{start} {grammar.json(function.parameters)} {end}"
 
@@ -18,6 +18,6 @@ CALLS = ToolFormat(
     markers=("<<call <<end>>",),
     parse=parse,
     regions=(("<<call ", "<<end>>"),),
-    spellings=(Spelling(spell, between=("\n",)),),
+    syntaxes=(CallSyntax(write_call, between=("\n",)),),
 )
 NOTES = ReasoningFormat(markers=("<<note>>",), start=("<<note>>",), end=("<<done>>",))

@@ -1,6 +1,6 @@
-"""How each family of models writes tool calls: the spellings that forced calls have.
+"""How each family of models writes tool calls: for calls that a request forces.
 
-A family that writes calls in several ways has several spellings, of which the model chooses one.
+A family that writes calls in several ways has several syntaxes, of which the model chooses one.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from insitu.formats.forced_calls import CallGrammar, Spelling, ToolFunction, python_name
+from insitu.formats.forced_calls import CallGrammar, CallSyntax, ToolFunction, python_name
 
 
 def _json_call(
@@ -69,36 +69,38 @@ def _python(grammar: CallGrammar, function: ToolFunction) -> str:
     return f"{grammar.text(python_name(function.name) + '(')} {arguments} {grammar.text(')')}"
 
 
-def _list(start: str, end: str = "") -> Spelling:
-    return Spelling(partial(_json_call, "arguments"), (f"{start}[",), (", ",), f"]{end}")
+def _list(start: str, end: str = "") -> CallSyntax:
+    return CallSyntax(partial(_json_call, "arguments"), (f"{start}[",), (", ",), f"]{end}")
 
 
-HERMES = (Spelling(partial(_json_call, "arguments", start="<tool_call>\n", end="\n</tool_call>"), between=("\n", "")),)
+HERMES = (
+    CallSyntax(partial(_json_call, "arguments", start="<tool_call>\n", end="\n</tool_call>"), between=("\n", "")),
+)
 GRANITE = (_list("<|tool_call|>"), *HERMES)
 XLAM = (_list(""),)
 PHI4 = (_list("<|tool_call|>", "<|/tool_call|>"), _list("functools"))
-LLAMA3 = (Spelling(partial(_json_call, "parameters"), ("", "<|python_tag|>"), ("; ",)),)
-PYTHONIC = (Spelling(_python, ("[",), (", ",), "]"),)
-GEMMA3 = (*PYTHONIC, Spelling(_python, ("```tool_code\n[",), (", ",), "]\n```"))
+LLAMA3 = (CallSyntax(partial(_json_call, "parameters"), ("", "<|python_tag|>"), ("; ",)),)
+PYTHONIC = (CallSyntax(_python, ("[",), (", ",), "]"),)
+GEMMA3 = (*PYTHONIC, CallSyntax(_python, ("```tool_code\n[",), (", ",), "]\n```"))
 LLAMA4 = (
     *PYTHONIC,
-    Spelling(_python, ("<|python_start|>[",), (", ",), "]<|python_end|>"),
-    Spelling(partial(_json_call, "parameters"), ("<|python_start|><|python_end|>", ""), ("; ", "")),
+    CallSyntax(_python, ("<|python_start|>[",), (", ",), "]<|python_end|>"),
+    CallSyntax(partial(_json_call, "parameters"), ("<|python_start|><|python_end|>", ""), ("; ", "")),
 )
 MISTRAL = (
-    Spelling(partial(_json_call, "arguments", has_id=True), ("[TOOL_CALLS][", "[TOOL_CALLS] ["), (", ",), "]"),
-    Spelling(partial(_around, "[TOOL_CALLS]NAME[ARGS]", ""), between=("",)),
+    CallSyntax(partial(_json_call, "arguments", has_id=True), ("[TOOL_CALLS][", "[TOOL_CALLS] ["), (", ",), "]"),
+    CallSyntax(partial(_around, "[TOOL_CALLS]NAME[ARGS]", ""), between=("",)),
 )
-OPENAI = (Spelling(partial(_around, "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "")),)
+OPENAI = (CallSyntax(partial(_around, "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "")),)
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>",), ("", "\n"), "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_V3 = (
-    Spelling(partial(_around, f"{_CALL}NAME{_SEPARATOR}", _END), *_DEEPSEEK),
-    Spelling(partial(_around, f"{_CALL}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}"), *_DEEPSEEK),
+    CallSyntax(partial(_around, f"{_CALL}NAME{_SEPARATOR}", _END), *_DEEPSEEK),
+    CallSyntax(partial(_around, f"{_CALL}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}"), *_DEEPSEEK),
 )
-KIMI_K2 = (Spelling(_numbered, ("<|tool_calls_section_begin|>",), ("",), "<|tool_calls_section_end|>"),)
+KIMI_K2 = (CallSyntax(_numbered, ("<|tool_calls_section_begin|>",), ("",), "<|tool_calls_section_end|>"),)
 QWEN3_CODER = (
-    Spelling(
+    CallSyntax(
         partial(
             _tagged,
             "<tool_call>\n<function=NAME>\n",
@@ -109,9 +111,9 @@ QWEN3_CODER = (
         between=("\n", ""),
     ),
 )
-GLM45 = (Spelling(partial(_glm, "\n"), between=("\n", "")), Spelling(partial(_glm, ""), between=("\n", "")))
+GLM45 = (CallSyntax(partial(_glm, "\n"), between=("\n", "")), CallSyntax(partial(_glm, ""), between=("\n", "")))
 MINIMAX_M2 = (
-    Spelling(
+    CallSyntax(
         partial(
             _tagged,
             '<invoke name="NAME">\n',
