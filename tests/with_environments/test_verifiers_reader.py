@@ -1,6 +1,7 @@
 """verifiers' own reader of OpenEnv, the taskset `openenv`: insitu trains on a server that OpenEnv's package runs."""
 
 import json
+import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -115,16 +116,17 @@ def test_a_server_that_fails_gives_no_reward(tmp_path: Path, fault: str, attempt
     assert json.loads((tmp_path / "out/reward_output.json").read_text())["average_score"] is None
 
 
-def test_a_session_that_is_refused_is_tried_again(tmp_path: Path) -> None:
+def test_a_session_that_is_refused_gives_no_reward(tmp_path: Path) -> None:
     """The other episode keeps the only session until its timeout."""
     project = Project("verifiers", tmp_path)
     with server("Twice", tmp_path, sessions=1) as url, FakeOpenAI() as model:
         file = settings({"id": "openenv", "base_url": url, "resets": [{"fault": "hangs"}] * 2})
         file["llms"]["student"] = {"_type": "openai", "model_name": "p", "base_url": model.base_url, "api_key": "k"}
-        file["eval"]["general"] |= {"output_dir": "out", "episode_timeout": 12, "retries": 1, "max_concurrency": 2}
+        file["eval"]["general"] |= {"output_dir": "out", "episode_timeout": 12, "retries": 0, "max_concurrency": 2}
         project.write(file)
         project.run("-m", "insitu", "eval", "config.yml", code=1)
     errors = sorted(record["error"] for record in json.loads((tmp_path / "out/workflow_output.json").read_text()))
-    assert errors[0].startswith("BackendUnavailable: EnvError: OpenEnvEnv.run(): RuntimeError: Server error: "), errors
-    assert "(code: CAPACITY_REACHED)" in errors[0]
+    refused = r"BackendUnavailable: EnvError: OpenEnvEnv.run\(\): (ConnectionClosedOK|.*\(code: CAPACITY_REACHED\))"
+    assert re.match(refused, errors[0]), "the reader may see the end of the connection before the refusal"
     assert "EpisodeTimeout: no answer within episode_timeout: 12 s" in errors[1]
+    assert json.loads((tmp_path / "out/reward_output.json").read_text())["average_score"] is None
