@@ -494,10 +494,10 @@ def test_two_trainings_are_never_mixed_in_a_folder(llama, models, tmp_path):
 
 def test_a_folder_in_the_place_of_a_checkpoint_is_kept(llama, tmp_path):
     learner = Learner(llama, tmp_path)
-    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_000001/mine").mkdir(parents=True)
     with pytest.raises(InsituError, match="step_000001 exists already; it is not overwritten"):
         train(learner, make_rows(llama.module))
-    assert not list((tmp_path / "checkpoints/step_000001").iterdir())
+    assert [path.name for path in (tmp_path / "checkpoints/step_000001").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
