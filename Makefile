@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart example-dpo example-python test test-chaos test-hostile test-art test-customizer test-frameworks \
+.PHONY: help install quickstart example-dpo example-python test test-slow test-chaos test-hostile test-art test-customizer test-frameworks \
 	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs test-environments \
 	test-containers \
 	check bench \
@@ -15,6 +15,7 @@ help:
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make example-python  train the same player from a Python script (about 2 minutes)"
 	@echo "make test         install what the tests need and run them"
+	@echo "make test-slow    variants, kills and examples of the same tests that take longer (about 5 minutes)"
 	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 300 kills (about an hour)"
 	@echo "make test-hostile  10,000 generated requests to each server, instead of a few hundred (about 15 minutes), and"
 	@echo "                  10,000 by schemathesis from the backend's OpenAPI document (about 10 minutes)"
@@ -68,8 +69,14 @@ example-python: $(VENV)/.installed
 	$(BIN)/python examples/tic_tac_toe/train.py
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
+# Tests wait for processes: one worker more than there are processors.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 8 --dist loadfile
+
 test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
 
 test-chaos: $(VENV)/.installed-dev
 	CHAOS_SEEDS=50 KILL_SEEDS=20 PLAN_EXAMPLES=200 $(BIN)/python -m pytest -s tests/test_chaos.py tests/test_resume.py \

@@ -531,6 +531,7 @@ IN_RELEASE_2 = os.environ.get("TEST_OPENAI_RELEASE") == "2"
 OPENAI_2 = Path(__file__).parents[1] / ".venv" / "openai2"
 
 
+@pytest.mark.slow
 def test_the_same_over_release_2_of_the_client() -> None:
     """This file and that of the clients again, in a process whose `openai` is release 2, which uses `httpx`.
 

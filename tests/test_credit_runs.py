@@ -291,6 +291,7 @@ async def gained(write: Any, served: Served, credit: str) -> float:
     return sum(last) / len(last) - sum(first) / len(first)
 
 
+@pytest.mark.slow
 async def test_a_function_learns_what_it_is_paid_for(write: Any, served: Served) -> None:
     """With eight seeds: 0.18 to 0.31, and -0.28 to -0.50."""
     assert await gained(write, served, "function") > 0.1

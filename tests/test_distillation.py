@@ -228,6 +228,7 @@ def test_a_run_is_trained_on_what_the_teacher_says(tmp_path: Path, teacher: Teac
     assert "tokenizer the same" in out
 
 
+@pytest.mark.slow
 def test_a_streamed_run_trains_the_same(tmp_path: Path, teacher: Teacher) -> None:
     one_step = ("-o", "trainer_adapters.backend.training.mini_batch_size", "1000")
     options = ("-o", "trajectory_builders.episodes.num_generations", "8", *one_step)
@@ -495,6 +496,7 @@ def test_a_teacher_with_another_tokenizer_is_named(tmp_path: Path) -> None:
 # The example
 
 
+@pytest.mark.slow
 def test_the_example_learns_from_a_trained_player(tmp_path: Path) -> None:
     """The commands of its README with fewer rows and epochs: a player learns a little, and another one from it."""
     example = ROOT / "examples/tic_tac_toe"

@@ -69,6 +69,7 @@ def question(animal: str) -> str:
     return f"How many legs has a {animal}?"
 
 
+@pytest.mark.slow
 def test_twenty_epochs_with_curriculum_learning(project: Project, service: TrainingService) -> None:
     project.write("held_out", {"cow": 4, "ant": 6})
     ended = project.finetune("--validation_dataset", "data/held_out.json")

@@ -197,6 +197,7 @@ async def test_time_outs(config: Config, served: str) -> None:
     assert (late.reason, late.error) == ("timeout", "EpisodeTimeout: no answer within endpoint_timeout: 1 s")
 
 
+@pytest.mark.slow
 async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(folder: Path, config: Config) -> None:
     with serve("config.yml", folder) as (running, address):
         blocked = await episode(config, address, {"do": "block"}, endpoint_timeout=1)

@@ -627,6 +627,7 @@ except insitu.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_service_is_trained_from_python_as_it_is(tmp_path: Path) -> None:
     """On a backend that runs already, whose model no argument names."""
 

@@ -357,6 +357,7 @@ def test_an_episode_that_hangs_is_timed_out(project: Path) -> None:
     assert read_lines(project / "run/training_metrics.jsonl")[0]["dropped"]["timeout"] == 4
 
 
+@pytest.mark.slow
 def test_an_evaluator_that_hangs_costs_its_episodes(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "hang"}, {"say": "b"}])  # row 1 is rehearsed
     code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1", "-o", "eval.general.evaluator_timeout", "5")

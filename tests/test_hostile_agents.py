@@ -228,7 +228,7 @@ def test_agents_that_exit_or_ignore_their_timeout_cost_only_their_episodes(tmp_p
     ]
 
 
-@pytest.mark.parametrize("how", ["swallow", "sleep", "thread", "block"])
+@pytest.mark.parametrize("how", ["swallow", "sleep", "thread", pytest.param("block", marks=pytest.mark.slow)])
 def test_one_signal_ends_a_run_whatever_its_agents_do(tmp_path: Path, how: str) -> None:
     stuck_project(tmp_path, [how])
     with start_project(tmp_path, "-o", "eval.general.episode_timeout", "null", command="eval") as process:

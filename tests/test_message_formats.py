@@ -121,6 +121,7 @@ def test_a_model_that_repeats_itself_is_read(name, text):
     assert parsed(name, text).content == text
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_is_left_alone():
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     assert dropped_reasoning(endless) is None

@@ -303,6 +303,7 @@ def test_a_streamed_run_is_an_unstreamed_run(unstreamed: Path, tmp_path: Path) -
     assert min(seconds_ahead(run)) > 0
 
 
+@pytest.mark.slow
 def test_several_steps_differ_by_rounding_and_repeat(tmp_path: Path) -> None:
     first = whole_run(project(tmp_path / "a"))
     second = whole_run(project(tmp_path / "b"), *STREAM)
@@ -337,7 +338,9 @@ def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path, option: st
     assert json.loads((run / "run.json").read_text())["stream"].startswith(f"no: {reason}")
 
 
-@pytest.mark.parametrize("moment", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(0.2, marks=pytest.mark.slow), 0.5, pytest.param(0.8, marks=pytest.mark.slow)]
+)
 def test_a_streamed_run_that_is_killed_is_resumed_to_the_bit(unstreamed: Path, tmp_path: Path, moment: float) -> None:
     folder = project(tmp_path / "project")
     journal = folder / "run/journal.jsonl"

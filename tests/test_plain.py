@@ -106,6 +106,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not any(name in k for name in changing)} for line in lines]
 
 
+@pytest.mark.slow
 def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> None:
     (registered := tmp_path / "registered").mkdir()
     digits_project(registered, rows=6)

@@ -71,6 +71,7 @@ def test_make_quickstart_takes_the_python_that_is_there(tmp_path: Path, minor: i
     assert f"python3.{minor} -m venv elsewhere" in said.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
     code = """if True:
         import dataclasses, sys

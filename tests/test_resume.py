@@ -112,7 +112,12 @@ def is_exercised(method: str, ended: Outcome) -> bool:
     }[method]
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("curriculum", "credit by step"))) for name in METHODS
+    ],
+)
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
     folder = digits_project(tmp_path_factory.mktemp("uninterrupted"), rows=6, held_out=5)
@@ -183,7 +188,7 @@ def check_resumed(project: Path, options: Any, expected: Outcome) -> None:
 @only_grpo
 @pytest.mark.parametrize(
     ("number", "patient"),
-    [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)],
+    [(signal.SIGINT, True), (signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
 )
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(

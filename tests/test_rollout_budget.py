@@ -248,7 +248,7 @@ def test_the_console_counts_what_was_saved(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [(), STALE], ids=["synchronous", "stale"])
+@pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["synchronous", "stale"])
 def test_a_repeated_run_plays_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
     first = whole_run(project(tmp_path / "a", **ALL), *options)
     metrics = check_accounts(first)
@@ -257,7 +257,7 @@ def test_a_repeated_run_plays_the_same(tmp_path: Path, options: tuple[str, ...])
     assert [line for line in differences(first, second, {"digest"}) if "max_concurrency" not in line] == []
 
 
-@pytest.mark.parametrize("options", [(), STALE], ids=["synchronous", "stale"])
+@pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["synchronous", "stale"])
 def test_a_killed_run_is_resumed_to_the_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     whole = whole_run(project(tmp_path / "whole", **ALL), *options)
     killed, rng = project(tmp_path / "killed", **ALL), random.Random(1)
@@ -297,6 +297,7 @@ def test_a_budget_that_saves_nothing_changes_nothing(tmp_path: Path) -> None:
     assert all(SPENDING.isdisjoint(line) for line in read_lines(runs[1] / "training_metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_fork_plans_the_same_rows(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", **ALL)
     first = whole_run(folder)

@@ -88,6 +88,7 @@ def test_calls_take_the_newest_weights_which_may_change_between_them(tmp_path: P
     assert json.loads((run / "run.json").read_text())["versions"] == "latest"
 
 
+@pytest.mark.slow
 async def test_vllm_with_one_version_of_all_weights(tmp_path: Path) -> None:
     loaded = load_model(str(MODEL), "cpu")
     async with FakeVllm(loaded.module) as vllm:
@@ -198,6 +199,7 @@ def test_attempts_in_another_process_count_as_calls(tmp_path: Path) -> None:
     assert seconds["idle"]["sampler"] < (seconds["collect"] + seconds["train"]) / 2
 
 
+@pytest.mark.slow
 def test_groups_in_flight_are_those_that_have_begun_and_are_not_complete(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     write_rows(folder, [{"say": "Row 0"}, {"say": "Row 1"}, {"say": "Row 2", "hang": True}])
@@ -315,6 +317,7 @@ def test_a_running_backend_may_have_been_trained_before(tmp_path: Path) -> None:
         assert sampled_versions(run) == [2, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_more_epochs_when_the_run_is_continued(tmp_path: Path) -> None:
     whole, _ = whole_run(project(tmp_path / "whole"), *stale(2, 6))
     folder = project(tmp_path / "continued")

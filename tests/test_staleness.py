@@ -39,7 +39,7 @@ def whole_run(folder: Path, *options: str) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: int) -> None:
     first = whole_run(project(tmp_path / "a"), *stale(staleness))
     sampled = {
@@ -146,6 +146,7 @@ def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
     assert [line["sampled_version"] for line in read_lines(run / "training_metrics.jsonl")] == [0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_path: Path) -> None:
     """Episodes that were sampled ahead from other versions than are planned now are run again."""
     folder = interrupted(project(tmp_path / "project", pause=0.2), 1)
@@ -184,6 +185,7 @@ def interrupted(folder: Path, staleness: int, *options: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_that_the_next_epochs_are_sampled_from_are_kept_by_prune_and_needed_by_fork(tmp_path: Path) -> None:
     whole = whole_run(project(tmp_path / "whole", pause=0.2), *stale(2))
     folder = interrupted(project(tmp_path / "project", pause=0.2), 2)

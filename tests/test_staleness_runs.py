@@ -40,7 +40,7 @@ def planned(staleness: int, epochs: int = EPOCHS) -> dict[int, set[int]]:
     return {epoch: {max(epoch - 1 - staleness, 0)} for epoch in range(1, epochs + 1)}
 
 
-@pytest.mark.parametrize("kind", ["block", "--endpoint"])
+@pytest.mark.parametrize("kind", [pytest.param("block", marks=pytest.mark.slow), "--endpoint"])
 def test_episodes_in_a_service_are_those_of_this_process(tmp_path: Path, kind: str) -> None:
     here = whole_run(project(tmp_path / "here"), *stale(1))
     folder = project(tmp_path / "there")
@@ -79,6 +79,7 @@ def test_adapters_on_vllm_are_sampled_from_planned_versions(tmp_path: Path) -> N
     assert len({*asked}) == 3, asked
 
 
+@pytest.mark.slow
 def test_failures_of_batches_ahead_are_counted_in_their_epochs(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     rows: list[dict[str, Any]] = [{"say": f"Row {number}", "pause": 0.05} for number in range(4)]

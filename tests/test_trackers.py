@@ -259,6 +259,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_tracker_that_outlives_its_run_logs_nothing_beside_the_next_one(site: Path, tmp_path: Path) -> None:
     write_rows(digits_project(tmp_path), [{"say": "Row"}])
     options = ("-o", "finetuning.report_to", "stalling")

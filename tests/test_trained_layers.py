@@ -94,6 +94,7 @@ def test_adapters_are_served_as_by_peft(tmp_path: Path) -> None:
         assert torch.equal(served(tokens).logits, loaded(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # some that torch.compile provokes and hides
 def test_compiled_layers_train_to_the_same_weights(tmp_path: Path) -> None:
     loaded = load_model(str(save_tiny_model(tmp_path / "model", num_hidden_layers=1)), "cpu")
@@ -124,6 +125,7 @@ def test_compiled_layers_train_to_the_same_weights(tmp_path: Path) -> None:
     assert counters["frames"]["ok"] == compiled_frames  # what is served is not compiled
 
 
+@pytest.mark.slow
 def test_layers_are_not_compiled_without_a_compiler(tmp_path: Path) -> None:
     """Refused before a job, with the reason; in a process that has found none."""
     save_tiny_model(tmp_path / "model")

@@ -57,7 +57,7 @@ def history_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [(), STALE], ids=["on-policy", "stale"])
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_scores_and_weights_are_those_of_a_run_that_waits(
     tmp_path: Path, options: tuple[str, ...], interval: int
 ) -> None:
@@ -86,6 +86,7 @@ def test_a_version_is_validated_while_the_next_is_trained_and_served(tmp_path: P
     assert "validation at epoch 0: " in out
 
 
+@pytest.mark.slow
 def test_neither_training_nor_validation_starves(tmp_path: Path) -> None:
     """With two slots, and more held-out episodes than those of an epoch."""
     folder = project(tmp_path / "project", held_out={"mark": "validated"}, pause=0.02, reps=12)
@@ -101,7 +102,7 @@ def test_neither_training_nor_validation_starves(tmp_path: Path) -> None:
         assert process.wait() == 0
 
 
-@pytest.mark.parametrize("options", [(), STALE], ids=["on-policy", "stale"])
+@pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["on-policy", "stale"])
 def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     settings = ("-o", "finetuning.num_epochs", "6", *BESIDE, *options)
     whole = whole_run(project(tmp_path / "whole"), *settings)
@@ -153,7 +154,9 @@ def test_a_validation_that_was_due_is_repeated_from_the_checkpoint_of_its_versio
 
 
 @pytest.mark.parametrize(
-    ("options", "last"), [((), 2), (BESIDE, 3), ((*BESIDE, *STALE), 3)], ids=["waits", "beside", "stale"]
+    ("options", "last"),
+    [((), 2), (BESIDE, 3), pytest.param((*BESIDE, *STALE), 3, marks=pytest.mark.slow)],
+    ids=["waits", "beside", "stale"],
 )
 def test_a_run_whose_score_does_not_improve_ends_early(tmp_path: Path, options: tuple[str, ...], last: int) -> None:
     settings = (*NEVER_IMPROVES, *options)
@@ -174,6 +177,7 @@ def test_a_run_whose_score_does_not_improve_ends_early(tmp_path: Path, options: 
     assert [line for line in lines if not line.startswith("events.jsonl: event ended early")] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_continues_with_more_patience_or_epochs_only(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", patience=2)
     whole_run(folder, *NEVER_IMPROVES)

@@ -35,7 +35,10 @@ EVALUATOR = rf"\(started {SECONDS} ago; its evaluator score has run for {SECONDS
 
 @pytest.mark.parametrize(
     ("question", "doing"),
-    [({"say": "b", "hang": True}, OWN_CODE), ({"say": "b", "score": "hang"}, EVALUATOR)],
+    [
+        ({"say": "b", "hang": True}, OWN_CODE),
+        pytest.param({"say": "b", "score": "hang"}, EVALUATOR, marks=pytest.mark.slow),
+    ],
     ids=["episode", "evaluator"],
 )
 def test_a_run_that_hangs_gives_up_and_can_continue(tmp_path: Path, question: dict[str, Any], doing: str) -> None:
@@ -72,6 +75,7 @@ def test_what_is_waited_for_is_said_again_and_again_until_it_ends(tmp_path: Path
         assert process.wait() == 0, out + err
 
 
+@pytest.mark.slow
 def test_a_rehearsal_that_hangs_gives_up(tmp_path: Path) -> None:
     digits_project(tmp_path)
     write_rows(tmp_path, [{"say": "a", "hang": True}])
@@ -96,6 +100,7 @@ def test_a_run_whose_event_loop_is_blocked_gives_up_and_can_continue(tmp_path: P
     assert code == 0, out + err
 
 
+@pytest.mark.slow
 def test_a_validation_that_hangs_gives_up(tmp_path: Path) -> None:
     """Unlike one that fails, after which training continues."""
     digits_project(tmp_path)

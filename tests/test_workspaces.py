@@ -610,6 +610,7 @@ def history(folder: Path, name: str) -> Any:
     return json.loads((folder / "runs/coding" / name).read_text())
 
 
+@pytest.mark.slow
 def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With half of its episodes."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -623,6 +624,7 @@ def test_the_example_improves(example: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not last["dropped"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     small = ["-o", "workflow.workspace.folder", ".", "-o", "trajectory_builders.episodes.num_generations", "2"]
