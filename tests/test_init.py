@@ -65,7 +65,6 @@ def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
     [
         (("full",), "NAME: full exists already and is not an empty folder; give another name"),
         (("file",), "NAME: file exists already"),
-        ((".",), "NAME: . is the working directory, or a disk of its own; name a folder in it"),
         (("nowhere/desk",), "nowhere is not a folder"),
         (("desk", "--framework", "langgraf"), "--framework: 'langgraf' does not exist (did you mean 'langgraph'?)"),
     ],
@@ -81,5 +80,15 @@ def test_nothing_is_overwritten(tmp_path: Path, arguments: tuple[str, ...], prob
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
-    (tmp_path / "desk").mkdir()
+    (tmp_path / "desk").mkdir(mode=0o700)
     assert init(tmp_path, "desk")[0] == 0
+    assert (tmp_path / "desk").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [".", "", "../here"])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, name: str) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    code, _, err = init(here, name or str(here))
+    assert (code, [*here.iterdir()]) == (2, [])
+    assert f"NAME: {name or here} is the working directory, which cannot be replaced; name a folder in it" in err

@@ -153,8 +153,9 @@ async def test_sessions_are_within_the_limit_of_the_server(write: Any, server: F
     assert environment.refused == 0
 
 
-async def test_a_server_without_sessions_is_no_reward(write: Any, server: FakeOpenAI) -> None:
-    async with playing(write, server, FakeOpenEnv(limit=0), patience=0.3) as builder:
+@pytest.mark.parametrize("limit", [0, -1])
+async def test_a_server_without_sessions_is_no_reward(write: Any, server: FakeOpenAI, limit: int) -> None:
+    async with playing(write, server, FakeOpenEnv(limit), patience=0.3) as builder:
         (episode,) = await play(builder, row(), retries=0)
     assert episode.reason is DropReason.BACKEND_ERROR
     assert "at capacity (CAPACITY_REACHED)" in (episode.error or "")
@@ -179,14 +180,50 @@ async def test_a_started_server_that_keeps_all_sessions_is_started_again(write: 
         (fine,) = await play(builder, row())
         first = servers_below(psutil.Process())
         hung, beside, third = await play(builder, row(do="hang"), row(say="slow 5"), row(), retries=0)
-        resets = await play(builder, row(do="reset"), row(), retries=0)
+        resets = await play(builder, row(do="reset"), row(do="reset"), retries=0)
         assert servers_below(psutil.Process()) == first
         (again,) = await play(builder, row(do="hang"), retries=0)
         (later,) = await play(builder, row(), retries=0)
-        assert not {*servers_below(psutil.Process())} & {*first}
+        second = servers_below(psutil.Process())
+        assert not {*first} & {*second}
+        (last,) = await play(builder, row(), retries=0)
+        assert servers_below(psutil.Process()) == second
     for episode in (hung, again):
         assert "no answer to step within timeout: 2 s" in (episode.error or "")
-    assert {each.outcome for each in (fine, beside, third, *resets, later)} == {EpisodeStatus.OK}
+    assert {each.outcome for each in (fine, beside, third, *resets, later, last)} == {EpisodeStatus.OK}
+
+
+async def test_a_server_that_hangs_in_a_reset_costs_its_own_episode_only(write: Any, server: FakeOpenAI) -> None:
+    """The other one has waited longer than `patience`."""
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}", "1"], sessions=1, timeout=5, patience=4)
+    async with Builder(load_config(file)) as builder:
+        hung, other = await play(builder, row(do="hang reset"), row(), retries=0)
+    assert "no answer to reset within timeout: 5 s" in (hung.error or "")
+    assert other.outcome is EpisodeStatus.OK, other.error
+
+
+async def test_a_server_that_accepts_no_connection_is_started_again(write: Any, server: FakeOpenAI) -> None:
+    """But not below an episode."""
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}"], timeout=2)
+    before = len(server.requests)
+    async with Builder(load_config(file)) as builder:
+        deaf = asyncio.create_task(play(builder, row(do="deaf", say="slow 5"), retries=0))
+        await until(lambda: len(server.requests) > before)
+        (other,) = await play(builder, row(), retries=0)
+        (first,) = await deaf
+    assert {each.outcome for each in (first, other)} == {EpisodeStatus.OK}, (first.error, other.error)
+
+
+async def test_refusals_beside_another_client_are_no_hang(write: Any, server: FakeOpenAI) -> None:
+    file = project(write, server, command=[sys.executable, str(FAKE), "{port}", "1"], patience=4)
+    async with Builder(load_config(file)) as builder, aiohttp.ClientSession() as http:
+        await play(builder, row())
+        first = servers_below(psutil.Process())
+        async with http.ws_connect(f"http://127.0.0.1:{first[0].cmdline()[-2]}/ws"):
+            (refused,) = await play(builder, row(), retries=0)
+        (later,) = await play(builder, row(), retries=0)
+        assert servers_below(psutil.Process()) == first
+    assert (refused.reason, later.outcome) == (DropReason.BACKEND_ERROR, EpisodeStatus.OK)
 
 
 STARTS = """import os, sys
@@ -241,6 +278,14 @@ async def test_episodes_take_turns_beside_another_client(write: Any, server: Fak
             episodes = await play(builder, *[row(say="slow 0.1")] * 12, retries=0)
     assert Counter(episode.outcome for episode in episodes) == {EpisodeStatus.OK: 12}
     assert environment.most == 2
+
+
+async def test_a_long_reset_is_waited_for(write: Any, server: FakeOpenAI) -> None:
+    environment = FakeOpenEnv(limit=2)
+    async with playing(write, server, environment, patience=0.05) as builder, aiohttp.ClientSession() as http:
+        async with http.ws_connect(f"{environment.url}/ws"):
+            episodes = await play(builder, row(do="reset"), row(do="reset"), retries=0)
+    assert [episode.outcome for episode in episodes] == [EpisodeStatus.OK] * 2, episodes
 
 
 async def test_a_server_that_does_not_start(write: Any, server: FakeOpenAI) -> None:

@@ -2,8 +2,8 @@
 
 It runs in this process, or as `fake_openenv.py PORT [LIMIT]`. Arguments of `reset` decide: {"do": "die"} ends the
 connection in a step, "exit" the process, "hang" never answers, "raise" is an error of the environment, "garble" is no
-answer; with "times" only in the first sessions with this `key`. With "reset" the reset waits until two more sessions
-are refused.
+answer; with "times" only in the first sessions with this `key`. "hang reset" never answers the reset; "reset"
+answers it when two more sessions have been refused. "deaf": after the reset no connection is accepted.
 The environment counts: each step has the reward `pay`, and step number `last` ends the episode.
 """
 
@@ -30,6 +30,7 @@ class FakeOpenEnv:
         self.resets: list[dict[str, Any]] = []
         self.actions: list[dict[str, Any]] = []
         self.failures = Counter[str]()
+        self._refusals, self._accepts = 0, True
         self.url = ""
         kinds = {"message": "string"} if fields is None else fields
         properties = {name: {"type": kind} for name, kind in kinds.items()}
@@ -57,6 +58,8 @@ class FakeOpenEnv:
         return web.json_response({"action": self.schema})
 
     async def _session(self, request: web.Request) -> web.WebSocketResponse:
+        if not self._accepts:
+            await hang()
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if self.open >= self.limit:
@@ -84,9 +87,12 @@ class FakeOpenEnv:
             if message["type"] == "reset":
                 told, count = message["data"], 0
                 self.resets.append(told)
+                if told.get("do") == "hang reset":
+                    await hang()
                 if told.get("do") == "reset":
-                    refused = self.refused
-                    await until(lambda: self.refused > refused + 1)  # noqa: B023
+                    self._refusals = self._refusals or self.refused + 2
+                    await until(lambda: self.refused >= self._refusals)
+                self._accepts &= told.get("do") != "deaf"
                 await self._answer(socket, {"text": told.get("say", "hello")}, None, False)
                 continue
             action = message["data"]
@@ -94,7 +100,7 @@ class FakeOpenEnv:
                 await self._answer(socket, {"tools": [TOOL]}, None, False)
                 continue
             self.actions.append(action)
-            if told.get("do") not in (None, "reset") and self._fails(told):
+            if told.get("do") in ("die", "exit", "hang", "raise", "garble") and self._fails(told):
                 if told["do"] == "exit":
                     os._exit(3)
                 if told["do"] == "hang":

@@ -130,8 +130,10 @@ def write_file(path: Path, content: bytes) -> Path:
 def check_free(target: Path, key: str) -> None:
     """Raises ConfigError naming `key` unless `target` is free: it does not exist, or is an empty folder, which
     `new_folder` replaces."""
-    if target.resolve() == Path.cwd() or target.is_mount():
-        raise ConfigError(f"{key}: {target} is the working directory, or a disk of its own; name a folder in it")
+    if target.exists() and target.samefile("."):
+        raise ConfigError(f"{key}: {target} is the working directory, which cannot be replaced; name a folder in it")
+    if target.is_mount():
+        raise ConfigError(f"{key}: {target} is a mount point, which cannot be replaced; name a folder in it")
     if not _is_free(target):
         raise ConfigError(f"{key}: {target} exists already and is not an empty folder; give another name")
 
@@ -153,7 +155,10 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise InsituError(f"{target} exists already; it is not overwritten")
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    with writing(target):
+        draft.mkdir(parents=True)
+        if target.exists():
+            draft.chmod(stat.S_IMODE(target.stat().st_mode))
     try:
         yield draft
         _open_to_readers(draft)

@@ -56,24 +56,29 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     The lock is the kernel's (flock) on a file in the folder that names process and host, so it also holds between
     machines that share a network file system with locks. On a file system without locks the file alone counts: a
     process of another machine that was killed must be cleared by hand, and the message says so. Raises ConfigError
-    naming `key` if another process, or this one, has the folder for longer than `wait` seconds.
+    naming `key` if another process, or this one, has the folder for longer than `wait` seconds; to find out which one
+    may take another second, unless `names_owner` is false.
     """
 
-    def __init__(self, folder: Path, key: str, wait: float = 0.0) -> None:
+    def __init__(self, folder: Path, key: str, wait: float = 0.0, *, names_owner: bool = True) -> None:
         self._path = folder.resolve() / LOCK_FILE
         self._key = key
         deadline = time.monotonic() + wait
         while (descriptor := self._try()) is None:
             if time.monotonic() >= deadline:
-                owner = self._read_owner() or "another process"
+                owner = (self._read_owner() if names_owner else None) or "another process"
                 raise ConfigError(
                     f"{key}: {folder} is in use by {owner}; wait until it has ended or use another folder"
                 )
             time.sleep(0.05)
         self._descriptor: int | None = descriptor
         owner = _Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner._asdict()).encode() + b"\n", 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner._asdict()).encode() + b"\n", 0)
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         """The folder may have been renamed since, and its path may be another process's by now."""

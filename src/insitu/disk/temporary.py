@@ -43,10 +43,13 @@ def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, l
         leftovers = []
         for path in base.glob(f"{_PREFIX}*"):
             with suppress(ConfigError):  # its process runs
-                locks.enter_context(FolderLock(path, key))
+                locks.enter_context(FolderLock(path, key, names_owner=False))
                 leftovers.append(path)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        locks.enter_context(FolderLock(folder, key))
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            locks.enter_context(FolderLock(folder, key))
+        except OSError as error:
+            raise ConfigError(f"{key}: no folder can be made in {base}: {error.strerror}") from error
     return folder, leftovers
 
 
@@ -63,7 +66,7 @@ def _base(place: Path | None, key: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{key}: {base} cannot be made: {error.strerror}") from error
     if base.is_symlink() or not base.is_dir():
-        raise ConfigError(f"{key}: {base} is not a folder")
+        raise ConfigError(f"{key}: {base} is a link or a file, not a folder")
     if owner != os.getuid():
         raise ConfigError(f"{key}: {base} belongs to another user")
     return base

@@ -46,33 +46,31 @@ class Worker:
     """A process with a copy of the task. `in_flight` has a future for each sample that it evaluates."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
-        self._arguments, self._log = arguments, log
-        self._process: ChildProcess | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self.in_flight: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.samples = 0
-        self.lost: str | None = None
-        """How it has ended."""
-
-    async def start(self) -> None:
-        """Raises ConfigError if the task cannot be loaded, BackendUnavailable if the process ends before."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = ChildProcess(self._arguments, self._log, os.environ, stdin=theirs.fileno())
-        lines, self._writer = await asyncio.open_unix_connection(sock=ours, limit=_LINE_BYTES)
-        first = await lines.readline()
-        if not first:
-            self._note_lost()
-            raise BackendUnavailable(str(self.lost))
-        if (problem := json.loads(first).get("problem")) is not None:
+            self._process = ChildProcess(arguments, log, os.environ, stdin=theirs.fileno())
+        self._writer: asyncio.StreamWriter | None = None
+        self._first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._first.add_done_callback(asyncio.Future.exception)  # nobody may wait for it
+        self.in_flight = {0: self._first}
+        self.samples = 0
+        self.has_loaded = False
+        self.lost: str | None = None
+        """How it has ended."""
+        self._reading = asyncio.create_task(self._read(ours), name="read an inspect worker")
+
+    async def loaded(self) -> None:
+        """Raises ConfigError if the task cannot be loaded, BackendUnavailable if the process ends before."""
+        if (problem := (await asyncio.shield(self._first)).get("problem")) is not None:
             self._process.kill()
             raise ConfigError(problem)
-        self._reading = asyncio.create_task(self._read(lines), name="read an inspect worker")
+        self.has_loaded = True
 
-    async def _read(self, lines: asyncio.StreamReader) -> None:
+    async def _read(self, connection: socket.socket) -> None:
         """Passes results on until the process closes its end of the socket, which is when it ends."""
         problem = None
         try:
+            lines, self._writer = await asyncio.open_unix_connection(sock=connection, limit=_LINE_BYTES)
             while line := await lines.readline():
                 result = json.loads(line)
                 future = self.in_flight.pop(result["number"])
@@ -80,15 +78,15 @@ class Worker:
                     future.set_result(result)
         except ConnectionError:
             pass
-        except (ValueError, KeyError) as error:  # longer than _LINE_BYTES, or of a task that writes to the socket
-            problem = f"has sent a result that cannot be read: {error}"
+        except Exception as error:  # a line above _LINE_BYTES, or anything that the task has written to the socket
+            problem = f"has sent a result that cannot be read: {error!r}"
         self._note_lost(problem)
 
     def _note_lost(self, problem: str | None = None) -> None:
         """Ends the process; `problem` is why, unless it has ended itself."""
-        assert self._process is not None
         self._process.kill()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         self.lost = f"a worker of inspect {problem or self._process.outcome()}:\n  {self._process.last_lines()}"
         for future in self.in_flight.values():
             if not future.done():
@@ -109,10 +107,11 @@ class Worker:
 
     def _kill_if_busy_with(self, number: int) -> None:
         """The model calls of a cancelled episode are refused, so that its sample ends, unless it hangs."""
-        if number in self.in_flight and self._process is not None:
+        if number in self.in_flight:
             self._process.kill()
 
     def _send(self, request: dict[str, Any]) -> None:
+        assert self._writer is not None
         self._writer.write(json.dumps(request, default=str).encode() + b"\n")
 
     def retire(self) -> None:
@@ -121,12 +120,14 @@ class Worker:
 
     async def close(self) -> None:
         """Lets it finish its log."""
-        if self._process is None or self.lost is not None:
-            return
-        if self._reading is not None:
-            self._writer.write_eof()
-            await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
-        self._process.kill()
+        try:
+            if self.has_loaded and self.lost is None:
+                assert self._writer is not None
+                self._writer.write_eof()
+                await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
+        finally:
+            self._process.kill()
+            await asyncio.wait({self._reading})
 
 
 class WorkerPool:
@@ -137,33 +138,32 @@ class WorkerPool:
         self._folder = folder
         self._most_samples = most_samples
         self._workers: list[Worker | None] = [None] * size
-        self._locks = [asyncio.Lock() for _ in range(size)]
+        self._retired: list[Worker] = []
         self._waiting = [0] * size
         """Episodes that each place has, or that wait until its worker has started."""
         self._numbers = 0
 
     async def __aenter__(self) -> "WorkerPool":
         try:
-            await asyncio.gather(*(self._worker(place) for place in range(len(self._workers))))
+            await asyncio.gather(*(self._worker(place).loaded() for place in range(len(self._workers))))
         except BaseException:  # raised again
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers if worker is not None))
+        await asyncio.gather(*(each.close() for each in (*self._workers, *self._retired) if each is not None))
 
-    async def _worker(self, place: int) -> Worker:
-        async with self._locks[place]:
-            worker = self._workers[place]
-            if worker is not None and worker.samples >= self._most_samples and worker.lost is None:
-                worker.retire()
-                worker = None
-            if worker is None or worker.lost is not None:
-                self._numbers += 1
-                worker = self._workers[place] = Worker(self._arguments, self._folder / f"worker-{self._numbers}.log")
-                await worker.start()
-            return worker
+    def _worker(self, place: int) -> Worker:
+        worker = self._workers[place]
+        if worker is not None and worker.samples >= self._most_samples and worker.lost is None:
+            worker.retire()
+            self._retired = [worker, *(each for each in self._retired if each.lost is None)]
+            worker = None
+        if worker is None or worker.lost is not None:
+            self._numbers += 1
+            worker = self._workers[place] = Worker(self._arguments, self._folder / f"worker-{self._numbers}.log")
+        return worker
 
     async def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The result of a sample, from the worker with the fewest. Raises like Worker."""
@@ -172,6 +172,8 @@ class WorkerPool:
         self._numbers += 1
         request["number"] = self._numbers
         try:
-            return await (await self._worker(place)).evaluate(request)
+            while not (worker := self._worker(place)).has_loaded:
+                await worker.loaded()
+            return await worker.evaluate(request)
         finally:
             self._waiting[place] -= 1

@@ -287,7 +287,7 @@ class Evaluation:
             self._arrived = asyncio.Event()
             start = (asyncio.get_running_loop(), contextvars.copy_context())  # samples are added in this context
             threading.Thread(target=self._receive, args=start, daemon=True).start()
-            self._send({"ready": True})
+            self._send({"number": 0})
         await self._arrived.wait()
         self._arrived.clear()
         return None if self._closed else []
@@ -373,7 +373,7 @@ def evaluate_arriving(settings: dict[str, Any]) -> None:
     except Exception as error:  # the task's code may raise anything
         if evaluation is not None and evaluation.has_begun:
             raise
-        connection.sendall(json.dumps({"problem": _describe(error)}).encode() + b"\n")
+        connection.sendall(json.dumps({"number": 0, "problem": _describe(error)}).encode() + b"\n")
         return
     if log.error is not None:
         sys.exit(f"the evaluation has failed: {log.error.message}")

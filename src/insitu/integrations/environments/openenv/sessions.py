@@ -64,6 +64,8 @@ class Session:
         self._answers: asyncio.Queue[aiohttp.WSMessage | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(), name="read a session of OpenEnv")
         self._is_waiting = False
+        self.is_kept = False
+        """Whether the server was still at work on a request when the session was closed, and keeps it."""
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observation:
         """Raises SessionRefused if the server has no session left, and like `step`."""
@@ -103,20 +105,20 @@ class Session:
             problem = first_problem(error) if isinstance(error, ValidationError) else error
             raise WorkflowError(f"{self._url}: the answer to {kind} is not OpenEnv's: {problem}") from error
         if code == "CAPACITY_REACHED":
-            raise SessionRefused(text, details.get("max_sessions"))
+            limit = details.get("max_sessions")
+            raise SessionRefused(text, limit if isinstance(limit, int) and limit > 0 else None)
         if code in _NO_SESSION:
             raise BackendUnavailable(text)
         raise WorkflowError(f"{text} {details['errors']}" if details.get("errors") else text)
 
-    async def close(self) -> bool:
-        """Waits until the server has given the session up, as it refuses new ones before. Returns whether it is still
-        at work on a request, which keeps the session."""
+    async def close(self) -> None:
+        """Waits until the server has given the session up, as it refuses new ones before."""
         try:
             with suppress(ConnectionError):
                 await self._socket.send_json({"type": "close"})
             await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
-            return self._is_waiting and not self._reading.done()
         finally:
+            self.is_kept = self._is_waiting and not self._reading.done()
             self._reading.cancel()
             await self._socket.close()
 
@@ -141,10 +143,13 @@ class EnvironmentServer:
     async def __aenter__(self) -> Self:
         self._process: ChildProcess | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._folders = AsyncExitStack()
+        self._parts = AsyncExitStack()
         if self.command:
-            self._logs = await self._folders.enter_async_context(temporary_folder())
-        self._http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
+            self._logs = await self._parts.enter_async_context(temporary_folder())
+        self._parts.push_async_callback(self._kill)
+        http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
+        self._http = await self._parts.enter_async_context(http)
+        self._parts.push_async_callback(self._stop_starting)
         self._taken, self._freed = 0, asyncio.Condition()
         self._resetting = 0
         self._playing, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
@@ -154,13 +159,16 @@ class EnvironmentServer:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        await self._parts.aclose()
+
+    async def _stop_starting(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        await self._http.close()
+
+    async def _kill(self) -> None:
         if self._process is not None:
             await asyncio.to_thread(self._process.kill)
-        await self._folders.aclose()
 
     async def action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises BackendUnavailable if the server cannot be reached."""
@@ -214,13 +222,16 @@ class EnvironmentServer:
                     self._resetting -= 1
             except (SessionRefused, ConnectionError) as error:
                 await self._end(session)
-                self._hangs |= self._keeps_sessions and isinstance(error, SessionRefused) and not self._in_use
+                hangs = self._keeps_sessions and isinstance(error, SessionRefused) and not self._in_use
+                self._hangs |= hangs
                 waited = time.monotonic() - max(began, self._last_end)
-                if waited > self.patience and not self._playing:
+                if waited > self.patience and not self._in_use and not (hangs and self.command):
                     raise BackendUnavailable(str(error)) from error
                 if isinstance(error, SessionRefused) and error.limit:
                     self.sessions = min(error.limit, self.sessions or error.limit)
             except BaseException:  # raised again
+                if session is not None:
+                    self._last_end = time.monotonic()
                 await self._end(session)
                 raise
             with suppress(TimeoutError):
@@ -242,13 +253,17 @@ class EnvironmentServer:
             if isinstance(error, aiohttp.WSServerHandshakeError) and not is_transient(error.status):
                 raise WorkflowError(f"{url}/ws is not an OpenEnv server: {error}") from error
             raise ConnectionError(f"{url} cannot be reached: {error!r}") from error
+        if self._is_starting or url != self.url:
+            await socket.close()
+            raise ConnectionError(f"{url} was ended while a session began")
         return Session(socket, url, self.timeout)
 
     async def _end(self, session: Session | None) -> None:
         try:
-            if session is not None and await session.close():
-                self._keeps_sessions = True
+            if session is not None:
+                await session.close()
         finally:
+            self._keeps_sessions |= session is not None and session.is_kept
             self._taken -= 1
             async with self._freed:
                 self._freed.notify_all()
@@ -257,12 +272,16 @@ class EnvironmentServer:
     def _in_use(self) -> bool:
         return self._playing + self._resetting > 0
 
+    @property
+    def _is_starting(self) -> bool:
+        return self._starting is not None and not self._starting.done()
+
     async def _ready(self) -> str:
         """The server's URL, with the server running if it is started here. Raises BackendUnavailable if it fails, for
         all that wait for the same start."""
         if self.command:
             ended = self._process is None or self._process.ended
-            if (self._starting is None or self._starting.done()) and (ended or (self._hangs and not self._in_use)):
+            if not self._is_starting and (ended or (self._hangs and not self._in_use)):
                 self._starting = asyncio.create_task(self._start(), name="start a server of OpenEnv")
                 self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
             assert self._starting is not None

@@ -87,7 +87,7 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
     """Seconds for the server to answer a `reset` or a step; then the episode is tried again."""
     patience: float = Field(default=120, gt=0)
     """Seconds for a server to start, to be reached again after the run has begun, and to have a session left while no
-    episode is played."""
+    episode is at work with it."""
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
