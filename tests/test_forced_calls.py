@@ -115,10 +115,10 @@ def called(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 async def test_a_model_without_training_writes_calls(name: str, tmp_path: Path) -> None:
     async with running(untrained(name, tmp_path)) as engine:
         end = {str(each): -3 for each in engine.tokenizer.eos_token_ids}
-        named = await answers(engine, tool_choice=BY_NAME, n=8, logprobs=True)
-        streamed = await answers(engine, True, tool_choice=BY_NAME, n=8, logprobs=True)
+        named = await answers(engine, tool_choice=BY_NAME, n=4, logprobs=True)
+        streamed = await answers(engine, True, tool_choice=BY_NAME, n=4, logprobs=True)
         several = await answers(engine, n=8, logit_bias=end)
-        one = await answers(engine, n=8, logit_bias=end, parallel_tool_calls=False)
+        one = await answers(engine, n=4, logit_bias=end, parallel_tool_calls=False)
     for choice in named:
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None), choice
         assert [function for function, _ in called(choice)] == ["weather"]

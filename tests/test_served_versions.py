@@ -79,6 +79,7 @@ def check_latest(run: Path, staleness: int, epochs: int) -> None:
     assert any(len({*versions}) > 1 for epoch in by_epoch.values() for versions in epoch), "weights changed in episodes"
 
 
+@pytest.mark.slow
 def test_calls_take_the_newest_weights_which_may_change_between_them(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", 0.4, workflow=CONVERSE)
     run, out = whole_run(folder, *stale(2, 8, *LATEST))

@@ -58,6 +58,7 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     assert [line for line in differences(first, slow, {"digest"}) if "max_concurrency" not in line] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_that_is_killed_at_random_moments_is_resumed_to_the_bit(tmp_path: Path, seed: int) -> None:
     options = stale(staleness := 1 + seed % 2, epochs=8)
