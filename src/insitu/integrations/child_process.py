@@ -32,6 +32,7 @@ class ChildProcess:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
+        self._is_killed = False
         if bound:
             command = [sys.executable, "-m", "insitu.integrations.child_process", str(stdin), *command]
         with log.open("wb") as file:
@@ -57,15 +58,21 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Ends the command and its descendants."""
+        if self._is_killed:  # its id may be another process's by now
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._is_killed = True
 
     def output(self) -> str:
-        """What it has printed."""
-        return self.log.read_text(errors="replace")
+        """What it has printed; nothing if its log was deleted."""
+        try:
+            return self.log.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def last_lines(self, count: int = 8) -> str:
         return "\n  ".join(self.output().strip().splitlines()[-count:] or ["(empty)"])

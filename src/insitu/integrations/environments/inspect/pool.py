@@ -18,6 +18,8 @@ _GRACE_SECONDS = 20.0
 """How long a sample may go on after its episode has been cancelled, before its worker is killed."""
 _CLOSE_SECONDS = 15.0
 """How long workers may take to finish their logs."""
+_END_SECONDS = 1.0
+"""How long a process that was killed may be kept in its socket by those that it has started."""
 _SAMPLES = 2000
 """A worker whose log is not kept is replaced after as many samples, of each of which inspect holds some 45 KB."""
 _LINE_BYTES = 2**26
@@ -47,8 +49,12 @@ class Worker:
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = ChildProcess(arguments, log, os.environ, stdin=theirs.fileno())
+        try:
+            with theirs:
+                self._process = ChildProcess(arguments, log, os.environ, stdin=theirs.fileno())
+        except OSError:
+            ours.close()
+            raise
         self._writer: asyncio.StreamWriter | None = None
         self._first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._first.add_done_callback(asyncio.Future.exception)  # nobody may wait for it
@@ -64,6 +70,8 @@ class Worker:
         if (problem := (await asyncio.shield(self._first)).get("problem")) is not None:
             self._process.kill()
             raise ConfigError(problem)
+        if self.lost is not None:
+            raise BackendUnavailable(self.lost)
         self.has_loaded = True
 
     async def _read(self, connection: socket.socket) -> None:
@@ -80,7 +88,8 @@ class Worker:
             pass
         except Exception as error:  # a line above _LINE_BYTES, or anything that the task has written to the socket
             problem = f"has sent a result that cannot be read: {error!r}"
-        self._note_lost(problem)
+        finally:
+            self._note_lost(problem)
 
     def _note_lost(self, problem: str | None = None) -> None:
         """Ends the process; `problem` is why, unless it has ended itself."""
@@ -118,6 +127,9 @@ class Worker:
         """Lets it end once its samples have."""
         self._send({"last": True})
 
+    def kill(self) -> None:
+        self._process.kill()
+
     async def close(self) -> None:
         """Lets it finish its log."""
         try:
@@ -127,7 +139,8 @@ class Worker:
                 await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
         finally:
             self._process.kill()
-            await asyncio.wait({self._reading})
+            await asyncio.wait({self._reading}, timeout=_END_SECONDS)
+            self._reading.cancel()
 
 
 class WorkerPool:
@@ -152,7 +165,12 @@ class WorkerPool:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.gather(*(each.close() for each in (*self._workers, *self._retired) if each is not None))
+        workers = [each for each in (*self._workers, *self._retired) if each is not None]
+        try:
+            await asyncio.gather(*(worker.close() for worker in workers))
+        finally:
+            for worker in workers:  # if cancelled
+                worker.kill()
 
     def _worker(self, place: int) -> Worker:
         worker = self._workers[place]

@@ -366,7 +366,9 @@ def print_description(settings: dict[str, Any]) -> None:
 
 
 def evaluate_arriving(settings: dict[str, Any]) -> None:
-    connection, evaluation = socket.socket(fileno=0), None
+    connection, evaluation = socket.socket(fileno=os.dup(0)), None
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # programs that the task starts must not keep the connection
     try:
         evaluation = Evaluation(settings, connection)
         log = evaluation.run()
