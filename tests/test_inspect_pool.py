@@ -58,6 +58,10 @@ async def test_a_worker_that_answers_what_cannot_be_read_is_replaced(tmp_path: P
     ("first", "problem"),
     [
         ("os._exit(3)", (BackendUnavailable, "a worker of inspect ended with exit code 3")),
+        (
+            """connection.sendall(b'{"number": 0}\\n') or os._exit(3)""",
+            (BackendUnavailable, "a worker of inspect ended with exit code 3"),
+        ),
         ("b'hello\\n'", (BackendUnavailable, "has sent a result that cannot be read")),
         ('b\'{"number": 0, "problem": "no task"}\\n\'', (ConfigError, "no task")),
     ],
