@@ -157,13 +157,13 @@ def new_folder(target: Path) -> Iterator[Path]:
     shutil.rmtree(draft, ignore_errors=True)
     with writing(target):
         draft.mkdir(parents=True)
-        if target.exists():
-            draft.chmod(stat.S_IMODE(target.stat().st_mode))
     try:
         yield draft
         _open_to_readers(draft)
         for path in [*draft.rglob("*"), draft]:
             sync_path(path)
+        if target.exists():
+            draft.chmod(stat.S_IMODE(target.stat().st_mode))
         draft.rename(target)
         sync_path(target.parent)
     finally:

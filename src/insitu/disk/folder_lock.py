@@ -76,9 +76,9 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner._asdict()).encode() + b"\n", 0)
-        except OSError:
+        except OSError as error:
             self.release()
-            raise
+            raise ConfigError(f"{key}: cannot write to {self._path}: {error.strerror}") from error
 
     def release(self) -> None:
         """The folder may have been renamed since, and its path may be another process's by now."""

@@ -47,9 +47,9 @@ def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, l
                 leftovers.append(path)
         try:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-            locks.enter_context(FolderLock(folder, key))
         except OSError as error:
             raise ConfigError(f"{key}: no folder can be made in {base}: {error.strerror}") from error
+        locks.enter_context(FolderLock(folder, key))
     return folder, leftovers
 
 

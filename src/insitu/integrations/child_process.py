@@ -68,10 +68,10 @@ class ChildProcess:
         self._is_killed = True
 
     def output(self) -> str:
-        """What it has printed; nothing if its log was deleted."""
+        """What it has printed; nothing if its log cannot be read."""
         try:
             return self.log.read_text(errors="replace")
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def last_lines(self, count: int = 8) -> str:
