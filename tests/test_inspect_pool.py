@@ -22,12 +22,17 @@ if os.path.exists("first"):
     connection.sendall(eval(open("first", "rb").read()))
 else:
     connection.sendall(b'{"number": 0}\\n')
+unanswered = 0
 for line in connection.makefile("rb"):
     request = json.loads(line)
+    if "last" in request and not unanswered:
+        break
     if "answer" in request:
         connection.sendall(eval(request["answer"]) + b"\\n")
     elif "id" in request:
         connection.sendall(json.dumps({"number": request["number"]}).encode() + b"\\n")
+    else:
+        unanswered += 1
 """
 
 
@@ -100,8 +105,12 @@ async def test_a_start_goes_on_without_the_episode_that_needed_it(tmp_path: Path
 
 
 async def test_a_retired_worker_ends_with_the_pool(tmp_path: Path) -> None:
-    """Even if its sample does not end."""
+    """Before that, unless its sample does not end."""
     others = psutil.Process().children()
+    async with workers(tmp_path, most_samples=1) as pool:
+        for id in ("a", "b", "c"):
+            assert (await pool.evaluate({"id": id}))["number"]
+        await until(lambda: len([child for child in psutil.Process().children() if child not in others]) == 1)
     async with workers(tmp_path, most_samples=1) as pool:
         waits = asyncio.create_task(pool.evaluate({}))
         await turns(1)

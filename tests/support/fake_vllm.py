@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from aiohttp import web
 from processes import HANGS
+from waiting import turns
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import WeightVersion
@@ -123,6 +124,9 @@ class FakeVllm:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            for site in self._runner.sites:
+                await site.stop()
+            await turns()  # connections that have just been accepted are known then, and closed
             await self._runner.cleanup()
             self._runner = None
 

@@ -89,7 +89,10 @@ def misbehave():
         if what == "block" and not marker.exists():
             marker.touch()
             threading.Event().wait()  # and so does the event loop
-        if what == "die" and not marker.exists():
+        if what in ("die", "leave") and not marker.exists():
+            if what == "leave":
+                program = await asyncio.create_subprocess_exec("sleep", "3600", start_new_session=True)
+                marker.write_text(str(program.pid))
             marker.touch()
             os._exit(3)
         state = await generate(state)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -173,6 +174,16 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_run_again(
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(scores(tmp_path, "reward")) == [(str(n), 1.0) for n in range(6)]
     assert (tmp_path / "0").exists()
+
+
+def test_a_worker_that_dies_is_noticed_while_a_program_of_its_task_goes_on(tmp_path: Path, server: FakeOpenAI) -> None:
+    file = write(tmp_path, server.base_url, "unruly", args={"inputs": ["leave", "word"]}, general="retries: 2")
+    try:
+        done = insitu(tmp_path, "eval", file)
+    finally:
+        os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(scores(tmp_path, "reward")) == [("0", 1.0), ("1", 1.0)]
 
 
 def test_an_episode_of_a_lost_worker_has_a_reason(tmp_path: Path, server: FakeOpenAI) -> None:

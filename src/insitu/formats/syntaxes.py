@@ -1,4 +1,4 @@
-"""How each family of models writes tool calls: for calls that a request forces.
+"""How each family of models writes the tool calls that a request forces.
 
 A family that writes calls in several ways has several syntaxes, of which the model chooses one.
 """

@@ -18,8 +18,6 @@ _GRACE_SECONDS = 20.0
 """How long a sample may go on after its episode has been cancelled, before its worker is killed."""
 _CLOSE_SECONDS = 15.0
 """How long workers may take to finish their logs."""
-_END_SECONDS = 1.0
-"""How long a process that was killed may be kept in its socket by those that it has started."""
 _SAMPLES = 2000
 """A worker whose log is not kept is replaced after as many samples, of each of which inspect holds some 45 KB."""
 _LINE_BYTES = 2**26
@@ -56,18 +54,18 @@ class Worker:
             ours.close()
             raise
         self._writer: asyncio.StreamWriter | None = None
-        self._first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._first.add_done_callback(asyncio.Future.exception)  # nobody may wait for it
-        self.in_flight = {0: self._first}
+        self._first_answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._first_answer.add_done_callback(asyncio.Future.exception)  # nobody may wait for it
+        self.in_flight = {0: self._first_answer}
         self.samples = 0
         self.has_loaded = False
         self.lost: str | None = None
         """How it has ended."""
-        self._reading = asyncio.create_task(self._read(ours), name="read an inspect worker")
+        self.reading = asyncio.create_task(self._read(ours), name="read an inspect worker")
 
-    async def loaded(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Raises ConfigError if the task cannot be loaded, BackendUnavailable if the process ends before."""
-        if (problem := (await asyncio.shield(self._first)).get("problem")) is not None:
+        if (problem := (await asyncio.shield(self._first_answer)).get("problem")) is not None:
             self._process.kill()
             raise ConfigError(problem)
         if self.lost is not None:
@@ -127,20 +125,17 @@ class Worker:
         """Lets it end once its samples have."""
         self._send({"last": True})
 
-    def kill(self) -> None:
-        self._process.kill()
-
-    async def close(self) -> None:
+    async def finish(self) -> None:
         """Lets it finish its log."""
-        try:
-            if self.has_loaded and self.lost is None:
-                assert self._writer is not None
-                self._writer.write_eof()
-                await asyncio.wait({self._reading}, timeout=_CLOSE_SECONDS)
-        finally:
-            self._process.kill()
-            await asyncio.wait({self._reading}, timeout=_END_SECONDS)
-            self._reading.cancel()
+        if self.has_loaded and self.lost is None:
+            assert self._writer is not None
+            self._writer.write_eof()
+            await asyncio.wait({self.reading}, timeout=_CLOSE_SECONDS)
+
+    def end(self) -> None:
+        """Programs that it has started may keep its connection: that ends too."""
+        self._process.kill()
+        self.reading.cancel()
 
 
 class WorkerPool:
@@ -152,13 +147,13 @@ class WorkerPool:
         self._most_samples = most_samples
         self._workers: list[Worker | None] = [None] * size
         self._retired: list[Worker] = []
-        self._waiting = [0] * size
+        self._episodes = [0] * size
         """Episodes that each place has, or that wait until its worker has started."""
         self._numbers = 0
 
     async def __aenter__(self) -> "WorkerPool":
         try:
-            await asyncio.gather(*(self._worker(place).loaded() for place in range(len(self._workers))))
+            await asyncio.gather(*(self._worker(place).wait_until_loaded() for place in range(len(self._workers))))
         except BaseException:  # raised again
             await self.__aexit__()
             raise
@@ -167,10 +162,11 @@ class WorkerPool:
     async def __aexit__(self, *error: object) -> None:
         workers = [each for each in (*self._workers, *self._retired) if each is not None]
         try:
-            await asyncio.gather(*(worker.close() for worker in workers))
+            await asyncio.gather(*(worker.finish() for worker in workers))
         finally:
-            for worker in workers:  # if cancelled
-                worker.kill()
+            for worker in workers:
+                worker.end()
+            await asyncio.gather(*(worker.reading for worker in workers), return_exceptions=True)
 
     def _worker(self, place: int) -> Worker:
         worker = self._workers[place]
@@ -185,13 +181,13 @@ class WorkerPool:
 
     async def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The result of a sample, from the worker with the fewest. Raises like Worker."""
-        place = min(range(len(self._workers)), key=lambda each: self._waiting[each])
-        self._waiting[place] += 1
+        place = min(range(len(self._workers)), key=lambda each: self._episodes[each])
+        self._episodes[place] += 1
         self._numbers += 1
         request["number"] = self._numbers
         try:
             while not (worker := self._worker(place)).has_loaded:
-                await worker.loaded()
+                await worker.wait_until_loaded()
             return await worker.evaluate(request)
         finally:
-            self._waiting[place] -= 1
+            self._episodes[place] -= 1

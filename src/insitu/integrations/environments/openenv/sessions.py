@@ -151,8 +151,8 @@ class EnvironmentServer:
         self._http = await self._parts.enter_async_context(http)
         self._parts.push_async_callback(self._stop_starting)
         self._taken, self._freed = 0, asyncio.Condition()
-        self._resetting = 0
-        self._playing, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
+        self._in_use, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
+        """Sessions in which an episode is at work."""
         self._keeps_sessions = False
         """Whether a session was closed in which the server was still at work."""
         self._hangs = False
@@ -195,18 +195,18 @@ class EnvironmentServer:
         is open here.
         """
         session, first = await self._begin(arguments)
-        self._playing += 1
         try:
             yield session, first
         finally:
-            self._playing -= 1
+            self._in_use -= 1
             self._last_end = time.monotonic()
             await self._end(session)
             async with self._ended:
                 self._ended.notify()
 
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[Session, Observation]:
-        """Waits for a session to be free, and for the server while it refuses or cannot be reached."""
+        """Waits for a session to be free, and for the server while it refuses or cannot be reached. The session is in
+        use from its reset on."""
         began, delay = time.monotonic(), _POLL_SECONDS
         while True:
             async with self._freed:
@@ -215,11 +215,12 @@ class EnvironmentServer:
             session = None
             try:
                 session = await self._connect()
-                self._resetting += 1
+                self._in_use += 1
                 try:
                     return session, await session.reset(arguments)
-                finally:
-                    self._resetting -= 1
+                except BaseException:  # raised again
+                    self._in_use -= 1
+                    raise
             except (SessionRefused, ConnectionError) as error:
                 await self._end(session)
                 hangs = self._keeps_sessions and isinstance(error, SessionRefused) and not self._in_use
@@ -267,10 +268,6 @@ class EnvironmentServer:
             self._taken -= 1
             async with self._freed:
                 self._freed.notify_all()
-
-    @property
-    def _in_use(self) -> bool:
-        return self._playing + self._resetting > 0
 
     @property
     def _is_starting(self) -> bool:
