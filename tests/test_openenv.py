@@ -69,7 +69,7 @@ async def playing(write: Any, server: FakeOpenAI, environment: FakeOpenEnv, **wo
 
 
 def servers_below(process: psutil.Process) -> list[psutil.Process]:
-    return [child for child in process.children(recursive=True) if FAKE.name in " ".join(child.cmdline())]
+    return [each for each, command in processes.commands_below(process).items() if FAKE.name in " ".join(command)]
 
 
 async def test_an_episode_is_a_session(write: Any, server: FakeOpenAI) -> None:

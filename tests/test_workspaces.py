@@ -19,7 +19,7 @@ import psutil
 import pytest
 from factories import ROOT
 from fake_openai import FakeOpenAI
-from processes import run_project, serving, start_project
+from processes import commands_below, run_project, serving, start_project
 from waiting import until
 
 from insitu.config import load_config
@@ -154,7 +154,7 @@ async def test_a_sandbox_that_is_killed_is_no_reward(project: Path, server: Fake
         running = asyncio.create_task(episode(workflow))
 
         def verifier() -> list[psutil.Process]:
-            return [each for each in psutil.Process().children(recursive=True) if each.cmdline() == waiting]
+            return [each for each, command in commands_below(psutil.Process()).items() if command == waiting]
 
         await until(lambda: bool(verifier()), 0.1)
         parent = verifier()[0].parent()

@@ -18,7 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
 
 TESTS = Path(__file__).resolve().parent
 LOGGED_BACKEND = TESTS / "logged_backend.py"
@@ -239,3 +242,14 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+def commands_below(process: "psutil.Process") -> "dict[psutil.Process, list[str]]":
+    """The commands of its descendants, without those that end meanwhile."""
+    import psutil  # not in every environment in which processes are started
+
+    commands = {}
+    for each in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands[each] = each.cmdline()
+    return commands
