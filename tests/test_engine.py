@@ -22,7 +22,7 @@ from waiting import turns, until
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.runner import Chunk, PrefixCache
+from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, LayerShape, Layout
 from insitu.backend.inference.sampler import (
     GenerationRequest,
     OutputDelta,
@@ -114,18 +114,57 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
-    load = mixed_load(seed=1, count=40, longest=150)
+    """Nor on the room there is for keys and values: the youngest of too many sequences are computed again."""
+    load = mixed_load(seed=1, count=40, longest=BLOCK - 20 if name == "llama" else 150)
     results = []
-    for trial, (gap, prefix_bytes, schedulers) in enumerate([(0, 2**28, 1), (0.2, 2**28, 2), (0.05, 1, 3)]):
-        async with running(folders[name], prefix_bytes=prefix_bytes, schedulers=schedulers) as engine:
+    trials = [(0, 2**28, 1, None), (0.2, 2**28, 2, None), (0.05, 1, 3, None), (0, 2**28, 2, 4 * BLOCK)]
+    for trial, (gap, prefix_bytes, schedulers, kv_tokens) in enumerate(trials):
+        room = kv(kv_tokens, 512 if name == "gpt2" else 256)
+        async with running(folders[name], prefix_bytes=prefix_bytes, schedulers=schedulers, **room) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
+            assert engine._pool.used == engine._pool.unused <= prefix_bytes, "nothing is left behind"
             if trial == 0:
                 alone = [pairs((await engine.complete(asks(p, [each])))[0]) for p, each in load[:5]]
     assert alone == results[0][:5]
     assert results[1] == results[0]
     assert results[2] == results[0]
+    assert results[3] == results[0]
+
+
+def kv(tokens: int | None, token_bytes: int = 256) -> dict[str, int]:
+    """The option for so many tokens of a tiny model."""
+    return {} if tokens is None else {"kv_bytes": tokens * token_bytes}
+
+
+async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
+    """Prompts of one to three blocks, some of which begin alike; completions that cross the end of a block."""
+    rng = random.Random(5)
+    start = [rng.randrange(256) for _ in range(2 * BLOCK)]
+    prompts = [start[:BLOCK], start, [*start, 1], [*start[: BLOCK + 30], 7], [*start[:BLOCK], *range(BLOCK - 3)], [5]]
+    load = [(prompt, params(seed, 60)) for prompt in prompts for seed in range(3)]
+    results = []
+    for trial, (schedulers, kv_tokens) in enumerate([(1, None), (2, None), (2, 5 * BLOCK), (1, 6 * BLOCK)]):
+        async with running(folders["llama"], schedulers=schedulers, **kv(kv_tokens)) as engine:
+            order = list(range(len(load)))
+            random.Random(trial).shuffle(order)
+            results.append(await sampled_in_order(engine, load, order, 0, trial))
+            assert engine._pool.used == engine._pool.unused, "nothing is left behind"
+            if trial == 0:
+                alone = [pairs((await engine.complete(asks(*load[n][:1], [load[n][1]])))[0]) for n in range(0, 18, 4)]
+    assert alone == results[0][::4]
+    assert results[1:] == results[:1] * 3
+
+
+async def test_a_sequence_that_can_never_fit_is_refused(folders):
+    async with running(folders["llama"], **kv(4 * BLOCK)) as engine:
+        assert engine.max_length < 4 * BLOCK
+        piece = (await engine.complete(asks([1, 2], [params(0, 5000)])))[0]
+        assert len(piece.tokens) == engine.max_length - 2
+    with pytest.raises(BackendError, match=r"kv_memory is 1\.02 kB, but a sequence needs"):
+        async with running(folders["llama"], kv_bytes=1024):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -172,15 +211,13 @@ async def test_a_groups_prompt_is_computed_once(folders):
     prompt_rows: list[int] = []
     loaded = load_model(str(folders["llama"]), "cpu")
     async with running(loaded) as engine:
-        # Batch sizes are tried on the first prompt of a length.
-        await engine.complete(asks(list(range(1, 31)), [params(0, 3)]))
         loaded.module.register_forward_pre_hook(
             lambda module, args, kwargs: prompt_rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
         prompt = list(range(30))
         await engine.complete(asks(prompt, [params(seed, 3) for seed in range(8)]))
         await engine.complete(asks(prompt, [params(9, 3)]))
-    assert [columns for columns in prompt_rows if columns > 1] == [32]
+    assert [columns for columns in prompt_rows if columns > 1] == [30]
 
 
 async def test_requests_leave_and_join_while_others_sample(folders):
@@ -355,7 +392,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
             await compute.call(lambda: None)
             left.clear()
         await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), HANGS)
-        assert len(engine.schedulers[WeightVersion(0)][0]._free_slots) == 4
+        assert engine._pool.used == engine._pool.unused, "the memory of its prompt is free"
 
 
 def _fail(module, args):
@@ -447,19 +484,42 @@ def test_choices_draw_from_different_seeds():
     assert len({choice_seed(seed, choice) for seed in range(50) for choice in range(50)}) == 2500
 
 
-def test_the_prefix_cache_stays_within_its_limit():
-    def chunk() -> Chunk:
-        layers = [(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))]
-        return Chunk(layers, 0, 4, torch.zeros(16))
+def test_the_pool_keeps_the_latest_prompts_and_stays_within_its_limits():
+    layout = Layout((LayerShape(1, 2, 2),), torch.float32, torch.device("cpu"))
+    size = Block(layout, 4).size
+    pool = KVPool(limit=4 * size, prefix_limit=3 * size)
 
-    cache = PrefixCache(limit=3 * chunk().size)
+    def add(number: int) -> Block:
+        assert pool.take(size)
+        return pool.add(("owner", number), Block(layout, 4))
+
     for number in range(3):
-        cache.put((number,), chunk())
-    assert cache.get((0,)) is not None
-    cache.put((3,), chunk())
-    assert cache.get((1,)) is None, "the longest unused goes first"
-    assert cache.get((0,)) is not None
-    assert (len(cache), cache.size) == (3, 3 * chunk().size)
+        pool.drop([add(number)])
+    used = pool.use(("owner", 0))
+    pool.drop([add(3)])
+    assert pool.used == 4 * size
+    assert ("owner", 1) in pool
+    pool.drop([used])
+    assert ("owner", 1) not in pool, "the longest unused goes first"
+    assert ("owner", 0) in pool
+    assert pool.used == pool.unused == 3 * size
+    assert pool.take(3 * size), "blocks that no sequence needs make room"
+    assert not pool.take(2 * size)
+    assert (pool.used, pool.unused) == (4 * size, size)
+    first, second = add_in_use(pool, layout), None
+    pool.give(2 * size)
+    assert pool.take(size)
+    second = pool.add(("owner", 9), Block(layout, 4))
+    assert second is first, "equal prompts share a block"
+    pool.forget("owner")
+    assert pool.used == size, "in use"
+    pool.drop([first, second])
+    assert pool.used == 0
+
+
+def add_in_use(pool: KVPool, layout: Layout) -> Block:
+    """A block whose bytes were taken before."""
+    return pool.add(("owner", 9), Block(layout, 4))
 
 
 # --- the compute thread --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ model        loads Hugging Face causal language models, after insitu.disk.model_
 """
 
 import json
+import os
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,20 @@ TOKEN_VARIABLE = "INSITU_BACKEND_TOKEN"
 """The environment variable with the bearer token."""
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 """The environment variable with the API key of vLLM servers."""
+
+
+def ask_for_reproducible_products() -> None:
+    """Makes a row of a matrix product independent of the number of rows, of threads, and of addresses.
+
+    By MKL's strict mode (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"), which processors of
+    other makers run at a fraction of their speed. Must be called before torch is loaded.
+    """
+    try:
+        is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return
+    if is_intel:
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:

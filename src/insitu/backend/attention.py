@@ -13,7 +13,7 @@ import bisect
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,13 @@ class Nodes:
             by_length = by_length[count:]
 
 
+class CachedAttention(Protocol):
+    """Attention of a forward pass whose earlier keys and values are stored."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Stores new keys and values; returns the result (B, T, H, D)."""
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -105,29 +112,63 @@ def attend(
     *,
     scaling: float | None = None,
     tree: Nodes | None = None,
+    cached: "CachedAttention | None" = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in a `tree`; without one, that of `sdpa`.
+    """Attention in a `tree`, or over `cached` keys and values; without either, that of `sdpa`.
 
     Raises ValueError for a model with its own attention mask, or with an option that changes scores.
     """
-    if tree is None:
+    if tree is None and cached is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if unknown := [name for name in _CHANGES_SCORES if options.get(name) is not None]:
         raise ValueError(f"{unknown[0]} is not supported")
     if attention_mask is not None and attention_mask.numel() > 1:
         raise ValueError("the model builds its own attention mask")
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
+    if cached is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return cached.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+    assert tree is not None
     return _attend_to_tree(query, key, value, tree, scaling), None
+
+
+Partial = tuple[Tensor, Tensor]
+"""A result of attention (1, H, T, D), and the logarithms of its softmax normalizers (1, H, T)."""
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+    """Attention of each token to itself and those before it."""
+    key, value = (_repeated(each, query.shape[1]) for each in (key, value))
+    result: Partial = _forward(query, key, value, 0.0, True, scale=scale)
+    return result
+
+
+def visible(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+    """Attention of each token to all keys; the queries of a head of keys are computed as more tokens of one."""
+    groups, tokens = key.shape[1], query.shape[2]
+    folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
+    result, normalizer = _forward(folded, key, value, 0.0, False, scale=scale)
+    return result.unflatten(2, (-1, tokens)).flatten(1, 2), normalizer.unflatten(2, (-1, tokens)).flatten(1, 2)
+
+
+def merged(first: Partial, second: Partial) -> Partial:
+    """Attention to the keys of both."""
+    both = torch.logaddexp(first[1], second[1])
+    weights = ((each[1] - both).exp()[..., None] for each in (first, second))
+    return first[0] * next(weights) + second[0] * next(weights), both
+
+
+def _repeated(key: Tensor, heads: int) -> Tensor:
+    repeats = heads // key.shape[1]
+    return key if repeats == 1 else key.transpose(1, 2).repeat_interleave(repeats, 2).transpose(1, 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loops depend on the tree
 def _attend_to_tree(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scaling: float | None) -> Tensor:
     if query.device.type != "cpu":
         return by_blocks(query, key, value, tree, scaling).transpose(1, 2)
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = (each.transpose(1, 2).repeat_interleave(repeats, 2).transpose(1, 2) for each in (key, value))
+    key, value = (_repeated(each, query.shape[1]) for each in (key, value))
     result: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2)
 

@@ -3,9 +3,9 @@
 sampler      the interface of what samples, with what all implementations share (`integrations/vllm` is the other one),
              and the names of models in requests
 engine       the embedded sampler: continuous batching over every weight version in use
-scheduler    the slots of one weight version: waiting -> prefilling -> running -> finished
-runner       the model's forward pass, and the cache of keys and values; batch_shapes: batches whose rows do not affect
-             each other
+scheduler    the sequences of one weight version: waiting -> prefilling -> running -> finished
+kv_pool      keys and values: blocks of prompts in one pool, windows of running sequences
+runner       the model's forward pass; batches: its attention; batch_shapes: batches whose rows do not affect each other
 sampling     from logits to tokens, reproducibly
 tokenizer    chat template, encoding, incremental detokenization, stop strings
 """

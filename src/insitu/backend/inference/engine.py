@@ -23,7 +23,8 @@ from llguidance import LLMatcher
 from torch import nn
 
 from insitu.backend.compute import ComputeThread, call_in_loop
-from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
+from insitu.backend.inference.batch_shapes import BatchShapes
+from insitu.backend.inference.kv_pool import BLOCK, KVPool
 from insitu.backend.inference.sampler import (
     LATEST,
     Deliver,
@@ -38,6 +39,7 @@ from insitu.backend.inference.scheduler import EngineOptions, Scheduler, Sequenc
 from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel
+from insitu.disk.files import available_memory, readable_bytes
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import LoRASettings
 
@@ -47,13 +49,19 @@ logger = logging.getLogger(__name__)
 
 SINGLE_SCHEDULER_BELOW = 5_000_000
 """Parameters below which one core samples: steps are so short that a second core would mostly wait for the first."""
-SINGLE_THREAD_BELOW = 100_000_000
-"""Parameters below which a CPU runs each scheduler on one thread and uses its cores for several schedulers: matrix
-products split over threads would make a row depend on its position in the batch."""
+SINGLE_THREAD_BELOW = 1_000_000_000
+"""Parameters below which a CPU runs each scheduler on one thread, and its cores run several schedulers: threads within
+an operation wait for each other."""
 MAX_SCHEDULERS = 4
 """Per weight version; more would wait for the interpreter's lock."""
+KV_SHARE = 0.5
+"""Share of the memory that is free after loading and training for keys and values."""
+TRAINED_COPIES = 5
+"""Copies of all weights in float32 that training takes: weights, gradients, two of the optimizer, the served version."""
+DEFAULT_KV_BYTES = 2**31
+"""Where the system does not say what is free."""
 PREFIX_AFFINITY = 8
-"""A scheduler that holds a request's prompt prefix is preferred while it has at most this many more requests."""
+"""A scheduler with sequences whose prompts begin alike is preferred while it has at most this many more requests."""
 
 
 class Engine(Sampler):
@@ -76,11 +84,13 @@ class Engine(Sampler):
         self._busy: dict[Scheduler, None] = {}
         """The schedulers with sequences."""
         self._schedulers_per_version = 1
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._shapes: BatchShapes | None = None
+        self._pool = KVPool(0, 0)
+        self._arrived = itertools.count()
 
     async def start(self) -> None:
-        """Checks the model, probes its batch shapes and starts sampling; `compute` must be running."""
+        """Checks the model and starts sampling; `compute` must be running."""
         self._loop = asyncio.get_running_loop()
         self._compute.on_failure = self._fail_all
         await self._compute.call(self._prepare)
@@ -98,12 +108,38 @@ class Engine(Sampler):
             self._schedulers_per_version = min(cores, MAX_SCHEDULERS)
         workers = self._schedulers_per_version
         if workers > 1:
-            self._pool = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
-        check_supported(module)
-        self._shapes = BatchShapes(module, options.max_batch, options.prefill_tokens, options.max_length)
+            self._threads = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
+        self._shapes = BatchShapes(module, options.max_batch, options.max_length)
+        self._open_pool(count)
         self._publish(WeightVersion(0), module)
         if self._loaded.device.type == "cuda":
             self._compute.synchronize = functools.partial(torch.cuda.synchronize, self._loaded.device)
+
+    def _open_pool(self, parameters: int) -> None:
+        """Raises BackendError if `kv_bytes` is too little for any sequence."""
+        assert self._shapes is not None
+        options, token = self.options, self._shapes.layout.token_bytes
+        limit = options.kv_bytes
+        if limit is None:
+            free = (
+                available_memory()
+                if self._loaded.device.type == "cpu"
+                else torch.cuda.mem_get_info(self._loaded.device)[0]
+            )
+            training = TRAINED_COPIES * parameters * 4
+            limit = int(max((free or 0) - training, (free or 0) / 4) * KV_SHARE) or DEFAULT_KV_BYTES
+        overhead = 2 * BLOCK * token + self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
+        room = (limit - overhead) // token
+        if room < 2:
+            least, each = readable_bytes(overhead + 2 * token), readable_bytes(token)
+            problem = f"a sequence needs {least}, and {each} for each further token"
+            raise BackendError(f"kv_memory is {readable_bytes(limit)}, but {problem}")
+        if room < self.max_length:
+            self.max_length = room
+            self.length_limit = f"kv_memory is {readable_bytes(limit)}, and a token takes {readable_bytes(token)}"
+        self._pool = KVPool(limit, min(options.prefix_bytes, limit))
+        size = readable_bytes(limit)
+        logger.info("keys and values: %s, %d tokens; at most %d in a sequence", size, limit // token, self.max_length)
 
     async def close(self) -> None:
         """The compute thread is closed by its owner."""
@@ -206,7 +242,7 @@ class Engine(Sampler):
             for scheduler in self._busy:
                 scheduler.drop_aborted()
         busy = list(self._busy)
-        advance = map if self._pool is None or len(busy) < 2 else self._pool.map
+        advance = map if self._threads is None or len(busy) < 2 else self._threads.map
         results = list(itertools.chain.from_iterable(advance(self._advance, busy)))
         if results:
             self._deliver(results)
@@ -226,6 +262,7 @@ class Engine(Sampler):
                 self._deliver([(sequence, error) for sequence in sequences])
                 continue
             for sequence in sequences:
+                sequence.number = next(self._arrived)
                 scheduler = group[0]
                 if len(group) > 1:
                     scheduler = min(group, key=lambda scheduler: scheduler.load(sequence, PREFIX_AFFINITY))
@@ -244,8 +281,9 @@ class Engine(Sampler):
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
         assert weights.version is not None  # see `canonical`
-        parts = module, weights.version, self._shapes, self.tokenizer, self.options
-        self.schedulers[weights] = [Scheduler(*parts) for _ in range(self._schedulers_per_version)]
+        parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self._pool
+        owner = object()
+        self.schedulers[weights] = [Scheduler(*parts, owner) for _ in range(self._schedulers_per_version)]
 
     def _advance(self, scheduler: Scheduler) -> Sequence[Result]:
         """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""
@@ -262,6 +300,7 @@ class Engine(Sampler):
     def _drop_idle(self) -> None:
         for weights, group in list(self.schedulers.items()):
             if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
+                self._pool.forget(group[0].owner)
                 del self.schedulers[weights]
 
     def _deliver(self, results: Sequence[Result]) -> None:

@@ -1,195 +1,91 @@
-"""Runs the model's forward pass for prefill and decoding, over keys and values cached per sequence and per prefix.
+"""Runs the model's forward pass over stored keys and values: spans of prompts, or a token of each running sequence.
 
-Shapes: S slots, R rows of a forward pass, C columns (tokens per row), H heads, T positions, D head size, V vocabulary.
+Shapes: B rows of a decoding step, C tokens per row, T positions, V vocabulary.
 """
 
 import inspect
-from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from insitu.backend.attention import attend_to_trees
+from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
+from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
 
-MAX_COLUMNS = 256
-COLUMNS = (16, 32, 48, 64, 96, 128, 192, MAX_COLUMNS)
-"""A prompt is computed 256 tokens at a time, the remainder in the narrowest of these that fits."""
-MIN_WIDTH = 64
+
+def next_span(prompt_length: int, done: int) -> tuple[int, int]:
+    """(start, end) of the span after the first `done` tokens, which are full blocks."""
+    return done, min(prompt_length, done + BLOCK)
 
 
-class Span(NamedTuple):
-    """Part of a prompt computed by one forward pass: tokens [start, end), padded to `columns` columns."""
+class _Layer(CacheLayerMixin):
+    """A layer of the cache that transformers' attention uses."""
 
-    start: int
-    end: int
-    columns: int
+    is_initialized = True
 
-
-def next_span(prompt_length: int, done: int) -> Span:
-    """The span after the first `done` tokens; depends on the prompt length only, so equal prompts share spans."""
-    end = min(prompt_length, done + MAX_COLUMNS)
-    return Span(done, end, COLUMNS[bisect_left(COLUMNS, end - done)])
-
-
-def width_for(length: int) -> int:
-    """Positions attended to for a longest row of `length`; rounded so that few different shapes occur."""
-    step = 32 if length <= 256 else 256
-    return max(MIN_WIDTH, -(-length // step) * step)
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values for all slots, (S, H, T + 1, D); padding is written to the last position."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, cache: "SlotCache") -> None:
+    def __init__(self, cache: "_BatchCache", number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache = cache
+        self._cache, self._number = cache, number
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        shape = (self.cache.slots, key_states.shape[1], self.cache.length + 1)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
-        self.values = value_states.new_zeros(*shape, value_states.shape[3])
-        self.is_initialized = True
-
-    def resize(self) -> None:
-        """Grows to the cache's size, keeping the contents."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(self.cache.slots, old.shape[1], self.cache.length + 1, old.shape[3])
-            new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
-            setattr(self, name, new)
+        """Nothing to do: the keys and values lie in blocks and windows."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Writes (R, H, C, D) according to `cache.mapping`; returns the keys and values the rows attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        mapping = self.cache.mapping
-        self.keys[mapping.rows_R1, :, mapping.write_RC] = key_states.transpose(1, 2)
-        self.values[mapping.rows_R1, :, mapping.write_RC] = value_states.transpose(1, 2)
-        if mapping.fresh is not None:
-            mapping.fresh.append((key_states, value_states))
-            if mapping.width == key_states.shape[2]:
-                return key_states, value_states
-        return self.keys[mapping.read, :, : mapping.width], self.values[mapping.read, :, : mapping.width]
+        return self._cache.batch.update(self._number, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.mapping.width, 0
+        return query_length, 0
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_max_length(self) -> int:
-        return self.cache.length
+        return -1
 
 
-@dataclass(slots=True)
-class SlotMapping:
-    """Where the rows of one forward pass write, and what they read.
+class _BatchCache(Cache):
+    """Gives transformers' attention the keys and values of `batch`."""
 
-    `fresh` collects each layer's new keys and values during a prefill, whose rows need not be in slot order.
-    """
+    batch: Batch
 
-    rows_R1: torch.Tensor
-    write_RC: torch.Tensor
-    read: slice | torch.Tensor
-    width: int
-    fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
 
 
-class SlotCache(Cache):
-    """The cache passed to the model; starts small and grows with the number and length of sequences."""
+class _Shapes:
+    """A batch that notes the shapes of keys and values."""
 
-    def __init__(self, num_layers: int, slots: int = 4, length: int = 64) -> None:
-        self.slots, self.length = slots, length
-        self.mapping: SlotMapping = SlotMapping(torch.empty(0), torch.empty(0), slice(0), 0)
-        self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self.slot_layers))
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.dtype = torch.float32
 
-    def ensure(self, slots: int, length: int) -> None:
-        """Makes room for at least `slots` sequences of `length` positions."""
-        if slots <= self.slots and length <= self.length:
-            return
-        room = 1 << (length - 1).bit_length() if length <= 256 else length  # growing copies everything, so seldom
-        self.slots, self.length = max(self.slots, slots), max(self.length, room)
-        for layer in self.slot_layers:
-            if layer.is_initialized:
-                layer.resize()
+    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        self.dtype = key.dtype
+        return key, value
 
-    def load(self, slot: int, start: int, chunk: "Chunk") -> None:
-        """Copies a chunk computed by another sequence's prefill into `slot`."""
-        end = start + chunk.length
-        for layer, (keys, values) in zip(self.slot_layers, chunk.layers, strict=True):
-            layer.keys[slot, :, start:end] = keys[chunk.row, :, -chunk.length :]
-            layer.values[slot, :, start:end] = values[chunk.row, :, -chunk.length :]
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Keys and values of a span of prompt tokens, and the logits after the last of them.
-
-    `layers` is shared by all rows of the forward pass; the chunk is the last `length` columns of `row`.
-    """
-
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    row: int
-    length: int
-    logits_V: torch.Tensor
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        share = sum(t.numel() * t.element_size() for pair in self.layers for t in pair) // self.layers[0][0].shape[0]
-        self.size = share + self.logits_V.numel() * self.logits_V.element_size()
-
-
-class PrefixCache:
-    """LRU cache of at most `limit` bytes: chunks by all prompt tokens up to the chunk's end."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.size = 0
-        self._chunks: OrderedDict[tuple[int, ...], Chunk] = OrderedDict()
-
-    def get(self, key: tuple[int, ...]) -> Chunk | None:
-        chunk = self._chunks.get(key)
-        if chunk is not None:
-            self._chunks.move_to_end(key)
-        return chunk
-
-    def put(self, key: tuple[int, ...], chunk: Chunk) -> None:
-        replaced = self._chunks.pop(key, None)
-        self._chunks[key] = chunk
-        self.size += chunk.size - (replaced.size if replaced else 0)
-        while self.size > self.limit and len(self._chunks) > 1:
-            self.size -= self._chunks.popitem(last=False)[1].size
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __contains__(self, key: tuple[int, ...]) -> bool:
-        return key in self._chunks
+    attend: Any = None
 
 
 class Runner:
-    """A model and its key-value cache.
+    """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`).
 
-    Masks are passed for each layer type, which transformers' models accept instead of making them, or one for all.
+    Otherwise masks are passed for each layer type, which transformers' models accept instead of making them, or one for
+    all.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, attends_here: bool = False) -> None:
         self.module = module
+        self.attends_here = attends_here
         weight = next(module.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         config = text_config(module)
-        shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last layers, which use those of others
-        self.cache = SlotCache(config.num_hidden_layers - shared)
+        self._num_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
         self._window: Any = sliding_window(config)
         self._chunk: Any = getattr(config, "attention_chunk_size", None)
         kinds = layer_types(config)
@@ -200,79 +96,84 @@ class Runner:
         if hasattr(module, "get_base_model"):  # a PEFT wrapper
             model = model.get_base_model()
         parameters = inspect.signature(model.forward).parameters
-        self._arguments: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": self.cache}
-        if "logits_to_keep" in parameters:
-            self._arguments["logits_to_keep"] = 1
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.selects_logits = "logits_to_keep" in parameters
+        if attends_here:
+            attend_to_trees(model.base_model)
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], spans: Sequence[Span], rows: int
-    ) -> list[Chunk]:
-        """Computes a span of each prompt into its slot, in a batch padded to `rows`; returns a chunk per prompt.
+    @property
+    def can_attend_here(self) -> bool:
+        """Whether `attends_here` may be tried: its results are checked."""
+        exact = self.device.type == "cpu" and self._dtype == torch.float32
+        return exact and self._masks_of == ["full_attention"] and not self._by_layer_type
 
-        All spans have the same `start` and `columns`. Rows are left-padded: the last token is in the last column.
+    def layout(self) -> Layout:
+        """What the model stores for each token, as a forward pass shows."""
+        shapes = _Shapes()
+        self._forward(shapes, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), torch.arange(1), [0])
+        layers = tuple(shapes.layers[number] for number in range(self._num_layers))
+        return Layout(layers, shapes.dtype, self.device)
+
+    def prefill(self, spans: Sequence[Span], rows: int = 0, logits: int = 0) -> torch.Tensor:
+        """Computes spans into their blocks; returns the logits after the last token of each.
+
+        With `attends_here` in one forward pass, over at least `rows` tokens and at least `logits` results.
         """
-        start, columns = spans[0].start, spans[0].columns
-        self.cache.ensure(max(slots) + 1, width_for(start + columns))
-        tokens_RC = np.zeros((rows, columns), dtype=np.int64)
-        position_RC = np.zeros((rows, columns), dtype=np.int64)
-        write_RC = np.full((rows, columns), self.cache.length, dtype=np.int64)
-        slot_R = np.full(rows, slots[0], dtype=np.int64)
-        slot_R[: len(slots)] = slots
-        padding_R = np.full(rows, columns - 1, dtype=np.int64)
-        for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
-            padding_R[row] = first = columns - (span.end - start)
-            tokens_RC[row, first:] = prompt[start : span.end]
-            position_RC[row, first:] = write_RC[row, first:] = range(start, span.end)
-        positions = self._tensor(position_RC)
-        if start == 0:  # causal and without padding, which attends to itself only
-            place_RC = torch.arange(columns, device=self.device) - self._tensor(padding_R)[:, None]
-            keys, queries = place_RC[:, None], place_RC[..., None]
-            masked = (keys > queries) | ((keys < 0) & (keys != queries))
-        else:
-            keys, queries = torch.arange(start + columns, device=self.device), positions[..., None]
-            masked = keys > queries
-        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rows_R = self._tensor(slot_R)
-        self.cache.mapping = SlotMapping(rows_R[:, None], self._tensor(write_RC), rows_R, start + columns, fresh)
-        masks = self._masks(keys, queries, masked)
-        logits_RV = self._forward(self._tensor(tokens_RC), positions, masks)
-        return [Chunk(fresh, row, span.end - start, logits_RV[row]) for row, span in enumerate(spans)]
+        if not self.attends_here:
+            return torch.cat([self._prefill_one(span) for span in spans])
+        lengths = [span.block.length for span in spans]
+        total = sum(lengths)
+        tokens, positions = np.zeros((2, 1, max(total, rows)), np.int64)
+        tokens[0, :total] = np.concatenate([span.tokens[span.start : span.end] for span in spans])
+        positions[0, :total] = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        last = (np.cumsum(lengths) - 1).tolist()
+        last += last[:1] * (logits - len(last))
+        return self._forward(PrefillBatch(spans), tokens, positions, torch.empty(0), last)[0, : len(spans)]
 
-    def decode(self, token_B: np.ndarray, position_B: np.ndarray, min_width: int = MIN_WIDTH) -> torch.Tensor:
-        """Logits (B, V) after one more token in each of the first B slots; rows at position 0 are padding."""
-        width = max(min_width, width_for(int(position_B.max()) + 1))
-        self.cache.ensure(len(token_B), width)
-        write_B = np.where(position_B > 0, position_B, self.cache.length)
-        positions = self._tensor(position_B)[:, None]
-        rows = torch.arange(len(token_B), device=self.device)[:, None]
-        self.cache.mapping = SlotMapping(rows, self._tensor(write_B)[:, None], slice(len(token_B)), width)
-        keys, queries = torch.arange(width, device=self.device), positions[..., None]
-        masks = self._masks(keys, queries, keys > queries)
-        return self._forward(self._tensor(token_B)[:, None], positions, masks)
+    def _prefill_one(self, span: Span) -> torch.Tensor:
+        tokens, positions = np.array([span.tokens[span.start : span.end]]), np.arange(span.start, span.end)[None]
+        keys = torch.arange(span.end, device=self.device)
+        return self._forward(PrefillBatch([span]), tokens, positions, keys, [span.block.length - 1])[0]
 
-    def _masks(self, keys: torch.Tensor, queries: torch.Tensor, masked_RCT: torch.Tensor) -> Any:
-        """The mask of all layers, or one for each layer type; `keys` and `queries` are positions."""
+    def decode(
+        self, windows: Windows, blocks_B: Sequence[Sequence[Block]], token_B: np.ndarray, position_B: np.ndarray
+    ) -> torch.Tensor:
+        """Logits (B, V) after one more token in each of the first B slots, at `position_B`."""
+        batch = DecodeBatch(windows, blocks_B, position_B)
+        keys = torch.empty(0) if self.attends_here else torch.arange(batch.length, device=self.device)
+        return self._forward(batch, token_B[:, None], position_B[:, None], keys, [0])[:, 0]
+
+    def _masks(self, keys_T: torch.Tensor, queries_BC: torch.Tensor) -> Any:
+        """The mask of all layers, or one for each layer type; keys and queries are positions."""
+        queries_BC1 = queries_BC[..., None]
         masks = {}
         for kind in self._masks_of:
-            hidden = masked_RCT
+            hidden = keys_T > queries_BC1
             if kind == "sliding_attention":
-                hidden = hidden | (keys <= queries - self._window)
+                hidden = hidden | (keys_T <= queries_BC1 - self._window)
             elif kind == "chunked_attention":
-                hidden = hidden | (keys // self._chunk != queries // self._chunk)
+                hidden = hidden | (keys_T // self._chunk != queries_BC1 // self._chunk)
             mask = torch.zeros(hidden.shape, device=self.device, dtype=self._dtype)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
         return masks if self._by_layer_type else masks[self._masks_of[0]]
 
-    def _forward(self, tokens_RC: torch.Tensor, position_RC: torch.Tensor, masks: Any) -> torch.Tensor:
-        output = self.module(
-            input_ids=tokens_RC,
-            position_ids=position_RC,
-            attention_mask=masks,
-            use_cache=True,
-            **self._arguments,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _forward(
+        self, batch: Any, tokens_BC: np.ndarray, position_BC: np.ndarray, keys_T: torch.Tensor, last: list[int]
+    ) -> torch.Tensor:
+        """Logits of the columns `last` of each row."""
+        position_ids = torch.from_numpy(position_BC).to(self.device)
+        options: dict[str, Any]
+        if self.attends_here:  # a 4-D mask is passed on unchanged, and none is needed
+            no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            options = {"attention_mask": no_mask, "use_cache": False, "cached": batch}
+        else:
+            cache = _BatchCache(self._num_layers)
+            cache.batch = batch
+            masks = self._masks(keys_T.to(self.device), position_ids)
+            options = {"attention_mask": masks, "use_cache": True, self._cache_name: cache}
+        columns = torch.tensor(last, device=self.device)
+        if self.selects_logits:
+            options["logits_to_keep"] = columns
+        input_ids = torch.from_numpy(tokens_BC).to(self.device)
+        logits: torch.Tensor = self.module(input_ids=input_ids, position_ids=position_ids, **options).logits
+        return logits if self.selects_logits else logits[:, columns]

@@ -278,6 +278,8 @@ class Sampler(ABC):
         self.tokenizer = ChatTokenizer(loaded.tokenizer, eos_token_ids(loaded.module))
         self.vocab_size = loaded.vocab_size
         self.max_length = max_length
+        self.length_limit = ""
+        """Why `max_length` is less than the model allows, if the memory is the reason."""
         self.num_completed = 0
         """Completions delivered since the start."""
         self._loaded = loaded

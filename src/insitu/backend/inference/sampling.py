@@ -23,6 +23,8 @@ _WEYL = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
+_NUCLEUS = 64
+"""The most likely tokens among which `top_p` is tried first."""
 
 
 class SamplingMetadata(NamedTuple):
@@ -148,7 +150,6 @@ def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
     def column(values_B: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values_B).to(probs_BV.device)[:, None]
 
-    mass_B1: torch.Tensor | float = 1.0
     min_p_B, top_k_B = metadata.min_p_B, metadata.top_k_B
     if min_p_B is not None and (min_p_B > 0).any():
         least_B1 = probs_BV.amax(dim=-1, keepdim=True) * column(min_p_B.astype(np.float32))
@@ -158,16 +159,32 @@ def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
         count_B = np.where(top_k_B > 0, np.minimum(top_k_B, size), size)
         best_BK = probs_BV.topk(int(count_B.max()), dim=-1).values
         probs_BV = torch.where(probs_BV < best_BK.gather(-1, column(count_B - 1)), 0.0, probs_BV)
-    if (metadata.top_p_B < 1).any():
-        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020), of what is left.
-        top_p_B1 = column(metadata.top_p_B)
-        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-        cumulative_BV = sorted_BV.double().cumsum(dim=-1)
-        if min_p_B is not None and top_k_B is not None:
-            mass_B1 = torch.where(column((min_p_B > 0) | (top_k_B > 0)), cumulative_BV[:, -1:], 1.0)
-        cut_BV = (cumulative_BV - sorted_BV.double() >= top_p_B1 * mass_B1) & (top_p_B1 < 1)
-        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
+    rows = np.flatnonzero(metadata.top_p_B < 1)
+    if len(rows):
+        mass_B1 = column(metadata.top_p_B)[rows]
+        if min_p_B is not None and top_k_B is not None:  # of what is left
+            left_B1 = probs_BV[rows].double().sum(dim=-1, keepdim=True)
+            mass_B1 = mass_B1 * torch.where(column((min_p_B > 0) | (top_k_B > 0))[rows], left_B1, 1.0)
+        probs_BV = probs_BV.clone()
+        probs_BV[rows] = _nucleus(probs_BV[rows], mass_B1)
     return probs_BV
+
+
+def _nucleus(probs_BV: torch.Tensor, mass_B1: torch.Tensor) -> torch.Tensor:
+    """Keeps the smallest set of most likely tokens with this mass (Holtzman et al. 2020).
+
+    It is mostly among few tokens, which are found without sorting a large vocabulary.
+    """
+    best = probs_BV.topk(min(_NUCLEUS, probs_BV.shape[-1]), dim=-1)
+    values_BK, order_BK = best.values, best.indices
+    short_B = (values_BK.double().sum(dim=-1) < mass_B1[:, 0]) & (values_BK.shape[-1] < probs_BV.shape[-1])
+    kept_BK = torch.where(values_BK.double().cumsum(dim=-1) - values_BK.double() < mass_B1, values_BK, 0.0)
+    result_BV = torch.zeros_like(probs_BV).scatter_(-1, order_BK, kept_BK)
+    if short_B.any():
+        sorted_BV, order_BV = probs_BV[short_B].sort(dim=-1, descending=True, stable=True)
+        kept_BV = torch.where(sorted_BV.double().cumsum(dim=-1) - sorted_BV.double() < mass_B1[short_B], sorted_BV, 0.0)
+        result_BV[short_B] = torch.zeros_like(kept_BV).scatter_(-1, order_BV, kept_BV)
+    return result_BV
 
 
 def choice_seed(seed: int, choice: int) -> int:

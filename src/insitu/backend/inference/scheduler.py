@@ -1,17 +1,16 @@
 """Slot scheduler for one weight version: admission, prefill, and one decoding step for all running sequences.
 
-    waiting -> (a free slot) -> prefilling -> (prompt computed, first token) -> running -> finished
+    waiting -> (room in the pool) -> prefilling -> (prompt computed, first token) -> running -> finished
 
-Everything here runs in the compute thread. S are the slots; those at position 0 are free.
+Everything here runs in the compute thread, or in one of the engine's while that waits. S are the slots.
 B are the sequences that sample a token, V is the vocabulary.
 """
 
-import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +18,9 @@ from llguidance import LLMatcher
 from torch import nn
 
 from insitu.backend.inference.batch_shapes import BatchShapes
-from insitu.backend.inference.runner import Chunk, PrefixCache, Runner, Span, next_span, width_for
+from insitu.backend.inference.batches import Span
+from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
+from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
 from insitu.backend.inference.sampling import LogitsProcessor, SamplerOutput, SamplingMetadata, sample
 from insitu.backend.inference.structured import allowed_tokens
@@ -32,14 +33,16 @@ class EngineOptions:
     """Limits of the engine.
 
     `max_length`: tokens of a prompt and its completion. `max_batch`: sequences decoded together. `max_in_flight`:
-    sequences running or waiting, from which on requests are refused. `prefill_tokens`: padded prompt tokens per forward
-    pass. `prefix_bytes`: prefix cache per weight version. `kept_versions`: older versions that stay loaded once
-    requested. `threads` of torch and `schedulers` per version: None chooses by model size.
+    sequences running or waiting, from which on requests are refused. `prefill_tokens`: prompt tokens per forward pass.
+    `kv_bytes`: keys and values of all versions, None for a share of the free memory; `prefix_bytes` of them for prompts
+    that no sequence needs. `kept_versions`: older versions that stay loaded once requested. `threads` of torch and
+    `schedulers` per version: None chooses by model size.
     """
 
     max_length: int
     max_batch: int = 128
     prefill_tokens: int = 512
+    kv_bytes: int | None = None
     prefix_bytes: int = 256 * 2**20
     kept_versions: int = 2
     max_in_flight: int = MAX_IN_FLIGHT
@@ -51,21 +54,28 @@ class EngineOptions:
 class SequenceState(Completion):
     """One in-flight completion. `notify` receives its deltas, or the error that ended it, on the event loop.
 
-    `computed` counts the prompt tokens whose keys and values are in the slot, `sent` the tokens already delivered;
-    `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end. `matcher` follows
-    the tokens through the request's grammar, if it has one.
+    `number` is its place in the order of arrival. `blocks` hold the keys and values of its first tokens, of which
+    `computed` are of the prompt; it has paid `paid` bytes for those to come. `sent` counts the tokens already
+    delivered; `pending_text` is text not yet delivered. Without `streamed` there is a single delta at the end.
+    `matcher` follows the tokens through the request's grammar, if it has one.
     """
 
     notify: Callable[[OutputDelta | BaseException], None]
     streamed: bool = False
     matcher: LLMatcher | None = None
+    number: int = 0
     processor: LogitsProcessor | None = None
     slot: int = -1
     computed: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    paid: int = 0
     sent: int = 0
     pending_text: str = ""
     aborted: bool = False
 
+
+_SAMPLED_LOGITS = 2**20
+"""Logits that tokens are sampled from together."""
 
 Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -82,40 +92,58 @@ _SLOT = np.dtype(
 
 
 class Scheduler:
-    """Slots, prefix cache and the sequences of every stage, for one weight version."""
+    """The sequences of every stage for one weight version, and the windows of those that run.
+
+    The running sequences have the first slots. Blocks of prompts and windows are paid from the pool: an admitted
+    sequence has paid for its window and for the blocks of its prompt, which are shared by the schedulers of an `owner`.
+    """
 
     def __init__(
-        self, module: nn.Module, version: int, shapes: BatchShapes, tokenizer: ChatTokenizer, options: EngineOptions
+        self,
+        module: nn.Module,
+        version: int,
+        shapes: BatchShapes,
+        tokenizer: ChatTokenizer,
+        max_length: int,
+        options: EngineOptions,
+        pool: KVPool,
+        owner: object,
     ) -> None:
         self.module = module
         self.version = version
         self._shapes = shapes
         self._tokenizer = tokenizer
-        self._options = options
-        self.reset()
-
-    def reset(self) -> None:
-        """Drops all sequences, cached prompts and keys."""
+        self._max_length = max_length
+        self._prefill_tokens = options.prefill_tokens
+        self._pool = pool
+        self.owner = owner
+        self._runner = Runner(module, attends_here=shapes.attends_here)
+        self._block_bytes = BLOCK * shapes.layout.token_bytes
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: list[SequenceState] = []
-        self.running: dict[int, SequenceState] = {}
-        self._runner = Runner(self.module)
-        self._prefixes = PrefixCache(self._options.prefix_bytes)
-        size = self._shapes.decode_rows[-1]
-        self._free_slots = list(range(size))
-        self._slot_S = np.zeros(size, _SLOT)
+        self.running: list[SequenceState] = []
+        self._windows = Windows(shapes.layout)
+        self._slot_S = np.zeros(shapes.max_rows, _SLOT)
+
+    def reset(self) -> None:
+        """Drops all sequences."""
+        for sequence in [*self.prefilling, *self.running]:
+            self._give_back(sequence)
+        self.waiting.clear()
+        self.prefilling, self.running = [], []
+        self._windows = Windows(self._shapes.layout)
 
     def drop_aborted(self) -> None:
-        """Forgets waiting sequences that were aborted; those in slots are dropped by their next step."""
+        """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
         if any(sequence.aborted for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
 
     def load(self, sequence: SequenceState, prefix_discount: int) -> int:
-        """Number of sequences, less `prefix_discount` if the start of this one's prompt is cached or waiting here."""
+        """Number of sequences, less `prefix_discount` if the start of this one's prompt is known here."""
         count = len(self.waiting) + len(self.prefilling) + len(self.running)
-        first = sequence.prompt[: next_span(len(sequence.prompt), 0).end]
-        shared = tuple(first) in self._prefixes or any(s.prompt[: len(first)] == first for s in self.waiting)
-        return count - prefix_discount if shared else count
+        first = sequence.prompt[:BLOCK]
+        others = itertools.chain(self.waiting, self.prefilling, self.running)
+        return count - prefix_discount if any(s.prompt[: len(first)] == first for s in others) else count
 
     @property
     def idle(self) -> bool:
@@ -123,112 +151,181 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[SequenceState]:
-        return [*self.waiting, *self.prefilling, *self.running.values()]
+        return [*self.waiting, *self.prefilling, *self.running]
 
     def step(self, outputs: list[Delivery]) -> None:
-        """Computes one prefill batch and one token per running sequence; appends their deltas to `outputs`."""
-        while self.waiting and self._free_slots:
-            sequence = self.waiting.popleft()
-            sequence.slot = heapq.heappop(self._free_slots)
-            self.prefilling.append(sequence)
+        """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`."""
+        for sequence in [each for each in self.prefilling if each.aborted]:
+            self.prefilling.remove(sequence)
+            self._give_back(sequence)
+        for sequence in [each for each in self.running if each.aborted]:
+            self._release(sequence)
+        self._admit()
         if self.prefilling:
             outputs += self._prefill()
         if self.running:
             outputs += self._decode()
+        if self.idle:
+            self._windows.release()
+
+    def _admit(self) -> None:
+        """Takes waiting sequences while there are slots and room for them; the others stay in their order."""
+        while self.waiting and len(self.prefilling) + len(self.running) < self._shapes.max_rows:
+            sequence = self.waiting[0]
+            needed = self._block_bytes + len(sequence.prompt) * self._shapes.layout.token_bytes + self._logits_bytes
+            if not self._pool.take(needed):
+                return
+            sequence.paid = needed
+            self.prefilling.append(self.waiting.popleft())
+
+    @property
+    def _logits_bytes(self) -> int:
+        return self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
 
     def _prefill(self) -> list[Delivery]:
-        """Advances prompts by cached spans, then by one forward pass over spans of equal shape.
+        """Advances prompts by known blocks, then by one forward pass over their next spans.
 
-        Of several sequences with the same next span one computes it; the others find it cached in the next step.
+        Of several sequences with the same next span one computes it; the others find its block in the next step.
         """
-        ready: list[tuple[SequenceState, Chunk]] = []
-        batch: dict[tuple[int, ...], tuple[SequenceState, Span]] = {}
-        for sequence in [sequence for sequence in self.prefilling if sequence.aborted]:
-            self.prefilling.remove(sequence)
-            self._release(sequence)
+        ready: list[SequenceState] = []
+        batch: dict[Hashable, tuple[SequenceState, Span]] = {}
+        tokens = 0
         for sequence in self.prefilling:
-            chunk = self._load_cached(sequence)
-            if chunk is not None and sequence.computed == len(sequence.prompt):
-                ready.append((sequence, chunk))
+            self._use_known(sequence)
+            if sequence.computed == len(sequence.prompt):
+                ready.append(sequence)
                 continue
-            span = next_span(len(sequence.prompt), sequence.computed)
-            if self._fits(span, batch):
-                batch.setdefault(tuple(sequence.prompt[: span.end]), (sequence, span))
+            start, end = next_span(len(sequence.prompt), sequence.computed)
+            key = self._key(sequence, end)
+            if key in batch or (batch and tokens + end - start > self._most_tokens):
+                continue
+            tokens += end - start
+            block = Block(self._shapes.layout, end - start)
+            batch[key] = sequence, Span(sequence.prompt, start, tuple(sequence.blocks), block)
         ready += self._forward(batch)
-        done = {id(sequence) for sequence, _ in ready}
-        self.prefilling = [s for s in self.prefilling if id(s) not in done]
+        done = set(map(id, ready))
+        self.prefilling = [sequence for sequence in self.prefilling if id(sequence) not in done]
         return self._start_decoding(ready) if ready else []
 
-    def _load_cached(self, sequence: SequenceState) -> Chunk | None:
-        """Copies the cached spans of the prompt into the slot; returns the last one."""
-        last = None
+    @property
+    def _most_tokens(self) -> int:
+        """Of a forward pass that computes several prompts."""
+        return self._prefill_tokens if self._shapes.packs_prompts else 0
+
+    def _key(self, sequence: SequenceState, end: int) -> Hashable:
+        """Of a block; the last one of a prompt has logits, which others have not."""
+        return self.owner, tuple(sequence.prompt[:end]), end == len(sequence.prompt)
+
+    def _use_known(self, sequence: SequenceState) -> None:
+        """Uses the blocks of the prompt that are there already."""
         while sequence.computed < len(sequence.prompt):
-            span = next_span(len(sequence.prompt), sequence.computed)
-            chunk = self._prefixes.get(tuple(sequence.prompt[: span.end]))
-            if chunk is None:
-                break
-            self._runner.cache.ensure(sequence.slot + 1, width_for(span.end))
-            self._runner.cache.load(sequence.slot, span.start, chunk)
-            sequence.computed, last = span.end, chunk
-        return last
+            _, end = next_span(len(sequence.prompt), sequence.computed)
+            block = self._pool.use(self._key(sequence, end))
+            if block is None:
+                return
+            self._append_block(sequence, block)
 
-    def _fits(self, span: Span, batch: dict[Any, tuple[SequenceState, Span]]) -> bool:
-        if not batch:
-            return True
-        first = next(iter(batch.values()))[1]
-        alike = (first.start, first.columns) == (span.start, span.columns)
-        return alike and len(batch) < self._shapes.prefill_rows(span.columns)[-1]
+    def _append_block(self, sequence: SequenceState, block: Block) -> None:
+        sequence.blocks.append(block)
+        sequence.computed += block.length
 
-    def _forward(self, batch: dict[tuple[int, ...], tuple[SequenceState, Span]]) -> list[tuple[SequenceState, Chunk]]:
-        """Computes and caches the spans in `batch`; returns the sequences whose prompt is now complete."""
+    def _forward(self, batch: dict[Hashable, tuple[SequenceState, Span]]) -> list[SequenceState]:
+        """Computes the blocks in `batch`; returns the sequences whose prompt is now complete."""
         if not batch:
             return []
-        sequences, spans = zip(*batch.values(), strict=True)
-        rows = next(size for size in self._shapes.prefill_rows(spans[0].columns) if size >= len(batch))
-        chunks = self._runner.prefill([s.prompt for s in sequences], [s.slot for s in sequences], spans, rows)
-        for key, sequence, span, chunk in zip(batch, sequences, spans, chunks, strict=True):
-            sequence.computed = span.end
-            self._prefixes.put(key, chunk)
-        done = zip(sequences, chunks, strict=True)
-        return [(sequence, chunk) for sequence, chunk in done if sequence.computed == len(sequence.prompt)]
+        least = self._shapes.least_rows
+        logits_NV = self._runner.prefill([span for _, span in batch.values()], least, least)
+        complete = []
+        for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
+            is_last = span.end == len(sequence.prompt)
+            if is_last:
+                span.block.keep_logits(logits_V)
+                complete.append(sequence)
+            sequence.paid -= span.block.size  # from now on by the block
+            self._append_block(sequence, self._pool.add(key, span.block))
+        return complete
 
-    def _start_decoding(self, ready: list[tuple[SequenceState, Chunk]]) -> list[Delivery]:
-        """Samples the first token of each complete prompt."""
-        for sequence, chunk in ready:
+    def _start_decoding(self, ready: list[SequenceState]) -> list[Delivery]:
+        """Gives complete prompts a window, and samples their first tokens."""
+        logits = []
+        for sequence in ready:
             params, last = sequence.params, len(sequence.prompt) - 1
+            logits_V = sequence.blocks[-1].logits_V
+            assert logits_V is not None
+            logits.append(logits_V)
+            sequence.slot = len(self.running)
+            self.running.append(sequence)
+            self._pool.give(sequence.paid - self._block_bytes)  # of blocks that others had computed
+            sequence.paid = self._block_bytes
+            if sequence.blocks[-1].length < BLOCK:
+                self._windows.ensure(len(self.running), sequence.blocks[-1].length)
+                self._windows.load(sequence.slot, sequence.blocks[-1])
+                self._pool.drop([sequence.blocks.pop()])
             own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
             self._slot_S[sequence.slot] = (0, last, 0, *own, params.top_k, params.min_p)
-            self.running[sequence.slot] = sequence
             if LogitsProcessor.is_needed(params):
-                sequence.processor = LogitsProcessor(params, sequence.prompt, self._tokenizer, len(chunk.logits_V))
-        sequences = [sequence for sequence, _ in ready]
-        return self._sample(torch.stack([chunk.logits_V for _, chunk in ready]), sequences)
+                sequence.processor = LogitsProcessor(params, sequence.prompt, self._tokenizer, len(logits_V))
+        return self._sample(torch.stack(logits), ready)
 
     def _decode(self) -> list[Delivery]:
-        for sequence in [sequence for sequence in self.running.values() if sequence.aborted]:
-            self._release(sequence)
-        if not self.running:
+        self._grow()
+        count = len(self.running)
+        if not count:
             return []
-        slots = sorted(self.running)
-        size = next(size for size in self._shapes.decode_rows if size > slots[-1])
-        slot_B = self._slot_S[:size]
-        logits_BV = self._runner.decode(slot_B["token"], slot_B["position"], self._shapes.min_width)
-        if len(slots) < size:
-            logits_BV = logits_BV[torch.tensor(slots, device=logits_BV.device)]
-        return self._sample(logits_BV, [self.running[slot] for slot in slots])
+        rows = self._shapes.rows(count)
+        slot_B = self._slot_S[:rows]
+        slot_B["position"][count:] = 0
+        blocks = [sequence.blocks for sequence in self.running]
+        longest = max(int(slot_B["position"][row]) - len(own) * BLOCK for row, own in enumerate(blocks)) + 1
+        self._windows.ensure(rows, longest)
+        blocks += [[]] * (rows - count)
+        logits_BV = self._runner.decode(self._windows, blocks, slot_B["token"], slot_B["position"])
+        return self._sample(logits_BV[:count], list(self.running))
+
+    def _grow(self) -> None:
+        """Makes blocks of full windows. Without room for them the youngest sequences wait again.
+
+        Their keys and values are computed again from the tokens they have. One alone has room (see `Engine`).
+        """
+        for sequence in list(self.running):
+            full = (len(sequence.blocks) + 1) * BLOCK
+            while sequence in self.running and self._slot_S["position"][sequence.slot] == full:
+                if self._pool.take(self._block_bytes):
+                    block = self._windows.block(sequence.slot)
+                    block.users = 1
+                    sequence.blocks.append(block)
+                    break
+                youngest = max(self.running, key=lambda each: each.number)
+                self._release(youngest)
+                youngest.computed = 0
+                self.waiting.appendleft(youngest)
 
     def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
-        """Samples a token for each sequence; returns the deltas to deliver."""
+        """Samples a token for each sequence; returns the deltas to deliver.
+
+        On a CPU a few rows at a time: for large temporary tensors the system would have to find new memory each time.
+        """
+        count = max(1, _SAMPLED_LOGITS // logits_BV.shape[-1]) if logits_BV.device.type == "cpu" else len(sequences)
+        parts = [slice(start, start + count) for start in range(0, len(sequences), count)]
+        return [output for part in parts for output in self._sample_rows(logits_BV[part], sequences[part])]
+
+    def _sample_rows(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
         logits_BV = _processed(logits_BV, sequences)
         slots = [sequence.slot for sequence in sequences]
         slot_B = self._slot_S[slots]
         temperature_B, top_p_B, seed_B = slot_B["temperature"], slot_B["top_p"], slot_B["seed"]
         more = self._banned(slot_B, sequences), bool(slot_B["top_logprobs"].any()), slot_B["top_k"], slot_B["min_p"]
         sampled = sample(logits_BV, SamplingMetadata(temperature_B, top_p_B, seed_B, slot_B["index"], *more))
+        new = []
+        for row, (sequence, index) in enumerate(zip(sequences, slot_B["index"].tolist(), strict=True)):
+            if index < len(sequence.tokens):  # computed again
+                sampled.tokens[row] = sequence.tokens.ids[index]
+            else:
+                new.append(row)
         self._slot_S["token"][slots] = sampled.tokens
         self._slot_S["position"][slots] += 1
         self._slot_S["index"][slots] += 1
-        return [output for row, sequence in enumerate(sequences) if (output := self._append(sequence, sampled, row))]
+        return [output for row in new if (output := self._append(sequences[row], sampled, row))]
 
     def _banned(self, slot_B: np.ndarray, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
         """(rows, tokens): the tokens that would end sequences that have not reached their `min_tokens`."""
@@ -249,7 +346,7 @@ class Scheduler:
         if sequence.matcher is not None and (problem := _advance(sequence.matcher, token.id)):
             self._release(sequence)
             return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
-        text, finish_reason = sequence.append(token, self._tokenizer, self._options.max_length)
+        text, finish_reason = sequence.append(token, self._tokenizer, self._max_length)
         if finish_reason is not None:
             self._release(sequence)
         elif not sequence.streamed:
@@ -261,9 +358,18 @@ class Scheduler:
         return sequence, OutputDelta(self.version, sequence.pending_text + text, tokens, finish_reason)
 
     def _release(self, sequence: SequenceState) -> None:
-        self.running.pop(sequence.slot, None)
-        self._slot_S["position"][sequence.slot] = 0
-        heapq.heappush(self._free_slots, sequence.slot)
+        """Frees the slot of a running sequence, which the last one gets."""
+        slot, last = sequence.slot, self.running.pop()
+        if last is not sequence:
+            self._windows.move(last.slot, slot)
+            self._slot_S[slot] = self._slot_S[last.slot]
+            self.running[slot], last.slot = last, slot
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: SequenceState) -> None:
+        self._pool.drop(sequence.blocks)
+        self._pool.give(sequence.paid)
+        sequence.blocks, sequence.paid = [], 0
 
 
 def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch.Tensor:

@@ -59,7 +59,8 @@ class CompletionEndpoint:
                 raise RequestRefused(f"{key} gives {problem}", param=key)
             if len(prompt) >= max_length:
                 problem = f"the prompt has {len(prompt)} tokens; prompt and completion together may have {max_length}"
-                raise RequestRefused(problem, param=key, code="context_length_exceeded")
+                reason = f" ({sampler.length_limit})" if sampler.length_limit else ""
+                raise RequestRefused(problem + reason, param=key, code="context_length_exceeded")
         limits = max_length, vocab_size, len(sampler.tokenizer.eos_token_ids)
         return request, request.generation_requests(prompts, *limits), model.weights
 

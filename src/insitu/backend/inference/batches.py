@@ -1,0 +1,179 @@
+"""What the rows of one forward pass read and write, and their attention: a decoding step, or spans of prompts.
+
+On a CPU in float32 attention is computed here, where no result depends on what else is in the batch: each row attends
+to its own tokens, and a block that several rows share is read once for all of them. Elsewhere, and for layers with
+windows or scores of their own, the model's attention gets padded keys and values, as from any cache of transformers.
+
+Shapes: B rows of a decoding step, H heads of queries, G heads of keys, R = H / G, T positions, D head size, W positions
+of a window.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from insitu.backend.attention import causal, merged, visible
+from insitu.backend.inference.kv_pool import BLOCK, Block, Windows, common
+
+_LEAST_ROWS = 3
+
+
+class Span(NamedTuple):
+    """Tokens [start, end) of a prompt, which lie in one block; those before them are in the blocks of `before`."""
+
+    tokens: Sequence[int]
+    start: int
+    before: Sequence[Block]
+    block: Block
+
+    @property
+    def end(self) -> int:
+        return self.start + self.block.length
+
+
+class Batch(Protocol):
+    """A forward pass, layer by layer; queries are (B, H, T, D), new keys and values (B, G, T, D)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Stores the keys and values; returns the result of attention (B, T, H, D)."""
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the keys and values; returns all that the rows attend to, by position."""
+
+
+class DecodeBatch:
+    """One token for each of the first B slots; `blocks_B` are the blocks before their windows.
+
+    `position_B` is the token's position.
+    """
+
+    def __init__(self, windows: Windows, blocks_B: Sequence[Sequence[Block]], position_B: np.ndarray) -> None:
+        self._windows, self._blocks, device = windows, blocks_B, windows.layout.device
+        self.offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
+        self.width = min(-(-int(self.offset_B.max() + 1) // 32) * 32, windows.width)
+        self._offset_B = torch.from_numpy(self.offset_B).to(device)
+        self._slot_B = torch.arange(len(blocks_B), device=device)
+        self._hidden_B11W = (torch.arange(self.width, device=device) > self._offset_B[:, None])[:, None, None]
+        """Positions of the window after the token."""
+        deep = [row for row, blocks in enumerate(blocks_B) if blocks]
+        self._deep = sorted(deep, key=lambda row: (*map(id, blocks_B[row]),))
+        """The rows with blocks, those that share some next to each other."""
+        rows = [blocks_B[row] for row in self._deep]
+        self._depth = max(map(len, rows), default=0)
+        self._runs = [(level, *run) for level in range(self._depth) for run in common(rows, level)]
+        self._spans = [(row, len(blocks) * BLOCK) for row, blocks in enumerate(rows)]
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._windows.layers[layer]
+        keys[self._slot_B, :, self._offset_B] = key[:, :, 0]
+        values[self._slot_B, :, self._offset_B] = value[:, :, 0]
+        count = len(self._blocks)
+        return keys[:count, :, : self.width], values[:count, :, : self.width]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        keys_BGWD, values_BGWD = self._store(layer, key, value)
+        count, heads = key.shape[:2]
+        query_BGRD = query.view(count, heads, -1, query.shape[-1]) * scale
+        scores = _product(query_BGRD.flatten(0, 1), keys_BGWD.flatten(0, 1).transpose(1, 2))
+        scores_BGRW = scores.view(*query_BGRD.shape[:3], -1).masked_fill_(self._hidden_B11W, -torch.inf)
+        if not self._deep:
+            weights_BGRW = torch.softmax(scores_BGRW, -1)
+            result = _product(weights_BGRW.flatten(0, 1), values_BGWD.flatten(0, 1))
+        else:
+            weights_BGRW, of_blocks = self._attend_to_blocks(layer, query_BGRD, scores_BGRW)
+            result = _product(weights_BGRW.flatten(0, 1), values_BGWD.flatten(0, 1))
+            result.view(count, heads, -1, result.shape[-1])[self._deep] += of_blocks
+        return result.view(count, 1, query.shape[1], -1)
+
+    def _attend_to_blocks(self, layer: int, query_BGRD: Tensor, scores_BGRW: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of all rows in their windows, and the sum over the blocks for the rows that have some."""
+        _, heads, repeats, _ = query_BGRD.shape
+        deep, rows, past = self._deep, len(self._deep), self._depth * BLOCK
+        query = query_BGRD[deep].transpose(0, 1).reshape(heads, rows * repeats, -1)
+        scores = query.new_full((heads, rows, repeats, past + self.width), -torch.inf)
+        flat = scores.flatten(1, 2)
+        for level, first, end in self._runs:
+            keys = self._blocks[deep[first]][level].layers[layer][0]
+            part = slice(first * repeats, end * repeats)
+            flat[:, part, level * BLOCK : (level + 1) * BLOCK] = _product(query[:, part], keys.transpose(1, 2))
+        scores[..., past:] = scores_BGRW[deep].transpose(0, 1)
+        weights = torch.softmax(scores, -1)
+        result: Tensor = query.new_empty(0)
+        for level, first, end in self._runs:
+            values = self._blocks[deep[first]][level].layers[layer][1]
+            if not level and not first:
+                result = query.new_zeros(heads, rows * repeats, values.shape[-1])
+            part = slice(first * repeats, end * repeats)
+            of_level = weights.flatten(1, 2)[:, part, level * BLOCK : (level + 1) * BLOCK]
+            result[:, part] += _product(of_level, values)
+        weights_BGRW = torch.softmax(scores_BGRW, -1)
+        weights_BGRW[deep] = weights[..., past:].transpose(0, 1)
+        return weights_BGRW, result.view(heads, rows, repeats, -1).transpose(0, 1)
+
+    @property
+    def length(self) -> int:
+        """Positions of the padded keys and values."""
+        return max((len(blocks) for blocks in self._blocks), default=0) * BLOCK + self.width
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        windows = self._store(layer, key, value)
+        if not self._deep:
+            return windows
+        padded = []
+        for which, window in enumerate(windows):
+            tensor = window.new_zeros(*window.shape[:2], self.length, window.shape[3])
+            for row, blocks in enumerate(self._blocks):
+                parts = [*(block.layers[layer][which] for block in blocks), window[row]]
+                together = torch.cat(parts, 1) if blocks else parts[0]
+                tensor[row, :, : together.shape[1]] = together
+            padded.append(tensor)
+        return padded[0], padded[1]
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Products of at least three rows: fewer are computed otherwise, and their last bits depend on the columns."""
+    count = rows.shape[1]
+    if count >= _LEAST_ROWS:
+        return torch.bmm(rows, matrix)
+    return torch.bmm(torch.cat([rows] * _LEAST_ROWS, 1), matrix)[:, :count].contiguous()
+
+
+class PrefillBatch:
+    """Spans of prompts, one after the other in one row; all but one may be computed by `attend` only."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        ends = np.cumsum([span.block.length for span in spans])
+        self._parts = [slice(end - span.block.length, end) for span, end in zip(spans, ends.tolist(), strict=True)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        results = []
+        for span, part in zip(self.spans, self._parts, strict=True):
+            keys, values = key[:, :, part], value[:, :, part]
+            self._store(span, layer, keys, values)
+            own = causal(query[:, :, part], keys, values, scale)
+            if span.before:
+                before = [torch.cat([b.layers[layer][which] for b in span.before], 1)[None] for which in (0, 1)]
+                own = merged(own, visible(query[:, :, part], before[0], before[1], scale))
+            results.append(own[0])
+        padding = query.shape[2] - self._parts[-1].stop
+        if padding:
+            results.append(results[0].new_zeros(*results[0].shape[:2], padding, results[0].shape[3]))
+        return torch.cat(results, 2).transpose(1, 2)
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        (span,) = self.spans
+        length = span.block.length
+        self._store(span, layer, key[:, :, :length], value[:, :, :length])
+        if not span.before:
+            return key, value
+        earlier = [[block.layers[layer][which][None] for block in span.before] for which in (0, 1)]
+        return torch.cat([*earlier[0], key], 2), torch.cat([*earlier[1], value], 2)
+
+    def _store(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> None:
+        stored = span.block.layers[layer]
+        stored[0].copy_(keys[0])
+        stored[1].copy_(values[0])

@@ -1,0 +1,231 @@
+"""Keys and values: blocks of prompts shared by reference in one pool, and a window for each running sequence.
+
+A sequence's tokens are cut at multiples of `BLOCK`. Each full block of a prompt is stored once, for all sequences whose
+prompts begin with the same tokens. What follows the last full block lies in the sequence's window, where its tokens are
+added; a full window becomes a block of the sequence alone. So memory follows the tokens that are there, and is given
+back to the system.
+
+Shapes: S slots, H heads of keys, W positions of a window, D head size.
+"""
+
+import math
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Tokens of a full block."""
+_WIDTHS = (64, 128, BLOCK)
+"""Widths of windows."""
+_KEPT_WHEN_IDLE = 64 * 2**20
+"""Maximum bytes of windows that an idle scheduler keeps."""
+
+
+class LayerShape(NamedTuple):
+    """One layer's keys and values of a token."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model stores for each token."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        numbers = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
+        return numbers * self.dtype.itemsize
+
+    def empty(self, *sizes: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of all layers, each (*sizes, H, length, D), in one piece of memory."""
+        shapes = [
+            (*sizes, layer.heads, length, size) for layer in self.layers for size in (layer.key_size, layer.value_size)
+        ]
+        counts = [math.prod(shape) for shape in shapes]
+        parts = [part.view(shape) for part, shape in zip(self._memory(sum(counts)).split(counts), shapes, strict=True)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
+
+    def _memory(self, count: int) -> Tensor:
+        """On a CPU its own mapping, which the system gets back as soon as it is not used any more."""
+        if self.device.type != "cpu" or not count:
+            return torch.zeros(count, dtype=self.dtype, device=self.device)
+        return torch.frombuffer(mmap.mmap(-1, count * self.dtype.itemsize), dtype=self.dtype)
+
+
+class Block:
+    """Keys and values (H, length, D) of each layer for up to `BLOCK` tokens; `logits_V` after the last of a prompt.
+
+    `users` are the sequences that need it.
+    """
+
+    def __init__(self, layout: Layout, length: int) -> None:
+        self.layers = layout.empty(length=length)
+        self.length = length
+        self.size = length * layout.token_bytes
+        self.logits_V: Tensor | None = None
+        self.users = 0
+        self.key: Hashable = None
+
+    def keep_logits(self, logits_V: Tensor) -> None:
+        self.logits_V = logits_V.clone()
+        self.size += logits_V.nbytes
+
+
+class KVPool:
+    """Counts the bytes of all blocks and windows, and keeps the blocks of earlier prompts while there is room.
+
+    At most `limit` bytes are in use, of which at most `prefix_limit` are blocks that no sequence needs. Schedulers in
+    several threads use it.
+    """
+
+    def __init__(self, limit: int, prefix_limit: int) -> None:
+        self.limit, self.prefix_limit = limit, prefix_limit
+        self.used = self.unused = 0
+        """Bytes that are taken, and those of them in blocks that no sequence needs."""
+        self._blocks: dict[Hashable, Block] = {}
+        self._idle: OrderedDict[Hashable, Block] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> bool:
+        """Takes bytes, if need be those of blocks that no sequence needs; returns False if there are too few."""
+        with self._lock:
+            if size > self.limit - self.used + self.unused:
+                return False
+            self._trim(self.limit - size)
+            self.used += size
+            return True
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self.used -= size
+
+    def use(self, key: Hashable) -> Block | None:
+        """The block with this key, which stays until it is dropped; None if there is none."""
+        with self._lock:
+            if (block := self._blocks.get(key)) is not None:
+                self._use(block)
+            return block
+
+    def add(self, key: Hashable, block: Block) -> Block:
+        """Keeps a block, whose bytes were taken, as one in use; returns the one to use, an equal one if there is."""
+        with self._lock:
+            if (known := self._blocks.get(key)) is not None:
+                self.used -= block.size
+                block = known
+            else:
+                block.key = key
+                self._blocks[key] = block
+            self._use(block)
+            return block
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """Ends the use of blocks: those of a prompt are kept if there is room, others are freed."""
+        with self._lock:
+            for block in blocks:
+                block.users -= 1
+                if block.users:
+                    continue
+                if self._blocks.get(block.key) is block:
+                    self._idle[block.key] = block
+                    self.unused += block.size
+                else:
+                    self.used -= block.size
+            self._trim(self.limit)
+
+    def forget(self, owner: object) -> None:
+        """Frees the blocks of an owner, the first part of their keys, as soon as no sequence needs them."""
+        with self._lock:
+            for key in [key for key in self._blocks if key[0] is owner]:  # type: ignore[index]
+                block = self._blocks.pop(key)
+                if self._idle.pop(key, None) is not None:
+                    self.unused -= block.size
+                    self.used -= block.size
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._blocks
+
+    def _use(self, block: Block) -> None:
+        if not block.users and self._idle.pop(block.key, None) is not None:
+            self.unused -= block.size
+        block.users += 1
+
+    def _trim(self, most: int) -> None:
+        while self._idle and (self.unused > self.prefix_limit or self.used > most):
+            key, block = self._idle.popitem(last=False)
+            del self._blocks[key]
+            self.unused -= block.size
+            self.used -= block.size
+
+
+class Windows:
+    """The windows of a scheduler's running sequences: for each layer keys and values (S, H, W, D)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.slots = self.width = 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def size(self) -> int:
+        return self.slots * self.width * self.layout.token_bytes
+
+    def ensure(self, slots: int, length: int) -> None:
+        """Makes room for the first `slots` sequences, and for `length` tokens in each."""
+        if slots <= self.slots and length <= self.width:
+            return
+        old, size = self.layers, min(slots, self.slots)
+        self.slots = max(self.slots, 1 << (slots - 1).bit_length())
+        self.width = max(self.width, next(width for width in _WIDTHS if width >= length))
+        self.layers = self.layout.empty(self.slots, length=self.width)
+        for pair, old_pair in zip(self.layers, old, strict=False):
+            for new, before in zip(pair, old_pair, strict=True):
+                new[:size, :, : before.shape[2]] = before[:size]
+
+    def release(self) -> None:
+        """No sequence is running: frees the memory, unless it is little."""
+        if self.size > _KEPT_WHEN_IDLE:
+            self.slots, self.width, self.layers = 0, 0, []
+
+    def load(self, slot: int, block: Block) -> None:
+        """Copies a block to the beginning of a window."""
+        for pair, source in zip(self.layers, block.layers, strict=True):
+            for tensor, part in zip(pair, source, strict=True):
+                tensor[slot, :, : block.length] = part
+
+    def move(self, source: int, target: int) -> None:
+        for pair in self.layers:
+            for tensor in pair:
+                tensor[target] = tensor[source]
+
+    def block(self, slot: int) -> Block:
+        """A copy of a full window."""
+        block = Block(self.layout, BLOCK)
+        for pair, target in zip(self.layers, block.layers, strict=True):
+            for tensor, part in zip(pair, target, strict=True):
+                part.copy_(tensor[slot])
+        return block
+
+
+def common(rows: Sequence[Sequence[Any]], level: int) -> list[tuple[int, int]]:
+    """Runs (first, end) of rows that have the same block at a level, in the order of the rows."""
+    runs: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
+        if len(row) <= level:
+            continue
+        if runs and runs[-1][1] == number and rows[number - 1][level] is row[level]:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
