@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from factories import MODEL
 from model_families import tiny_config
 from processes import run
+from real_model import real_model
 from safetensors import safe_open
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -263,6 +266,47 @@ def test_validate_says_what_a_file_needs(tmp_path: Path) -> None:
     assert re.fullmatch(r"disk: about \S+ MB of checkpoints; .* are free", disk)
     unknown = run("validate", file, "-o", "trainer_adapters.backend.model", "org/name", folder=tmp_path)
     assert unknown.stdout.splitlines()[-1] == "memory: unknown before the backend has loaded its model"
+
+
+MICRO_BATCH = """
+import sys
+import numpy as np
+import torch
+from insitu.backend.learner.batches import Row, collate
+from insitu.backend.learner.logprobs import LogprobComputer
+from insitu.backend.learner.policy import adamw, build_policy
+from insitu.backend.model import load_model
+from insitu.schemas.training_jobs import LoRASettings
+
+rank, tokens = int(sys.argv[2]), 32
+loaded = load_model(sys.argv[1])
+policy = build_policy(loaded, LoRASettings(rank=rank) if rank else None, seed=0)
+optimizer = adamw(policy.trainable, None)
+for parameter in policy.trainable.values():
+    parameter.grad = torch.zeros_like(parameter)
+optimizer.step()
+ids = np.arange(tokens, dtype=np.int32)
+rows = [Row(ids * 7 + number, np.arange(8, tokens)) for number in range(16)]
+LogprobComputer(loaded)(policy.module, collate(rows, loaded.device)).logprobs_N.sum().backward()
+status = open("/proc/self/status").read()
+print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_peak_of_a_real_model(rank: int) -> None:
+    """Weights, optimizer and a micro-batch of 512 tokens, without a server: up to a quarter below the prediction."""
+    command = [sys.executable, "-c", MICRO_BATCH, real_model(), str(rank)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    stored = stored_model(str(real_model()))
+    assert stored is not None
+    shape = model_shape(stored.config, stored.parameters)
+    assert shape is not None
+    assert shape.parameters == 134_515_008
+    workload = Workload(lora_rank=rank or None, micro_batch_tokens=512, job_tokens=512, request_tokens=1, versions=0)
+    predicted = memory_budget(shape, workload).fixed
+    assert 0.75 * predicted < peak < 1.02 * predicted
 
 
 def test_a_file_that_cannot_fit_is_refused_before_an_earlier_run_is_moved(

@@ -19,8 +19,8 @@ from insitu.training.native.config import InsituAdapterConfig
 logger = logging.getLogger(__name__)
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
-_LETTERS_PER_TOKEN = 3
-_AROUND_QUESTION = 128
+_LETTERS_PER_TOKEN = 4
+_AROUND_QUESTION = 64
 """Tokens of a prompt besides the row's question: the template, and instructions."""
 _COMPLETION = 1024
 """Tokens of a completion if no `max_tokens` limits them."""
