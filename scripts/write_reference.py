@@ -20,10 +20,12 @@ from insitu import registry as reg
 from insitu.config import EvalGeneralConfig, GeneralConfig
 from insitu.config.keys import fields_not_in_file, models_of
 from insitu.registry import Kind, registry
+from insitu.schemas.backend_processes import MemorySize
 from insitu.schemas.components import ComponentRef
 from insitu.schemas.finetuning import FinetuneConfig
 
 _TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
+_TYPE_NAMES |= {MemorySize: "bytes, or a size such as `2GB`"}
 _BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """\

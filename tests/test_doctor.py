@@ -250,7 +250,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("doctor", file, "--episodes", 8, "--json", PYTHONWARNINGS="error")
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)
-    assert said.keys() == {"findings", "estimate", "budget", "played"}
+    assert said.keys() == {"findings", "estimate", "memory", "budget", "played"}
     assert said["findings"] == []
     assert said["budget"]["episodes_played"] == 8
     estimate = said["estimate"]
@@ -288,10 +288,11 @@ def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
     file = MODEL.parent / "grpo.yml"
     done = run("doctor", file, "--episodes", 32, folder=tmp_path, PYTHONWARNINGS="error")
     assert (done.returncode, done.stderr) == (0, "")
-    played, time, memory, disk, free = done.stdout.splitlines()
+    played, time, memory, *parts, disk, free = done.stdout.splitlines()
     assert played.startswith("played 32 episodes (4 rows x 8, at most 120 s) in ")
     assert re.match(r"time: about .*: 12 epochs of .* collecting and .* training, 4 validations of ", time)
-    assert re.fullmatch(r"memory: at least \S+ MB, the backend \S+ MB", memory)
+    assert re.match(r"memory: about \d+ MB of \S+ GB that are free \(\S+ GB in all\); keys and values of ", memory)
+    assert re.fullmatch(r"  measured +\S+ MB  the backend, in the job of this command", parts[-1])
     assert re.fullmatch(r"disk: about \S+ MB of episodes, \S+ MB of checkpoints", disk)
     assert free.startswith("free disk: ")
     assert not [*tmp_path.iterdir()]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from insitu.disk.files import readable_bytes
+from insitu.disk.files import readable_bytes, readable_seconds
 from insitu.doctor.diagnosis import Budget
-from insitu.doctor.estimate import Measures, about_disk, estimate, readable_seconds
+from insitu.doctor.estimate import Measures, about_disk, estimate
 from insitu.doctor.findings import Evidence, Severity, is_random, severity_of
 from insitu.doctor.judgements import (
     about_calls,

@@ -7,15 +7,19 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from aiohttp import web
 from factories import MODEL
 from tiny_backend import tiny_backend
 from waiting import hang
 
+from insitu.backend import BackendOptions
+from insitu.cli.backend import command as backend_command
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
 from insitu.plugin_api import Builder
@@ -23,6 +27,7 @@ from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
+from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
 OPTIONS: dict[str, Any] = {
@@ -510,8 +515,51 @@ async def test_a_lost_job_is_submitted_again_but_not_forever(backend: Backend, w
             "vLLM would sample from other weights than are trained; allowed: sampler embedded",
         ),
         ({"url": "http://h", "quantization": "nf4", "training": {"lora": {}}}, "quantization: allowed with model only"),
+        ({"url": "http://h", "kv_memory": "2GB", "threads": 1}, "kv_memory, threads: allowed with model only"),
+        ({"model": "m", "kv_memory": "much"}, "kv_memory: .*allowed: a number of bytes, or a size such as 2GB"),
+        ({"model": "m", "kv_memory": "0GB"}, "kv_memory: .*'0GB' is not a size of memory"),
+        ({"model": "m", "kv_memory": True}, "kv_memory: .*True is not a size of memory"),
+        ({"model": "m", "max_batch": 0}, "max_batch"),
+        (
+            {"model": "m", "max_batch": 8, "kv_memory": 10**9, "sampler": {"_type": "vllm"}},
+            "max_batch, kv_memory: allowed with sampler embedded",
+        ),
     ],
 )
 def test_settings_that_nobody_would_read_are_refused(write: Any, block: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_config(write({"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", **block}}}))
+
+
+def test_limits_reach_the_backend(write: Any) -> None:
+    limits = {"threads": 2, "max_length": 512, "max_batch": 16, "kv_memory": "1.5 GiB"}
+    path = write({"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": "m", **limits}}})
+    config = load_config(path)
+    block = config.block(TRAINER_ADAPTER, "a")
+    assert isinstance(block, InsituAdapterConfig)
+    chosen = backend_options(block.backend_arguments(config, model="m"))
+    assert (chosen.threads, chosen.max_length, chosen.max_batch) == (2, 512, 16)
+    assert chosen.kv_memory == 3 * 2**29
+    assert backend_options(["--model", "m"]).kv_memory is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2000", 2000), ("1KB", 1000), ("1 kib", 1024), ("2.5MB", 2_500_000), ("1TiB", 2**40), ("3gb", 3 * 10**9)],
+)
+def test_sizes_of_memory(text: str, size: int) -> None:
+    assert backend_options(["--model", "m", "--kv_memory", text]).kv_memory == size
+
+
+@pytest.mark.parametrize("text", ["2G", "-1", "1.5", "B", "0", "2 GB or so", ""])
+def test_other_sizes_are_refused_by_the_command(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size of memory; allowed: a number of") as refused:
+        backend_options(["--model", "m", "--kv_memory", text])
+    assert "'--kv_memory'" in refused.value.format_message()
+
+
+def backend_options(arguments: list[str]) -> BackendOptions:
+    """The options as the command `insitu backend` reads them."""
+    names = {each.name for each in fields(BackendOptions)}
+    values = backend_command.make_context("backend", arguments).params
+    return BackendOptions(**{name: value for name, value in values.items() if name in names})

@@ -264,4 +264,4 @@ def test_preferences_are_valid_without_a_reward_function(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("is valid")
+    assert capsys.readouterr().out.splitlines()[0].endswith("is valid")

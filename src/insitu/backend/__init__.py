@@ -52,6 +52,15 @@ def _addresses(context: click.Context, parameter: click.Parameter, value: str | 
     return tuple(filter(None, (each.strip() for each in (value or "").split(","))))
 
 
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    from insitu.schemas.backend_processes import memory_size  # not at import: pydantic would slow `--help` down
+
+    try:
+        return memory_size(value) if value is not None else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -79,10 +88,11 @@ class BackendOptions:
     """The options of `insitu backend`; importing them does not import torch.
 
     `token` is required of every request; without one, `insecure_no_auth` allows a `host` that other machines can
-    connect to, and `allowed_host` further names in the Host header. `max_length`, `max_batch` and `threads` default to
-    values that suit the model. With `lora_rank`, jobs without a `lora` block train adapters of that rank instead of all
-    weights. The options that begin with `learner` are the keys of `LearnerOptions`, those that begin with `sampler` the
-    keys of `SamplerOptions`. `keep_last` and `keep_every` say which checkpoints are kept after jobs that do not.
+    connect to, and `allowed_host` further names in the Host header. `max_length`, `max_batch`, `threads` and
+    `kv_memory`, in bytes, default to values that suit the model and the machine. With `lora_rank`, jobs without a
+    `lora` block train adapters of that rank instead of all weights. The options that begin with `learner` are the keys
+    of `LearnerOptions`, those that begin with `sampler` the keys of `SamplerOptions`. `keep_last` and `keep_every` say
+    which checkpoints are kept after jobs that do not.
     """
 
     model: str = _option(MISSING, "A folder, a Hub name, or RUN_DIR/best or RUN_DIR/latest.", required=True)
@@ -106,6 +116,9 @@ class BackendOptions:
     max_length: int | None = _option(None, "Maximum tokens of prompt and completion.", type=click.IntRange(min=2))
     max_batch: int | None = _option(None, "Maximum number of concurrent requests.", type=_COUNT)
     threads: int | None = _option(None, "CPU threads for sampling.", type=_COUNT)
+    kv_memory: int | None = _option(
+        None, "Memory for the keys and values of requests, such as 2GB.", callback=_size, metavar="SIZE"
+    )
     lora_rank: int | None = _option(None, "LoRA rank (default: train all weights).", type=_COUNT)
     learner_processes: int = _option(1, "Processes that train together.", type=_COUNT)
     learner_gpus: tuple[int, ...] = _option((), "Their GPUs, as 0,1,2 (default: the first ones).", callback=_numbers)

@@ -18,7 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend.quantization import quantizer
+from insitu.disk.files import readable_bytes
+from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import (
     NO_CODE,
     SAFE_OPTIONS,
@@ -27,6 +30,7 @@ from insitu.disk.model_files import (
     check_templates,
     check_weights,
     code_problem,
+    stored_model,
 )
 from insitu.errors import BackendError
 from insitu.formats.templates import chosen_template, template_error
@@ -85,6 +89,7 @@ def load_model(
         torch_dtype = DTYPES[dtype]
     else:
         raise BackendError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
+    _check_memory(base, config, torch_dtype)
     module = _weights(base, torch_dtype)
     if adapter:
         from peft import PeftModel
@@ -105,6 +110,24 @@ def load_model(
     module.eval().requires_grad_(False)
     max_length = _max_length(config, tokenizer)
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, max_length, source, quantization)
+
+
+def _check_memory(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Raises BackendError if the weights do not fit into this machine, before they are loaded, or downloaded.
+
+    Those for a GPU are loaded on the CPU first.
+    """
+    stored, machine = stored_model(source), machine_memory()
+    shape = model_shape(config.to_dict(), stored.parameters if stored is not None else None)
+    if shape is None or machine is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    weights = memory_budget(shape, Workload(dtype=name, trains=False)).weights
+    if weights > machine.available:
+        smaller = "a smaller model" if dtype != torch.float32 else "dtype bfloat16, or a smaller model"
+        problem = f"the weights of {source} take {readable_bytes(weights)} in {name}"
+        free = f"{readable_bytes(machine.available)} of {readable_bytes(machine.total)} of memory are free"
+        raise BackendError(f"{problem}, but {free}; use {smaller}")
 
 
 def _device(name: str) -> torch.device:

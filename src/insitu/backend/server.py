@@ -18,6 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 import insitu
+from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend import BackendOptions
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.http import ApiRoute, openapi_document
@@ -29,9 +30,9 @@ from insitu.backend.learner.batches import TrainsJobs
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
-from insitu.backend.model import LoadedModel, load_model
+from insitu.backend.model import LoadedModel, load_model, text_config
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
-from insitu.disk.files import writable_folder
+from insitu.disk.files import available_memory, readable_bytes, writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, PluginError
 from insitu.formats.parser import format_problem, unknown_format
@@ -183,6 +184,8 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
         loaded = await asyncio.to_thread(
             load_model, options.model, options.device, options.dtype, options.quantization, options.chat_template
         )
+        if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
+            _warn_of_training(loaded, options)
         backend = create_backend(loaded, options, output_dir)
         await backend.start()
         try:
@@ -197,6 +200,23 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
                     await stopped.wait()
         finally:
             await backend.close()
+
+
+def _warn_of_training(loaded: LoadedModel, options: BackendOptions) -> None:
+    """Logs a warning if jobs do not fit into the memory that is free beside the loaded weights."""
+    parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    shape, free = model_shape(text_config(loaded.module).to_dict(), parameters), available_memory()
+    if shape is None or free is None:
+        return
+    rank = options.lora_rank or (16 if options.quantization is not None else None)
+    budget = memory_budget(shape, Workload(str(loaded.dtype).removeprefix("torch."), lora_rank=rank))
+    if (needed := budget.fixed - budget.process - budget.weights) > free:
+        kind = "all weights" if rank is None else f"LoRA adapters of rank {rank}"
+        advice = "train LoRA adapters (--lora_rank 16), or with a smaller micro_batch_tokens"
+        logger.warning(
+            "jobs that train %s need about %s more, but %s of memory are free: %s",
+            *(kind, readable_bytes(needed), readable_bytes(free), advice),
+        )
 
 
 @contextlib.asynccontextmanager

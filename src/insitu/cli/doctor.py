@@ -46,8 +46,7 @@ def command(
 
 def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
     """The findings, the worst first, and the estimate."""
-    from insitu.disk.files import readable_bytes
-    from insitu.doctor.estimate import readable_seconds
+    from insitu.disk.files import readable_bytes, readable_seconds
 
     for finding in diagnosis.findings:
         yield f"{finding.severity.replace('_', ' ')}: {finding.what}  [{finding.code}]"
@@ -59,8 +58,11 @@ def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
         f"played {budget['episodes_played']} episodes ({budget['rows']} rows{generations}, at most "
         f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}"
     )
-    yield f"time: {_time(of)}"
-    if of.memory_bytes is not None:
+    roughly = diagnosis.memory.epoch_seconds if diagnosis.memory is not None else None
+    yield f"time: {_time(of, roughly)}"
+    if diagnosis.memory is not None:
+        yield from diagnosis.memory.table(of.backend_memory_bytes)
+    elif of.memory_bytes is not None:
         backend = of.backend_memory_bytes
         more = "" if backend is None else f", the backend {readable_bytes(backend)}"
         yield f"memory: at least {readable_bytes(of.memory_bytes)}{more}"
@@ -71,11 +73,13 @@ def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
     yield f"free disk: {readable_bytes(of.disk_free_bytes)}"
 
 
-def _time(of: "Estimate") -> str:
-    from insitu.doctor.estimate import readable_seconds
+def _time(of: "Estimate", roughly: float | None) -> str:
+    from insitu.disk.files import readable_seconds
 
     if of.collect_seconds_per_epoch is None:
-        return "unknown, as no episode has ended"
+        return (
+            "unknown, as no episode has ended" if roughly is None else f"roughly {readable_seconds(roughly)} an epoch"
+        )
     total = f"about {readable_seconds(of.total_seconds)}: " if of.total_seconds is not None else ""
     training = f"{readable_seconds(of.train_seconds_per_epoch)} training" if of.train_seconds_per_epoch else ""
     text = f"{total}{of.epochs} epoch{'s' * (of.epochs != 1)} of {readable_seconds(of.collect_seconds_per_epoch)} "

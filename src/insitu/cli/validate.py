@@ -17,6 +17,10 @@ def command(request: "FinetuneRunConfig") -> None:
     from insitu.collect.event_loop import run_async
     from insitu.training.runtime import check_run
 
-    config = run_async(check_run(request))
+    config, memory = run_async(check_run(request))
     untrained = "" if config.finetuning.enabled else "; it does not train (finetuning.enabled is false)"
     click.echo(f"{request.config_file} is valid{untrained}")
+    if memory is not None:
+        click.echo("\n".join([*memory.table(), *memory.costs()]))
+    elif config.finetuning.enabled:
+        click.echo("memory: unknown before the backend has loaded its model")

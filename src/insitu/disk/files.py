@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from insitu.disk.memory import machine_memory
 from insitu.errors import ConfigError, InsituError
 from insitu.wire.redaction import redact_bytes
 
@@ -61,13 +62,22 @@ def readable_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
+def readable_seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def available_memory() -> int | None:
-    """Bytes that a process of this machine can take; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    """Bytes that a process of this machine, and of this process's cgroups, can take; None if that is unknown."""
+    memory = machine_memory()
+    return memory.available if memory is not None else None
 
 
 def cannot_read(path: Path | str, error: OSError) -> InsituError:

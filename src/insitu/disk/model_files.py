@@ -14,17 +14,23 @@ local folder is checked before they read it. For those of a hub they get `SAFE_O
 """
 
 import hashlib
+import json
+import logging
+import math
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from insitu.disk.files import cannot_read, file_name_problem
 from insitu.disk.json_files import read_object
-from insitu.errors import BackendError
+from insitu.errors import BackendError, InsituError
 from insitu.schemas.training_jobs import LoRASettings, Retention
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "training.json"
@@ -37,6 +43,8 @@ SAFE_OPTIONS = {**NO_CODE, "use_safetensors": True}
 _DIGEST_LENGTH = 16
 _SAMPLES, _SAMPLE = 1024, 4096
 """Parts of a file that are compared, and the bytes of one."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of safetensors itself."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -255,3 +263,50 @@ def code_problem(error: Exception) -> str | None:
     if "trust_remote_code" not in str(error):
         return None
     return "it needs Python code of its repository (auto_map), which is never run; use a model that transformers has"
+
+
+class StoredModel(NamedTuple):
+    """What the files of a model say of its size: its config.json, the number of its parameters, None if the weights are
+    not here, and the rank of its adapters, if it is an adapter."""
+
+    config: dict[str, Any]
+    parameters: int | None
+    lora_rank: int | None = None
+
+
+def stored_model(source: str) -> StoredModel | None:
+    """Reads the configuration and the headers of the weights of a folder, or of a Hub name that was downloaded before.
+
+    None if they are not on this machine, or damaged, which loading the model reports.
+    """
+    folder = Path(source) if Path(source).is_dir() else _downloaded(source)
+    try:
+        if folder is None:
+            return None
+        if (folder / "adapter_config.json").is_file():
+            adapter = read_object(folder / "adapter_config.json", follow_links=True)
+            base = str(adapter.get("base_model_name_or_path"))
+            model = stored_model(base if Path(base).exists() else str(folder / base)) or stored_model(base)
+            return model._replace(lora_rank=int(adapter.get("r") or 0) or None) if model is not None else None
+        files = [path for path in folder.glob("*.safetensors") if path.name != OPTIMIZER_FILE]
+        parameters = sum(map(_parameters, files)) if files else None
+        return StoredModel(read_object(folder / "config.json", follow_links=True), parameters)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, InsituError) as error:
+        logger.info("the size of %s is unknown: %s", source, error)
+        return None
+
+
+def _downloaded(name: str) -> Path | None:
+    """The folder of a model in the Hub's cache, https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
+    model = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"models--{name.replace('/', '--')}"
+    if name.count("/") > 1 or not (model / "refs/main").is_file():
+        return None
+    return model / "snapshots" / (model / "refs/main").read_text().strip()
+
+
+def _parameters(path: Path) -> int:
+    """The number of elements in a safetensors file, by its header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -13,15 +13,17 @@ from typing import Any
 
 from rich.console import Console
 
+from insitu.builder import Builder
 from insitu.collect.collector import Plan as CollectionPlan
 from insitu.collect.collector import collect
 from insitu.collect.conversations import GroupRecord, collection_of
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import run_of
+from insitu.collect.shared_run import run_of, share
 from insitu.config import Config, changed_config
+from insitu.disk.files import nearest_folder
 from insitu.disk.json_files import write_json
-from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate, nearest_folder
+from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate
 from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, worst_first
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
@@ -38,6 +40,7 @@ from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBu
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import LoopTrainer
+from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.metrics import collected_metrics
 from insitu.training.runtime import ReadyRun, prepared, ready_run
 
@@ -237,6 +240,7 @@ class Diagnosis:
 
     findings: list[Finding]
     estimate: Estimate
+    memory: MemoryPlan | None
     budget: dict[str, Any]
     played: dict[str, Any] = field(default_factory=dict)
 
@@ -253,6 +257,7 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     started = time.perf_counter()
     config, request = await prepared(request)
     plan, output_dir = Plan.of(config, request.dataset), config.finetuning.output_dir
+    memory = await _memory_plan(config, request)
     with _scratch_beside(output_dir) as scratch:
         config, request, rows, generations = _limited(config, request, plan, budget, scratch)
         async with ready_run(config, request, Console(quiet=True), scratch) as ready:
@@ -263,13 +268,21 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
             examination.measure(evidence)
             measures, decode = examination.measures, examination.decoder()
             plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
-    estimated = estimate(plan, measures, keep, output_dir)
+    estimated = estimate(plan, measures, keep, output_dir, memory)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
     if plan.replays:
         rows, generations = plan.rows_per_epoch, plan.generations
     limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
     used = {"episodes_played": measures.episodes, "seconds_played": measures.playing}
-    return Diagnosis(findings, estimated, {**limits, **used}, _played(evidence))
+    return Diagnosis(findings, estimated, memory, {**limits, **used}, _played(evidence))
+
+
+async def _memory_plan(config: Config, request: FinetuneRunConfig) -> MemoryPlan | None:
+    """That of the whole file, of which only a few rows are played. Raises what `finetune` raises if it does not fit."""
+    async with Builder(config, request=request) as builder:
+        with share(builder):
+            adapter = await builder.get_trainer_adapter(str(config.finetuning.trainer_adapter))
+            return check_memory(adapter.memory_plan() if isinstance(adapter, TrainerAdapter) else None, free=True)
 
 
 @contextmanager

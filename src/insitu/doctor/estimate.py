@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from insitu.algorithms.selection import included_fraction
-from insitu.disk.files import readable_bytes
+from insitu.disk.files import nearest_folder, readable_bytes
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.doctor.findings import Finding, Severity
 from insitu.doctor.plan import Plan
 from insitu.schemas.training_jobs import KeepConfig
-
-_LATEST = 2
-"""Versions that are kept whatever the file says."""
+from insitu.training.memory_plan import MemoryPlan, kept_versions
 
 
 @dataclass
@@ -61,8 +59,10 @@ class Estimate:
     disk_free_bytes: int
 
 
-def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path) -> Estimate:
-    """A job takes as long as the measured one for each of its episodes."""
+def estimate(
+    plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir: Path, memory: MemoryPlan | None = None
+) -> Estimate:
+    """A job takes as long as the measured one for each of its episodes. What was not measured is that of `memory`."""
     collect = _playing_seconds(plan, measures, plan.episodes_per_epoch)
     validation = None
     if not plan.replays or not plan.validations:  # reading an episode says nothing about playing one
@@ -75,6 +75,8 @@ def estimate(plan: Plan, measures: Measures, keep: KeepConfig | None, output_dir
     if measures.stored is not None and measures.episodes:
         episodes = int(measures.stored / measures.episodes * plan.episodes_per_epoch * plan.epochs)
     checkpoints = _checkpoint_bytes(plan, measures, keep)
+    if checkpoints is None and memory is not None:
+        checkpoints = memory.checkpoint_bytes
     estimates = [each for each in (episodes, checkpoints) if each is not None]
     return Estimate(
         start_seconds=measures.start,
@@ -121,13 +123,12 @@ def _job_seconds(plan: Plan, measures: Measures) -> float | None:
 
 
 def _checkpoint_bytes(plan: Plan, measures: Measures, keep: KeepConfig | None) -> int | None:
-    """Bytes of the checkpoints kept at the end; while a job is written, there is one more."""
+    """Bytes of the checkpoints kept at the end, and of the one that is being written."""
     if measures.weights is None:
         return None
-    keep = keep or KeepConfig()
-    versions = max(keep.last, _LATEST + plan.staleness) + int(keep.best and plan.validations > 0)
-    versions = min(plan.epochs, versions + (plan.epochs // keep.every if keep.every is not None else 0))
-    return (versions + 1) * measures.weights + (min(plan.epochs, keep.optimizer) + 1) * measures.optimizer
+    keeps_best = plan.validations > 0
+    versions, optimizers = kept_versions(keep or KeepConfig(), plan.epochs, plan.staleness, keeps_best=keeps_best)
+    return versions * measures.weights + optimizers * measures.optimizer
 
 
 def checkpoint_sizes(folder: Path) -> tuple[int | None, int]:
@@ -147,15 +148,3 @@ def about_disk(plan: Plan, estimated: Estimate, output_dir: Path) -> Iterator[Fi
         what = f"the run needs {readable_bytes(needed)}, and {readable_bytes(free)} are free in {folder}"
         where, change = f"finetuning.output_dir, {plan.adapter}.keep", "free space, use another disk, or keep fewer"
         yield Finding("disk_space", Severity.STOPS_LEARNING, what, where, f"{change} checkpoints")
-
-
-def nearest_folder(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that exists."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def readable_seconds(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,8 +1,9 @@
-"""The processes of a backend: those that train a model, and those that sample."""
+"""The processes of a backend: those that train a model, and those that sample, and the memory that they may use."""
 
-from typing import Any, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
 SET_BY_BACKEND = frozenset(
@@ -12,6 +13,24 @@ SET_BY_BACKEND = frozenset(
     }
 )
 """Arguments of vLLM that `args` cannot set."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", re.IGNORECASE)
+
+
+def memory_size(value: int | str) -> int:
+    """Bytes of `2000000000`, `"2GB"` or `"1.5 GiB"`. Raises ValueError for anything else."""
+    text = str(value).strip()
+    match = _SIZE.fullmatch(text)
+    size = int(text) if text.isdecimal() and not isinstance(value, bool) else 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        size = round(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1))
+    if size <= 0:
+        allowed = "a number of bytes, or a size such as 2GB or 1.5GiB (KB to TB, KiB to TiB)"
+        raise ValueError(f"{value!r:.40} is not a size of memory; allowed: {allowed}")
+    return size
+
+
+MemorySize = Annotated[int, BeforeValidator(memory_size, json_schema_input_type=int | str)]
 
 
 class LearnerOptions(BaseModel):

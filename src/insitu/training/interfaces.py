@@ -22,6 +22,7 @@ from insitu.schemas.finetuning import (
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from insitu.training.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,10 @@ class TrainerAdapter(ABC):
     def serving_settings(self) -> dict[str, Any]:
         """How the model is served, shown in the header of the run."""
         return {}
+
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the backend that the adapter starts needs of this machine; None if there is none, or it is unknown."""
+        return None
 
     @property
     def backend_pid(self) -> int | None:

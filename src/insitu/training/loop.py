@@ -99,7 +99,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         if self._durable.continues:
             self.run_id, self.reward_history = progress.run_id, [*progress.rewards]
         self._plot = RewardPlot(self.store.path / files.PLOT)
-        self.report.note("starting the backend ...")
+        plan = self.trainer_adapter.memory_plan()
+        self.report.notes([*([plan.summary()] if plan is not None else []), "starting the backend ..."])
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         await checks.check_versions(self, self._full_config, self._staleness, pinned=self._batches.pinned)

@@ -36,6 +36,7 @@ from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, T
 from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.loop import LoopTrainer
+from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
 from insitu.wire.http_format import json_path
@@ -131,6 +132,7 @@ async def ready_run(
                 check_token_bridge(trainer, config)
                 check_validation(trainer, config)
             if isinstance(adapter, TrainerAdapter):
+                check_memory(adapter.memory_plan(), free=True)
                 state.needs = adapter.needs
             async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
                 await trainer.initialize(config.finetuning.model_copy(update=section))
@@ -142,23 +144,24 @@ async def ready_run(
                     yield ReadyRun(state, builder, trainer, adapter)
 
 
-async def check_run(run_config: FinetuneRunConfig) -> Config:
+async def check_run(run_config: FinetuneRunConfig) -> tuple[Config, MemoryPlan | None]:
     """Checks what `finetune` checks before it starts anything; of a file that does not train, it and its rows.
 
     Raises ConfigError or PluginError.
     """
-    config = requested_config(run_config)
+    config, memory = requested_config(run_config), None
     if config.finetuning.enabled:
         config, request = await prepared(run_config, config)
         async with Builder(config, request=request) as builder:
             with share(builder):
-                trainer, _ = await _bound_components(builder)
+                trainer, adapter = await _bound_components(builder)
+                memory = check_memory(adapter.memory_plan() if isinstance(adapter, TrainerAdapter) else None)
                 check_sampling(trainer, config)
                 check_token_bridge(trainer, config)
                 check_validation(trainer, config)
     elif run_config.dataset is not None or config.eval.dataset is not None:
         load_dataset(config, run_config.dataset)
-    return config
+    return config, memory
 
 
 async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> tuple[Config, FinetuneRunConfig]:

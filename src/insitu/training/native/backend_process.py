@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import resource
 import secrets
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from insitu.disk.files import readable_bytes
+from insitu.disk.memory import machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
 from insitu.wire.redaction import remember_secret
 
@@ -21,6 +24,17 @@ logger = logging.getLogger(__name__)
 _READY_LINE = re.compile(rb"insitu backend ready at (http://\S+)\s")
 
 _OWN_PREFIX = "insitu backend: "
+
+_MEMORY_RESTARTS = 1
+"""How often a process is started again that the kernel has ended for lack of memory: what it did would be repeated."""
+
+MEMORY_KEYS = "training.lora, dtype, quantization, max_length, kv_memory, eval.general.max_concurrency"
+"""Keys of a file with which a run takes less memory."""
+
+
+def _peak_of_children() -> int:
+    """Bytes that the largest of this process's children held which have ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -70,6 +84,10 @@ class BackendProcess:
         self.ready = asyncio.Event()
         """Set while it runs, and clear while it is started again."""
         self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
+        self._kills: int | None = None
+        """Processes that the kernel had ended for lack of memory when this one was started."""
+        self._peak = 0
+        """Bytes of the largest child process that had ended by then."""
 
     async def start(self, startup_timeout: float) -> str:
         """Returns the URL once the backend is ready. Raises BackendUnavailable with the end of its log otherwise.
@@ -81,6 +99,7 @@ class BackendProcess:
             self._started[0].close()
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--port", str(self._port)]
         command += ["--parent_pid", str(os.getpid())]
+        self._kills, self._peak = memory_kills(), _peak_of_children()
         with self._log_path.open("ab") as log:
             # a new session, so that Ctrl-C reaches only this process, which then stops the child
             self._started = await asyncio.get_running_loop().subprocess_exec(
@@ -99,7 +118,8 @@ class BackendProcess:
             if url is None:
                 code = transport.get_returncode()
                 problem = f"insitu backend exited with code {code} before it was ready"
-                raise BackendUnavailable(f"{problem}{self._own_reason() or f'; {self._log_tail()}'}")
+                reason = self._own_reason() or f"; {self._memory_reason() or self._log_tail()}"
+                raise BackendUnavailable(f"{problem}{reason}")
         except TimeoutError:
             await self.stop()
             problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
@@ -128,10 +148,10 @@ class BackendProcess:
                 await self._started[1].exited.wait()
                 self.ready.clear()
                 report = str(self.exit_report())
-                if self._restarts >= self._max_restarts:
+                if self._restarts >= (most := self._restarts_allowed()):
                     raise BackendUnavailable(report)
                 self._restarts += 1
-                logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, self._max_restarts)
+                logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, most)
                 await self.start(self._startup_timeout)
                 self.restarted_at = time.monotonic()
         finally:
@@ -139,14 +159,35 @@ class BackendProcess:
 
     def final_report(self) -> str | None:
         """The report of the ended process, unless it will be started again."""
-        return None if self._kept_running and self._restarts < self._max_restarts else self.exit_report()
+        return None if self._kept_running and self._restarts < self._restarts_allowed() else self.exit_report()
+
+    def _restarts_allowed(self) -> int:
+        limit = _MEMORY_RESTARTS if self._memory_reason() is not None else self._max_restarts
+        return min(limit, self._max_restarts)
 
     def exit_report(self) -> str | None:
         """The exit code and the end of the log if the process has exited on its own."""
         if self._started is None or (code := self._started[0].get_returncode()) is None:
             return None
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-        return f"the backend process exited with code {code}{name}; {self._log_tail()}"
+        return f"the backend process exited with code {code}{name}; {self._memory_reason() or self._log_tail()}"
+
+    def _memory_reason(self) -> str | None:
+        """A sentence if the kernel has ended the process for lack of memory, as its counters say."""
+        if self._started is None or self._started[0].get_returncode() != -signal.SIGKILL:
+            return None
+        kills, memory, peak = memory_kills(), machine_memory(), _peak_of_children()
+        if kills is None or kills <= (self._kills or 0):
+            return None
+        held = f", when it held {readable_bytes(peak)}" if peak > self._peak else ""
+        limit = ""
+        if memory is not None:
+            what = f"the limit of {memory.cgroup}" if memory.cgroup is not None else "the memory of this machine"
+            limit = f"; {what} is {readable_bytes(memory.total)}"
+        return (
+            f"the kernel ended it for lack of memory{held}{limit}; it needs less with {MEMORY_KEYS} (insitu validate "
+            f"lists what needs how much; log: {self._log_path})"
+        )
 
     def _own_reason(self) -> str | None:
         """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""

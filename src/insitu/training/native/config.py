@@ -13,7 +13,7 @@ from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
 from insitu.formats.registry import NONE
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
-from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
+from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 from insitu.wire.http_format import split_userinfo
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 _CHAT_TEMPLATE = "trainer_adapters: chat_template"
-_OF_MODEL = ("device", "dtype", "quantization", "chat_template", "tool_format", "reasoning_format")
+_LIMITS = ("threads", "max_length", "max_batch", "kv_memory")
+_OF_MODEL = ("device", "dtype", "quantization", "chat_template", "tool_format", "reasoning_format", *_LIMITS)
 """Keys that go with `model`."""
 
 
@@ -55,6 +56,15 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """How the model writes [tool calls](models.md#tool-calls-and-reasoning); none: what its chat template says."""
     reasoning_format: ReasoningFormatName | None = None
     """How the model writes [reasoning](models.md#tool-calls-and-reasoning); none: what its chat template says."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads for sampling; none: as many as suit the model."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Maximum tokens of prompt and completion together; none, or more than that: the model's limit."""
+    max_batch: int | None = Field(default=None, ge=1)
+    """Maximum number of requests sampled concurrently; the others wait. None: 128 on a CPU, 256 on a GPU."""
+    kv_memory: MemorySize | None = None
+    """Memory for the keys and values of requests in flight, such as `2GB`; requests wait while it is in use. None: a
+    share of what weights and training leave free."""
     startup_timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for the backend to load its model."""
     max_restarts: int = Field(default=3, ge=0)
@@ -93,7 +103,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         adapters.
         """
         options = self.model_dump(
-            include={"name", "device", "dtype", "quantization", "tool_format", "reasoning_format"}
+            include={"name", "device", "dtype", "quantization", "tool_format", "reasoning_format", *_LIMITS}
         )
         if self.chat_template is not None:
             options["chat_template"] = config.find_path(self.chat_template, _CHAT_TEMPLATE).resolve()
@@ -177,6 +187,11 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
                 raise ValueError(
                     "quantization: vLLM would sample from other weights than are trained; allowed: sampler embedded"
                 )
+        if self.sampler.kind == "vllm" and (unused := [k for k in ("max_batch", "kv_memory") if getattr(self, k)]):
+            raise ValueError(
+                f"{', '.join(unused)}: allowed with sampler embedded; vLLM has max-num-seqs and gpu-memory-utilization "
+                "in sampler.args"
+            )
         return self
 
 

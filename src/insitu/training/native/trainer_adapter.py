@@ -18,7 +18,6 @@ from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
-from insitu.runs.checkpoints import NAMES, find_checkpoint
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
 from insitu.runs.store import ORPHAN_SECONDS, OUTPUT_DIR, move_aside
 from insitu.schemas.episodes import TrainingRow
@@ -33,9 +32,11 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
+from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.memory import plan_memory, resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.http_format import gzip_lines
 
@@ -74,7 +75,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
         if adapter_config.model is not None:
-            adapter_config.check_formats(self._resolve_model(adapter_config.model), self._full_config)
+            adapter_config.check_formats(resolve_model(adapter_config.model, self._builder), self._full_config)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
@@ -105,20 +106,6 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._connection.verified = True
         self._first_version = 0 if self._process is not None else self._version
 
-    def _resolve_model(self, model: str) -> str:
-        """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
-        key = "the trainer adapter's model"
-        try:
-            folder = find_checkpoint(self._full_config, model, key, self._builder.moved).folder
-        except ConfigError as error:
-            if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
-                raise
-            logger.info("%s; assuming a Hugging Face repo id", error)
-            return model
-        if folder is None:
-            raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
-        return str(folder)
-
     def _starting_model(self, folder: Path, model: str) -> str:
         """The model that training starts from; that of an earlier process if the run continues.
 
@@ -132,7 +119,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         if (folder / "checkpoints").exists():
             self._builder.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
             logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
-        resolved = self._resolve_model(model)
+        resolved = resolve_model(model, self._builder)
         write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
         return resolved
 
@@ -195,6 +182,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def memory_plan(self) -> MemoryPlan | None:
+        return plan_memory(self.config, self._builder) if self.config.model is not None else None
 
     def training_settings(self) -> dict[str, Any]:
         return self._training.effective()

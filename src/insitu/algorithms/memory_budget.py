@@ -1,0 +1,232 @@
+"""The memory, disk and time that serving and training a model takes, from its configuration alone.
+
+    model_shape(config.json, parameters)  ->  ModelShape
+    memory_budget(shape, workload)        ->  MemoryBudget: bytes of each part, and of a token's keys and values
+    remedies(shape, workload)             ->  changes of the settings that take less
+
+The figures are those of the embedded backend in one process. They are estimates from above: real peaks lie up to a
+quarter below (measured with SmolLM2-135M; see tests/test_memory_budget.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+"""Bytes of a quantized weight, with its part of a scale."""
+PROCESS = 600_000_000
+"""A backend without a model: Python, torch and transformers."""
+CPU_MICRO_BATCH, CHUNK_LOGITS = 2048, 1 << 26
+"""Limits of the learner: tokens of a micro-batch on a CPU, and logits that are computed together."""
+LOGIT_COPIES, SAMPLED_COPIES = 5, 4
+"""Float32 tensors of the size of these logits at the peak, in training and in sampling."""
+SMALL_MICRO_BATCH, SHORT_REQUEST = 512, 1024
+"""Settings to propose where memory is short."""
+CORE_OPERATIONS = 40e9
+"""Nominal operations per second of a CPU core in float32: what a core with AVX-512 reaches in practice."""
+_ALIASES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder. `parameters` counts all weights, `linear` those of its layers' matrices, without embeddings
+    and LM head; `lora` is the number of LoRA parameters for each rank."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    max_length: int
+    parameters: int
+    linear: int
+    lora: int
+    dtype: str | None = None
+    """Of the stored weights."""
+
+
+def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> ModelShape | None:
+    """The sizes that a model's configuration states; None if it lacks one. `parameters` is exact if it is known."""
+    config = {**config, **(config.get("text_config") or {})}
+    sizes = {key: next((config[name] for name in names if config.get(name)), None) for key, names in _ALIASES.items()}
+    if not all(isinstance(value, int) for value in sizes.values()):
+        return None
+    layers, hidden, heads, vocab = (int(sizes[key] or 0) for key in _ALIASES)
+    head_size = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    intermediate = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * hidden
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    width = (config.get("moe_intermediate_size") or intermediate) if experts else intermediate
+    queries, keys = heads * head_size, kv_heads * head_size
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    mlp = [(hidden, width), (hidden, width), (width, hidden)]
+    linear = sum(a * b for a, b in matrices) + max(1, experts) * sum(a * b for a, b in mlp) + experts * hidden
+    qkv = config.get("attention_bias") or config.get("qkv_bias") or str(config.get("model_type")).startswith("qwen2")
+    biases = (queries + 2 * keys if qkv else 0) + (hidden if config.get("attention_bias") else 0)
+    biases += 2 * width + hidden if config.get("mlp_bias") else 0
+    norms = 2 * hidden + (2 * head_size if str(config.get("model_type")).startswith("qwen3") else 0)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        intermediate=width * max(1, config.get("num_experts_per_tok") or 1) if experts else width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        vocab=vocab,
+        max_length=config.get("max_position_embeddings") or config.get("n_positions") or 4096,
+        parameters=parameters or embeddings + layers * (linear + biases + norms) + hidden,
+        linear=layers * linear,
+        lora=layers * sum(a + b for a, b in (matrices if experts else matrices + mlp)),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What runs on a model. `dtype` is that of the served weights.
+
+    `request_tokens` is the length of a prompt with its completion, `job_tokens` the number of tokens that a training
+    job computes; `versions` are the trained versions that are loaded to sample from, besides the starting weights.
+    Without `trains`, the model is only served.
+    """
+
+    dtype: str = "float32"
+    trains: bool = True
+    lora_rank: int | None = None
+    quantization: str | None = None
+    micro_batch_tokens: int = CPU_MICRO_BATCH
+    gradient_checkpointing: bool = False
+    job_tokens: int = CPU_MICRO_BATCH
+    concurrency: int = 8
+    request_tokens: int = 1024
+    kv_memory: int | None = None
+    versions: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of each part at the peak of a training job; `kv_token`: of the keys and values of one token."""
+
+    workload: Workload
+    weights: int
+    trained: int
+    gradients: int
+    optimizer: int
+    served: int
+    activations: int
+    logits: int
+    kv_token: int
+    process: int = PROCESS
+
+    @property
+    def fixed(self) -> int:
+        """All but keys and values."""
+        learner = self.trained + self.gradients + self.optimizer + self.activations
+        return self.process + self.weights + learner + self.served + self.logits
+
+    @property
+    def kv_request(self) -> int:
+        return self.kv_token * self.workload.request_tokens
+
+    @property
+    def kv_wanted(self) -> int:
+        """For all requests at once; with less, some wait."""
+        return self.workload.concurrency * self.kv_request
+
+    @property
+    def needed(self) -> int:
+        """The least that works: keys and values of one request at a time, or as much as `kv_memory` reserves."""
+        return self.fixed + (self.workload.kv_memory or self.kv_request)
+
+    def expected(self, available: int) -> int:
+        """The peak: with keys and values for all requests at once, or as many as fit."""
+        room = max(self.kv_request, available - self.fixed)
+        return self.fixed + (self.workload.kv_memory or min(self.kv_wanted, room))
+
+    @property
+    def checkpoint_weights(self) -> int:
+        """Of a file with a version's weights; its optimizer state takes as much as in memory."""
+        return self.trained if self.workload.lora_rank is not None else self.weights
+
+    def kv_tokens(self, available: int) -> int:
+        """How many tokens' keys and values fit into so much memory."""
+        return (self.workload.kv_memory or max(0, available - self.fixed)) // self.kv_token
+
+
+def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
+    size, lora = BYTES.get(workload.dtype, 4), workload.lora_rank
+    weights = shape.parameters * size
+    if workload.quantization is not None:
+        weights = int((shape.parameters - shape.linear) * size + shape.linear * QUANTIZED[workload.quantization])
+    trained = 0
+    if workload.trains:
+        trained = shape.parameters if lora is None else shape.lora * lora
+    longest = max(workload.micro_batch_tokens, workload.request_tokens)  # a row is not split
+    tokens = min(workload.job_tokens, longest) if workload.trains else 0
+    logits = LOGIT_COPIES * min(tokens, CHUNK_LOGITS // shape.vocab) + SAMPLED_COPIES * workload.concurrency
+    return MemoryBudget(
+        workload,
+        weights=weights,
+        trained=4 * trained,
+        gradients=4 * trained + (8 * shape.vocab * shape.hidden if trained and lora is None else 0),  # of two uses
+        optimizer=8 * trained,
+        served=size * trained * workload.versions,
+        activations=size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing),
+        logits=4 * logits * shape.vocab,
+        kv_token=2 * size * shape.layers * shape.kv_heads * shape.head_size,
+    )
+
+
+def _activations(shape: ModelShape, *, checkpointing: bool) -> int:
+    """Numbers that are kept of each token from the forward to the backward pass."""
+    layer = 8 * shape.hidden + 2 * shape.head_size * (shape.heads + 2 * shape.kv_heads) + 4 * shape.intermediate
+    return shape.layers * shape.hidden + layer if checkpointing else shape.layers * layer
+
+
+class Remedy(NamedTuple):
+    """Settings of a file, in its words, and the bytes that are needed with them."""
+
+    settings: str
+    needed: int
+
+
+def remedies(shape: ModelShape, workload: Workload) -> list[Remedy]:
+    """Changes that take less memory, each alone; the last one is all of them together."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if workload.trains and workload.lora_rank is None:
+        changes.append(("training.lora: {rank: 16}", {"lora_rank": 16}))
+    if workload.dtype == "float32":
+        changes.append(("dtype: bfloat16", {"dtype": "bfloat16"}))
+    if workload.quantization is None:
+        lora = "" if workload.lora_rank is not None else " with training.lora: {rank: 16}"
+        changes.append((f"quantization: nf4{lora}", {"quantization": "nf4", "lora_rank": workload.lora_rank or 16}))
+    if workload.trains and not workload.gradient_checkpointing:
+        changes.append(("training.gradient_checkpointing: true", {"gradient_checkpointing": True}))
+    if workload.trains and workload.micro_batch_tokens > SMALL_MICRO_BATCH:
+        text = f"training.micro_batch_tokens: {SMALL_MICRO_BATCH}"
+        changes.append((text, {"micro_batch_tokens": SMALL_MICRO_BATCH}))
+    if workload.request_tokens > SHORT_REQUEST:
+        changes.append((f"max_length: {SHORT_REQUEST}", {"request_tokens": SHORT_REQUEST}))
+    if workload.kv_memory is not None:
+        changes.append(("no kv_memory", {"kv_memory": None}))
+    if workload.concurrency > 1:
+        changes.append(("eval.general.max_concurrency: 1", {"concurrency": 1}))
+    everything: dict[str, Any] = {}
+    for _, values in changes:
+        everything |= values
+    changes.append((", ".join(dict.fromkeys(part for text, _ in changes for part in text.split(" with "))), everything))
+    return [Remedy(text, memory_budget(shape, replace(workload, **values)).needed) for text, values in changes]
+
+
+def operations(shape: ModelShape, *, sampled: int, trained: int, lora: bool) -> float:
+    """Floating-point operations of an epoch, from the number of tokens that are computed to sample, and to train."""
+    return 2.0 * shape.parameters * (sampled + (2 if lora else 3) * trained)

@@ -1,0 +1,97 @@
+"""The memory of this machine: how much a process can take, and what the kernel has ended for lack of it.
+
+A process can be in a memory cgroup with a limit, as in a container; so can each of the groups around it. Version 1 has
+`memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.oom_control`; version 2 has `memory.max`, `memory.current`
+and `memory.events`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+
+
+class MachineMemory(NamedTuple):
+    """In bytes. `total` is the smallest limit that holds, which is that of a `cgroup` or else the machine's RAM."""
+
+    total: int
+    available: int
+    cgroup: Path | None = None
+
+
+def machine_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory | None:
+    """The memory that this process and its children can take; None where the system does not say."""
+    values = _numbers(proc / "meminfo")
+    if "MemTotal" not in values or "MemAvailable" not in values:
+        return None
+    memory = MachineMemory(values["MemTotal"] * 1024, values["MemAvailable"] * 1024)
+    for folder in _memory_cgroups(proc, cgroups):
+        limit = _number(folder, "memory.limit_in_bytes", "memory.max")
+        used = _number(folder, "memory.usage_in_bytes", "memory.current")
+        if limit is None or used is None:
+            continue
+        stat = _numbers(folder / "memory.stat")
+        cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # the kernel drops it when it must
+        room = max(0, limit - max(0, used - cached))
+        total, cgroup = (limit, folder) if limit < memory.total else (memory.total, memory.cgroup)
+        memory = MachineMemory(total, min(memory.available, room), cgroup)
+    return memory
+
+
+def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """How many processes the kernel has ended for lack of memory, here and in this process's cgroups.
+
+    The number only grows. None where the system does not say.
+    """
+    folders = _memory_cgroups(proc, cgroups)
+    files = [
+        proc / "vmstat",
+        *(folder / name for folder in folders for name in ("memory.oom_control", "memory.events")),
+    ]
+    counts = [count for file in files if (count := _numbers(file).get("oom_kill")) is not None]
+    return sum(counts) if counts else None
+
+
+def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """The folders of the memory cgroups that this process is in, the innermost first.
+
+    In a container they may be mounted as the root, whatever their paths are outside.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        root = cgroups / "memory" if "memory" in controllers.split(",") else cgroups
+        if controllers and root == cgroups:
+            continue
+        folder = root / path.lstrip("/")
+        while folder.is_relative_to(root):
+            if folder.is_dir():
+                yield folder
+            if folder == root:
+                break
+            folder = folder.parent
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    """The number in the first of the files that exists; None if it is no number, such as `max`."""
+    for name in names:
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdecimal() else None
+    return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The numbers of lines such as `oom_kill 3` and `MemTotal: 24684096 kB`; none if there is no such file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}

@@ -1,0 +1,92 @@
+"""The model of a backend that a run starts, and its memory plan, from the run's file and the files of the model."""
+
+import json
+import logging
+from pathlib import Path
+
+from insitu.algorithms.memory_budget import CPU_MICRO_BATCH, Workload, model_shape
+from insitu.builder import Builder
+from insitu.collect.datasets import load_dataset
+from insitu.disk.memory import machine_memory
+from insitu.disk.model_files import stored_model
+from insitu.errors import ConfigError
+from insitu.registry import LLM, TRAINER, TRAJECTORY_BUILDER
+from insitu.runs.checkpoints import NAMES, find_checkpoint
+from insitu.training.episodes_builder import CollectingBuilderConfig
+from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
+from insitu.training.native.config import InsituAdapterConfig
+
+logger = logging.getLogger(__name__)
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_LETTERS_PER_TOKEN = 4
+_AROUND_QUESTION = 64
+"""Tokens of a prompt besides the row's question: the template, and instructions."""
+_COMPLETION = 1024
+"""Tokens of a completion if no `max_tokens` limits them."""
+
+
+def resolve_model(model: str, builder: Builder) -> str:
+    """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
+    key = "the trainer adapter's model"
+    try:
+        folder = find_checkpoint(builder.config, model, key, builder.moved).folder
+    except ConfigError as error:
+        if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise
+        logger.info("%s; assuming a Hugging Face repo id", error)
+        return model
+    if folder is None:
+        raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
+    return str(folder)
+
+
+def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | None:
+    """The plan for a block with a `model`.
+
+    None if the sizes of the model are unknown, or vLLM or several processes take a part of the memory.
+    """
+    model, config = resolve_model(str(block.model), builder), builder.config
+    stored = stored_model(model)
+    shape = model_shape(stored.config, stored.parameters) if stored is not None else None
+    if stored is None or shape is None or block.learner.total > 1 or block.sampler.kind != "embedded":
+        return None
+    on_gpu = block.device.startswith("cuda") or (block.device == "auto" and _NVIDIA.exists())
+    training, trainer = block.training, config.blocks.get((TRAINER.section, str(config.finetuning.trainer)))
+    epoch, prompt, completion = _epoch(builder)
+    longest = min(block.max_length or shape.max_length, shape.max_length)
+    staleness = getattr(trainer, "staleness", 0)
+    workload = Workload(
+        dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
+        lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
+        quantization=block.quantization,
+        micro_batch_tokens=training.micro_batch_tokens if on_gpu else min(training.micro_batch_tokens, CPU_MICRO_BATCH),
+        gradient_checkpointing=training.gradient_checkpointing,
+        job_tokens=epoch.prompts + epoch.completions,
+        concurrency=min(config.max_concurrency, block.max_batch or config.max_concurrency),
+        request_tokens=min(prompt + completion, longest),
+        kv_memory=block.kv_memory,
+        versions=1 + staleness,
+    )
+    finetuning = config.finetuning
+    kept = kept_versions(block.keep, finetuning.num_epochs, staleness, keeps_best=finetuning.validation is not None)
+    key = f"trainer_adapters.{finetuning.trainer_adapter}"
+    machine = machine_memory() if not on_gpu else None
+    return MemoryPlan(key, model, shape, workload, epoch, *kept, config.run_dir, machine)
+
+
+def _epoch(builder: Builder) -> tuple[Epoch, int, int]:
+    """The tokens of an epoch, of its longest prompt, and of a completion, as far as the file tells."""
+    config, request = builder.config, builder.request
+    collecting = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
+    rows, generations, limit = [], 1, None
+    if isinstance(collecting, CollectingBuilderConfig):
+        generations, limit = collecting.num_generations, collecting.rows_per_epoch
+        if collecting.episodes_from is None:
+            rows = load_dataset(config, request.dataset if request is not None else None)
+    letters = max((len(json.dumps(row.input_obj, default=str)) for row in rows), default=0)
+    prompt = _AROUND_QUESTION + letters // _LETTERS_PER_TOKEN
+    limits = [getattr(config.block(LLM, name), "max_tokens", None) for name in config.trained_llms()]
+    completion = max((limit or _COMPLETION for limit in limits), default=_COMPLETION)
+    count = min(limit or len(rows), len(rows)) or 1
+    return Epoch(count * generations, count * prompt, count * generations * completion), prompt, completion

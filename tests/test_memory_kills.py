@@ -1,0 +1,178 @@
+"""The memory of this machine and its cgroups, and a backend that the kernel ends for lack of it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from factories import MODEL
+from waiting import until
+
+from insitu.disk.files import available_memory
+from insitu.disk.memory import MachineMemory, machine_memory, memory_kills
+from insitu.errors import BackendUnavailable
+from insitu.training.native.backend_process import BackendProcess
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Path, Path]:
+    """The folders `proc` and `cgroups` of a machine of 8 GiB, 6 of which are free, without cgroups."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroups"
+    (proc / "self").mkdir(parents=True)
+    cgroups.mkdir()
+    (proc / "meminfo").write_text(f"MemTotal: {8 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {6 * 2**20} kB\n")
+    (proc / "vmstat").write_text("nr_free_pages 12\noom_kill 3\n")
+    return proc, cgroups
+
+
+def enter(machine: tuple[Path, Path], path: str, files: dict[str, str], version: int) -> Path:
+    """Puts the process into a cgroup of a version; `files` are those of the group."""
+    proc, cgroups = machine
+    folder = cgroups / ("memory" if version == 1 else "") / path
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = {1: f"5:cpu:/other\n4:memory:/{path}\n0::/\n", 2: f"0::/{path}\n"}
+    (proc / "self/cgroup").write_text(lines[version])
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+    return folder
+
+
+def test_a_machine_without_cgroups(machine: tuple[Path, Path], tmp_path: Path) -> None:
+    assert machine_memory(*machine) == MachineMemory(8 * GIB, 6 * GIB)
+    assert memory_kills(*machine) == 3
+    assert machine_memory(tmp_path, tmp_path) is None
+    assert memory_kills(tmp_path, tmp_path) is None
+
+
+def test_limits_of_version_2(machine: tuple[Path, Path]) -> None:
+    """What files hold in the page cache can be used; the limit of a group around it holds, too."""
+    files = {
+        "memory.max": str(4 * GIB),
+        "memory.current": str(3 * GIB),
+        "memory.stat": f"anon 5\ninactive_file {2 * GIB}",
+        "memory.events": "low 0\noom 2\noom_kill 2\noom_group_kill 0",
+    }
+    inner = enter(machine, "app.slice/run.service", files, version=2)
+    assert machine_memory(*machine) == MachineMemory(4 * GIB, 3 * GIB, inner)
+    assert memory_kills(*machine) == 5
+    (inner.parent / "memory.max").write_text(str(2 * GIB))
+    (inner.parent / "memory.current").write_text(str(GIB))
+    assert machine_memory(*machine) == MachineMemory(2 * GIB, GIB, inner.parent)
+    (inner.parent / "memory.max").write_text("max\n")
+    (inner / "memory.max").write_text("max\n")
+    assert machine_memory(*machine) == MachineMemory(8 * GIB, 6 * GIB)
+
+
+def test_limits_of_version_1(machine: tuple[Path, Path]) -> None:
+    files = {
+        "memory.limit_in_bytes": str(4 * GIB),
+        "memory.usage_in_bytes": str(3 * GIB),
+        "memory.stat": f"cache 7\ntotal_inactive_file {GIB}",
+        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4",
+    }
+    inner = enter(machine, "docker/abc", files, version=1)
+    assert machine_memory(*machine) == MachineMemory(4 * GIB, 2 * GIB, inner)
+    assert memory_kills(*machine) == 7
+    (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    assert machine_memory(*machine) == MachineMemory(8 * GIB, 6 * GIB)
+
+
+def test_a_container_sees_its_group_as_the_root(machine: tuple[Path, Path]) -> None:
+    proc, _ = machine
+    root = enter(machine, "", {"memory.max": str(GIB), "memory.current": "0"}, version=2)
+    (proc / "self/cgroup").write_text("0::/docker/abc\n")
+    assert machine_memory(*machine) == MachineMemory(GIB, GIB, root)
+
+
+def test_this_machine() -> None:
+    memory = machine_memory()
+    assert memory is not None
+    assert 0 < memory.available <= memory.total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert available_memory() == pytest.approx(memory.available, rel=0.5)
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A memory cgroup of version 1 with a limit of 16 MiB, for processes that the test moves into it."""
+    group = Path("/sys/fs/cgroup/memory") / f"insitu-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(2**24))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup of version 1 can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_the_kernel_counts_what_it_ends(small_group: Path) -> None:
+    before = memory_kills()
+    assert before is not None
+    command = f'echo $$ > {small_group}/cgroup.procs && exec {sys.executable} -c "held = bytearray(10**9)"'
+    assert subprocess.run(command, shell=True, check=False).returncode == -signal.SIGKILL
+    after = memory_kills()
+    assert after is not None
+    assert after > before
+
+
+REASON = (
+    r"\(SIGKILL\)|before it was ready); the kernel ended it for lack of memory[^;]*; (the memory of this machine|the "
+    r"limit of \S+) is \S+ GB; it needs less with training\.lora, dtype, quantization, max_length, kv_memory, "
+    r"eval\.general\.max_concurrency \(insitu validate lists what needs how much; log: \S+/backend\.log\)"
+)
+
+
+async def test_a_backend_that_is_ended_while_it_loads(small_group: Path, tmp_path: Path) -> None:
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 3, {})
+    starting = asyncio.create_task(process.start(300))
+    await until(lambda: process.pid is not None)
+    (small_group / "cgroup.procs").write_text(str(process.pid))
+    with pytest.raises(BackendUnavailable, match=r"exited with code -9 (" + REASON):
+        await starting
+
+
+async def test_a_backend_that_the_kernel_ends_is_started_again_once(
+    small_group: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 3, {})
+    url = await process.start(300)
+    watched = asyncio.create_task(process.keep_running())
+    try:
+        await asyncio.to_thread(exhaust, small_group, process, url)
+        await until(lambda: process.restarted_at > 0)
+        assert re.search(rf"exited with code -9 ({REASON}\nstarting it again \(1 of 1\)", caplog.text)
+        await asyncio.to_thread(exhaust, small_group, process, url)
+        with pytest.raises(BackendUnavailable, match=r"exited with code -9 (" + REASON):
+            await asyncio.wait_for(watched, 300)
+    finally:
+        watched.cancel()
+        await process.stop()
+
+
+def exhaust(group: Path, process: BackendProcess, url: str) -> None:
+    """Moves a backend into a cgroup, whose limit holds for what it takes from now on, and asks for completions."""
+    (group / "cgroup.procs").write_text(str(process.pid))
+    body = {"model": "policy", "prompt": [7] * 100, "n": 64, "max_tokens": 100, "min_tokens": 100}
+    headers = {"Authorization": f"Bearer {process.token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(request, timeout=300).read()
+
+
+async def test_another_sigkill_is_not_taken_for_it(tmp_path: Path) -> None:
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 0, {})
+    await process.start(300)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(BackendUnavailable, match=r"exited with code -9 \(SIGKILL\); the end of its log"):
+        await process.keep_running()
+    await process.stop()
