@@ -141,6 +141,7 @@ def _sampler(
         max_length=max_length,
         max_batch=options.max_batch or (256 if on_gpu else 128),
         prefill_tokens=8192 if on_gpu else 512,
+        kv_bytes=options.kv_memory,
         prefix_bytes=2**31 if on_gpu else 2**28,
         threads=options.threads,
     )

@@ -57,7 +57,7 @@ MAX_SCHEDULERS = 4
 KV_SHARE = 0.5
 """Share of the memory that is free after loading and training for keys and values."""
 TRAINED_COPIES = 5
-"""Copies of all weights in float32 that training takes: weights, gradients, two of the optimizer, the served version."""
+"""Copies of all weights in float32 that training takes: weights, gradients, the optimizer's two, the served version."""
 DEFAULT_KV_BYTES = 2**31
 """Where the system does not say what is free."""
 PREFIX_AFFINITY = 8
