@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.config import Config
+from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
@@ -33,8 +34,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Its backend continues a conversation from its tokens."""
 
     model: str | None = None
-    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
-    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
+    """A local folder, a GGUF file (with the extra `gguf`) or a Hugging Face repo id. The adapter starts an
+    `insitu backend` with this model on a free port. `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run,
+    `best` and `latest` of the one in `output_dir`.
     """
     url: str | None = None
     """URL of a running backend, with http:// or https://; it may hold the token as its password."""
@@ -116,7 +118,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
 
     def check_formats(self, model: str, config: Config) -> None:
-        """Raises ConfigError if a model in a folder writes tool calls in an unknown way, or has a broken template.
+        """Raises ConfigError if a local model writes tool calls in an unknown way, or has a broken template.
 
         Warns of a template that leaves out earlier reasoning. Of a model on the Hub nothing is known before it is
         loaded.
@@ -130,6 +132,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
                 raise ConfigError(f"{_CHAT_TEMPLATE} {path} cannot be read: {error}") from error
         elif (Path(model) / "tokenizer_config.json").is_file():
             template, response = chat_template(Path(model))
+        elif is_gguf(model):
+            template = gguf_chat_template(Path(model))
         if not template:
             return
         formats = MessageFormats.of(template, response, self.tool_format, self.reasoning_format)
