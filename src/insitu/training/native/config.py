@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from insitu.agents.python import mentions_tools
 from insitu.config import Config
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
-from insitu.formats.registry import NONE
+from insitu.formats.registry import NONE, no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
@@ -120,8 +121,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def check_formats(self, model: str, config: Config) -> None:
         """Raises ConfigError if a local model writes tool calls in an unknown way, or has a broken template.
 
-        Warns of a template that leaves out earlier reasoning. Of a model on the Hub nothing is known before it is
-        loaded.
+        Warns of a template that leaves out earlier reasoning, or tools that the agent's file mentions. Of a model on
+        the Hub nothing is known before it is loaded.
         """
         template, response = None, None
         if self.chat_template is not None:
@@ -143,6 +144,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         if (problem := template_error(source)) is not None:
             where = f"{_CHAT_TEMPLATE} {self.chat_template}" if self.chat_template else f"chat template of {model}"
             raise ConfigError(f"{where}: {problem}")
+        if not renders_tools(source) and mentions_tools(config):
+            logger.warning("%s; requests with tools will be refused", no_tool_template(model))
         if formats.reasoning != NONE and (dropped := dropped_reasoning(source)) is not None:
             logger.warning(
                 "the chat template of %s leaves out the reasoning %s: a conversation then needs several training rows, "
