@@ -22,6 +22,16 @@ TRAINED = (
     "My number is {phone}, please tell me when order {order} will be delivered.",
     "I have moved to 14 Mill Lane. Please send order {order} with the {product} there.",
     "The {product} in order {order} has the wrong colour, and the box was open.",
+    "You still owe me {price} euros for the {product} that I sent back. It was order {order}.",
+    "I was promised {price} euros for the broken {product}, order {order}, and got nothing.",
+    "{days} days ago I ordered a {product}. When will order {order} leave?",
+    "Is there an invoice for order {order}? I paid {price} euros on 3 May.",
+    "Could you change the address of order {order}? The {product} should go to 8 High Street.",
+    "The lid of my {product} is cracked. Call {phone}; the order is {order}.",
+    "Thank you for the {product}! But why was order {order} split into 2 parcels?",
+    "Send me a new {product}, please. This one lasted {days} days. Order number: {order}.",
+    "Your site shows {price} euros, but order {order} says {days} euros more.",
+    "Somebody else got my {product}. The label said order {order}, floor 3.",
 )
 HELD_OUT = (
     "Where is my {product}? The order {order} was placed {days} days ago.",
