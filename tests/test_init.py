@@ -90,7 +90,7 @@ def test_an_agent_has_tools_only_if_the_template_has(tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert init(tmp_path, "without", "--model", "tiny")[0] == 0
     assert sorted(f.name for f in (tmp_path / "without").iterdir()) == READER
-    code, out, err = run_project(tmp_path / "without", command="validate")
+    code, _, err = run_project(tmp_path / "without", command="validate")
     assert (code, err) == (0, "")
     code, _, err = init(tmp_path, "framework", "--model", "tiny", "--framework", "langgraph")
     assert code == 2
