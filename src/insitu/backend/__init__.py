@@ -95,7 +95,7 @@ class BackendOptions:
     which checkpoints are kept after jobs that do not.
     """
 
-    model: str = _option(MISSING, "A folder, a Hub name, or RUN_DIR/best or RUN_DIR/latest.", required=True)
+    model: str = _option(MISSING, "A folder, GGUF file or Hub name, or RUN_DIR/best or RUN_DIR/latest.", required=True)
     name: str = _option("policy", "The name the model is served under.")
     host: str = _option("127.0.0.1", "The address to bind.")
     port: int = _option(8700, "0 picks a free port.", type=click.IntRange(0, 65535))

@@ -21,14 +21,13 @@ from transformers.utils import logging as transformers_logging
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend.quantization import quantizer
 from insitu.disk.files import readable_bytes
+from insitu.disk.gguf_files import is_gguf, model_location, weights_location
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import (
     NO_CODE,
-    SAFE_OPTIONS,
     check_adapter,
     check_model,
     check_templates,
-    check_weights,
     code_problem,
     stored_model,
 )
@@ -67,7 +66,7 @@ def load_model(
     quantization: str | None = None,
     chat_template: Path | None = None,
 ) -> LoadedModel:
-    """Loads a folder or hub name; a folder with a PEFT adapter is loaded on top of its base model.
+    """Loads a folder, GGUF file or hub name; a folder with a PEFT adapter is loaded on top of its base model.
 
     `chat_template` is a file with the template to use instead of the model's.
 
@@ -149,8 +148,11 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
         if source.startswith((".", "/", "~")) or source.count("/") > 1:
             raise BackendError(f"there is no folder {source} (looked in {Path.cwd()})")
         return source, False
+    if is_gguf(folder):
+        return source, False
     if not folder.is_dir():
-        raise BackendError(f"{source} is a file; a model is a folder with a config.json, or a hub name")
+        problem = "a model is a folder with a config.json, a .gguf file, or a hub name"
+        raise BackendError(f"{source} is a file; {problem}")
     if not (folder / "adapter_config.json").exists():
         if not (folder / "config.json").exists():
             names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
@@ -209,8 +211,9 @@ def check_experts(where: str, module: nn.Module) -> None:
 
 
 def _config(base: str) -> PreTrainedConfig:
+    location, options = model_location(base)
     with wrap_errors(f"no model could be read from {base}"):
-        config = AutoConfig.from_pretrained(base, **NO_CODE)
+        config = AutoConfig.from_pretrained(location, **options, **NO_CODE)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         problem = f"{base} is a {config.model_type} model; only decoder-only causal language models are served"
         raise BackendError(problem)
@@ -218,8 +221,9 @@ def _config(base: str) -> PreTrainedConfig:
 
 
 def _tokenizer(source: str, chat_template: Path | None) -> PreTrainedTokenizerBase:
+    location, options = model_location(source)
     with wrap_errors(f"no tokenizer could be read from {source}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(location, **options, **NO_CODE)
     if chat_template is not None:
         with wrap_errors(f"chat_template {chat_template} cannot be read"):
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
@@ -249,12 +253,12 @@ def _weights(base: str, dtype: torch.dtype) -> nn.Module:
 
 def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str) -> nn.Module:
     """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
-    options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True, **SAFE_OPTIONS}
-    if Path(folder).is_dir():
-        check_weights(Path(folder))
+    location, options = weights_location(folder)
+    options = {**options, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     transformers_logging.disable_progress_bar()
     with quiet_transformers():  # its report of the tensors would hide the messages below
-        module, loading = model_class.from_pretrained(folder, **options)
+        module, loading = model_class.from_pretrained(location, **options)
+    module.name_or_path = str(folder)  # what peft writes as the base of adapters; of a file, not its folder
     if missing := sorted(loading["missing_keys"]):
         others = f" and {len(missing) - 1} other tensors are" if len(missing) > 1 else " is"
         raise BackendError(f"the weights of {folder} are incomplete: {missing[0]}{others} missing")

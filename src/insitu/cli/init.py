@@ -14,18 +14,27 @@ from insitu.cli import options
     "--environment", metavar="KIND:WHAT", help="Train in this environment, such as verifiers:ID for a taskset."
 )
 @click.option(
-    "--model", metavar="MODEL", help="A folder or Hugging Face name, in place of the small model it comes with."
+    "--model",
+    metavar="MODEL",
+    help="A folder, GGUF file or Hugging Face name, or smollm2, in place of the small model it comes with.",
 )
-def command(name: Path, framework: str | None, environment: str | None, model: str | None) -> None:
+@click.option(
+    "--chat_template", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with its chat template."
+)
+def command(
+    name: Path, framework: str | None, environment: str | None, model: str | None, chat_template: Path | None
+) -> None:
     """Write a small project to start from, in the new folder NAME: an agent, a score, rows, a file and tests.
 
-    With --environment, whose tasks and scores somebody has written already: a file and a README.
+    With --environment, whose tasks and scores somebody has written already: a file and a README. With --model smollm2,
+    or a model whose chat template has no tools: an agent without tools.
     """
     from insitu.errors import install_command
     from insitu.starter import write_project
 
-    files = write_project(name, framework, model, environment)
+    files = write_project(name, framework, model, environment, chat_template)
     print(f"{name}: {', '.join(files)}")
     if framework is not None:
         print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")
-    print(f"next: cd {name} && insitu finetune config.yml")
+    first = " && python make_model.py" if "make_model.py" in files else ""
+    print(f"next: cd {name}{first} && insitu finetune config.yml")

@@ -127,10 +127,11 @@ def weights_digest(folder: Path) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH] if text else None
 
 
-def model_digest(folder: Path) -> str:
-    """The digest of a model: of the sizes and of samples of its files, as hashing all takes seconds per GB."""
+def model_digest(model: Path) -> str:
+    """The digest of a model's files: of their sizes and of samples, as hashing all takes seconds per GB."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+    parts = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.json")]
+    for path in sorted(parts):
         if path.name != OPTIMIZER_FILE:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())

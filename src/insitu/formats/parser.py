@@ -36,8 +36,6 @@ MALFORMED = "tool_call_malformed"
 """Why calls of a message are text."""
 _TEMPLATE = "response_template"
 """The format of a tokenizer that has a response template: both formats are what that says."""
-_FALLBACK = "hermes"
-"""The tool format of models whose template says nothing about tools."""
 
 
 class MessageFormats(NamedTuple):
@@ -59,7 +57,7 @@ class MessageFormats(NamedTuple):
             return cls(_TEMPLATE, _TEMPLATE, template)
         text = "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
         if tools is None:
-            tools = recognize_tools(text) or (None if renders_tools(text) else _FALLBACK)
+            tools = recognize_tools(text) or (None if renders_tools(text) else NONE)
         return cls(tools, reasoning or recognize_reasoning(text) or NONE)
 
     def replaced(self, tools: str | None, reasoning: str | None) -> "MessageFormats":

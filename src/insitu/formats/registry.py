@@ -31,6 +31,8 @@ from insitu.formats.tool_calls import (
 )
 from insitu.schemas.parts import load_named, names
 
+_TAGS_OF_TEMPLATE = re.compile(r"{[{%](.*?)[%}]}", re.DOTALL)
+_STRINGS = re.compile(r"'(?:\\.|[^'\\])*'" + r'|"(?:\\.|[^"\\])*"', re.DOTALL)
 TOOLS, REASONING = "tool_formats", "reasoning_formats"
 NONE = "none"
 """Leaves tool calls, or reasoning, in the text."""
@@ -231,5 +233,10 @@ def format_of(text: str, tools: Tools) -> str | None:
 
 
 def renders_tools(template: str) -> bool:
-    """Whether a chat template writes the tools of a request into the prompt."""
-    return re.search(r"{[{%][^}]*\btools\b", template) is not None
+    """Whether a chat template reads the tools of a request; it may know them, and not write them into the prompt."""
+    return any(re.search(r"\btools\b", _STRINGS.sub("", tag)) for tag in _TAGS_OF_TEMPLATE.findall(template))
+
+
+def no_tool_template(source: str) -> str:
+    """The problem of a model whose chat template leaves out tools."""
+    return f"the chat template of {source} has no tools; set chat_template to a file with a template that shows them"

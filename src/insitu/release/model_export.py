@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.disk.files import check_free, new_folder
+from insitu.disk.gguf_files import model_location, weights_location
 from insitu.disk.model_files import (
     NO_CODE,
-    SAFE_OPTIONS,
     TrainingRecord,
     check_model,
-    check_weights,
     copy_model,
     read_record,
 )
@@ -39,7 +38,7 @@ class Source(NamedTuple):
 
     @property
     def local_base(self) -> bool:
-        """Whether training started from a folder of this machine, rather than from a model of the Hub."""
+        """Whether training started from a model of this machine, rather than from a model of the Hub."""
         return Path(self.record.started_from).is_absolute()
 
 
@@ -86,11 +85,11 @@ def _merge(adapter: Path, target: Path) -> None:
         raise ConfigError(f"--merge needs torch, transformers and peft: {install_command('local')}") from error
     transformers.utils.logging.disable_progress_bar()
     base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    if Path(base).is_dir():
-        check_weights(Path(base))
+    location, options = weights_location(base)
     try:
-        config = transformers.AutoConfig.from_pretrained(base, **NO_CODE)
-        module: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_OPTIONS)
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32, **options)
+        location, options = model_location(base)
+        config = transformers.AutoConfig.from_pretrained(location, **options, **NO_CODE)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed projections
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
@@ -111,7 +110,7 @@ def check_push(name: str, source: Source, merge: bool) -> None:
         raise ConfigError("--push: no token of the Hugging Face Hub; set HF_TOKEN or run `hf auth login`")
     if source.is_adapter and source.local_base and not merge:
         base = Path(source.record.started_from).name
-        raise ConfigError(f"--push: the adapter's base model {base} is a folder of this machine; add --merge")
+        raise ConfigError(f"--push: the adapter's base model {base} is on this machine only; add --merge")
 
 
 def upload(folder: Path, name: str) -> str:

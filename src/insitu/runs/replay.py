@@ -159,11 +159,11 @@ def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any
 
 
 def _starting_model(folder: Path) -> dict[str, str | None] | None:
-    """The model that the run's own backend started from, if it has one; without a digest if that is no folder."""
+    """The model that the run's own backend started from, if it has one; without a digest if it is one of the Hub."""
     if not (record := folder / BACKEND_FOLDER / STARTED_FILE).is_file():
         return None
     model = Path(read_object(record)["model"])
-    return {"file": str(model), "sha256": model_digest(model) if model.is_dir() else None}
+    return {"file": str(model), "sha256": model_digest(model) if model.exists() else None}
 
 
 def provenance(builder: Builder, stored: StoredRun | None, folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MessageFormats
+from insitu.formats.registry import no_tool_template, renders_tools
+from insitu.formats.templates import chosen_template
 
 _NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
@@ -35,6 +38,7 @@ class ChatTokenizer:
         template = getattr(tokenizer, "response_template", None)
         self.formats = MessageFormats.of(tokenizer.chat_template, template)
         """How the model writes tool calls and reasoning."""
+        self._renders_tools = renders_tools(chosen_template(tokenizer.chat_template))
         self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
 
     @cached_property
@@ -63,7 +67,7 @@ class ChatTokenizer:
     ) -> list[int]:
         """The prompt's token ids; without the generation prompt, those of the messages alone.
 
-        Raises RequestRefused if the chat template rejects the messages.
+        Raises RequestRefused if the chat template rejects the messages, or leaves out the tools.
         """
         text = self.render(messages, tools, template_kwargs, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
@@ -77,6 +81,9 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt's text, see `render_prompt`."""
+        if tools and not self._renders_tools:
+            problem = no_tool_template(Path(self._tokenizer.name_or_path).name)
+            raise RequestRefused(problem, param="tools", code="no_tool_template")
         try:
             messages = [*map(self._without_empty_content, messages)] if self._reads_null else messages
             source = self._tokenizer.get_chat_template(tools=tools)

@@ -13,6 +13,7 @@ from typing import Any
 
 from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE
 from insitu.backend.model import LoadedModel, base_and_adapter
+from insitu.disk.gguf_files import is_gguf
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError, install_command
 from insitu.integrations.child_process import ChildProcess
@@ -93,6 +94,8 @@ def started_servers(
     size = options.tensor_parallel
     groups = [options.gpus[at : at + size] for at in range(0, len(options.gpus), size)] if options.gpus else [None]
     model = base_and_adapter(loaded.source)[0]
+    if is_gguf(model):
+        raise BackendError(f"sampler: vLLM is not given GGUF files such as {model}; save the model as a folder first")
     if (Path(model) / OPTIMIZER_FILE).is_file():
         links = folder / "vllm" / "model"
         shutil.rmtree(links, ignore_errors=True)

@@ -7,11 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
+from insitu.agents.python import mentions_tools
 from insitu.config import Config
+from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
-from insitu.formats.registry import NONE
+from insitu.formats.registry import NONE, no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
 from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
@@ -34,8 +36,9 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Its backend continues a conversation from its tokens."""
 
     model: str | None = None
-    """A local folder or Hugging Face repo id. The adapter starts an `insitu backend` with this model on a free port.
-    `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run, `best` and `latest` of the one in `output_dir`.
+    """A local folder, a GGUF file (with the extra `gguf`) or a Hugging Face repo id. The adapter starts an
+    `insitu backend` with this model on a free port. `RUN_DIR/best` and `RUN_DIR/latest` are checkpoints of a run,
+    `best` and `latest` of the one in `output_dir`.
     """
     url: str | None = None
     """URL of a running backend, with http:// or https://; it may hold the token as its password."""
@@ -126,10 +129,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
 
     def check_formats(self, model: str, config: Config) -> None:
-        """Raises ConfigError if a model in a folder writes tool calls in an unknown way, or has a broken template.
+        """Raises ConfigError if a local model writes tool calls in an unknown way, or has a broken template.
 
-        Warns of a template that leaves out earlier reasoning. Of a model on the Hub nothing is known before it is
-        loaded.
+        Warns of a template that leaves out earlier reasoning, or tools that the agent's file mentions. Of a model on
+        the Hub nothing is known before it is loaded.
         """
         template, response = None, None
         if self.chat_template is not None:
@@ -140,6 +143,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
                 raise ConfigError(f"{_CHAT_TEMPLATE} {path} cannot be read: {error}") from error
         elif (Path(model) / "tokenizer_config.json").is_file():
             template, response = chat_template(Path(model))
+        elif is_gguf(model):
+            template = gguf_chat_template(Path(model))
         if not template:
             return
         formats = MessageFormats.of(template, response, self.tool_format, self.reasoning_format)
@@ -149,6 +154,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         if (problem := template_error(source)) is not None:
             where = f"{_CHAT_TEMPLATE} {self.chat_template}" if self.chat_template else f"chat template of {model}"
             raise ConfigError(f"{where}: {problem}")
+        if not renders_tools(source) and mentions_tools(config):
+            logger.warning("%s; requests with tools will be refused", no_tool_template(model))
         if formats.reasoning != NONE and (dropped := dropped_reasoning(source)) is not None:
             logger.warning(
                 "the chat template of %s leaves out the reasoning %s: a conversation then needs several training rows, "

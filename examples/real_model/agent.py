@@ -1,0 +1,1 @@
+../../src/insitu/starter/reader/agent.py.txt

@@ -1,0 +1,1 @@
+../../src/insitu/starter/reader/make_model.py.txt
