@@ -18,10 +18,6 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-def messages(row: dict[str, Any]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": row["question"]}]
-
-
 def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     return [real_task.score(each[0]["content"], expected) for each, expected in zip(completions, answer, strict=True)]
 
@@ -44,7 +40,9 @@ class HeldOut(TrainerCallback):
     @torch.inference_mode()
     def score(self, model: Any) -> float:
         template = {"add_generation_prompt": True, "tokenize": False}
-        texts = [self.tokenizer.apply_chat_template(messages(row), **template) for row in self.rows]
+        texts = [
+            self.tokenizer.apply_chat_template(real_task.messages(row["question"]), **template) for row in self.rows
+        ]
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         trained = model.training
         ids = model.eval().generate(
@@ -66,7 +64,7 @@ def train(case: dict[str, Any], folder: str) -> list[list[float]]:
     """Seconds since the epoch, without those of scoring, and held-out score after each step."""
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = [{"prompt": messages(row), "answer": row["answer"]} for row in case["rows"]]
+    rows = [{"prompt": real_task.messages(row["question"]), "answer": row["answer"]} for row in case["rows"]]
     config = GRPOConfig(
         output_dir=folder,
         model_init_kwargs={"dtype": "float32"},
