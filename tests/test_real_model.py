@@ -14,7 +14,7 @@ from processes import serving
 from real_model import real_model
 
 TEXT = "The kettle that you sent me broke after two days, and I would like to have my money back, please. "
-LENGTHS = (1, 1, 2, 3, 5, 9, 14, 20)
+LENGTHS = (1, 1, 2, 3, 4, 6, 9, 12)
 """How often each prompt has the text; two are equal."""
 TOKENS = 8
 LORA = {"rank": 8, "alpha": 16}

@@ -111,7 +111,7 @@ def test_the_trained_agent_answers(runs: Runs, method: str) -> None:
         assert isinstance(trained.ask(QUESTION.format("sofa"), checkpoint="latest"), str)
     options = ("--config_file", "config.yml", "--checkpoint", recorded.checkpoint(EPOCHS))
     with serving("serve", *options, "--port", "0", folder=recorded.folder) as (_, address):
-        body = json.dumps({"input_message": QUESTION.format("sofa")}).encode()
+        body = json.dumps({"input": QUESTION.format("sofa")}).encode()
         request = urllib.request.Request(f"{address}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as response:
             assert isinstance(json.load(response)["value"], str)
