@@ -205,26 +205,33 @@ def trl_step(case: Case, rows: list[Sample], folder: Path, batch_size: int = 8) 
     return step
 
 
-def serve(case: Case) -> None:
-    """Takes a step per line; `unsaved_seconds` are those without the checkpoint, which TRL's step does not write."""
+def serve(make: Callable[[], Callable[[], dict[str, Any]]]) -> None:
+    """Makes the step at the first line of standard input and takes it at each, for `Side`.
+
+    `unsaved_seconds` are those without the checkpoint, which TRL's step does not write.
+    """
+    step = None
+    for _ in sys.stdin:
+        try:
+            step = step or make()
+            synchronise(reset=True)
+            wall, processor = time.perf_counter(), time.process_time()
+            metrics = step()
+            synchronise()
+        except torch.OutOfMemoryError:
+            metrics, step = {"error": OUT_OF_MEMORY}, None
+            print("\n" + json.dumps(metrics), flush=True)
+            return
+        seconds = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - processor}
+        measured = {"unsaved_seconds": seconds["seconds"]} | metrics | seconds | {"peak": peak()}
+        print("\n" + json.dumps(measured), flush=True)
+
+
+def serve_case(case: Case) -> None:
+    rows = samples(Shape(*case.shape), case.groups)
+    make = {"insitu": insitu_step, "TRL": trl_step}[case.side]
     with tempfile.TemporaryDirectory() as folder:
-        rows = samples(Shape(*case.shape), case.groups)
-        make = {"insitu": insitu_step, "TRL": trl_step}[case.side]
-        step = None
-        for _ in sys.stdin:
-            try:
-                step = step or make(case, rows, Path(folder))
-                synchronise(reset=True)
-                wall, processor = time.perf_counter(), time.process_time()
-                metrics = step()
-                synchronise()
-            except torch.OutOfMemoryError:
-                metrics, step = {"error": OUT_OF_MEMORY}, None
-                print("\n" + json.dumps(metrics), flush=True)
-                return
-            seconds = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - processor}
-            measured = {"unsaved_seconds": seconds["seconds"]} | metrics | seconds | {"peak": peak()}
-            print("\n" + json.dumps(measured), flush=True)
+        serve(lambda: make(case, rows, Path(folder)))
 
 
 def synchronise(*, reset: bool = False) -> None:
@@ -240,10 +247,10 @@ def peak() -> int:
 
 
 class Side:
-    """A process that takes steps, in the same Python as the other's."""
+    """A process that takes steps, in the same Python as the other's: `script` with a case, which calls `serve`."""
 
-    def __init__(self, case: Case, python: str) -> None:
-        command = [python, __file__, json.dumps(asdict(case))]
+    def __init__(self, case: Any, python: str, script: str = __file__) -> None:
+        command = [python, script, json.dumps(asdict(case))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.steps = [self.step()]
         """The first has the loss of the same weights; it is not timed."""
@@ -284,11 +291,11 @@ def python_with_trl() -> str | None:
     return str(OF_TRL) if OF_TRL.exists() else None
 
 
-def in_turn(cases: Sequence[Case], python: str, rounds: int) -> Iterator[Side]:
+def in_turn(cases: Sequence[Any], python: str, rounds: int, script: str = __file__) -> Iterator[Side]:
     """Steps in turn; on a GPU one side after the other, as its memory may not hold both."""
     together = [[case] for case in cases] if torch.cuda.is_available() else [cases]
     for part in together:
-        sides = [Side(case, python) for case in part]
+        sides = [Side(case, python, script) for case in part]
         for _ in range(rounds):
             for side in sides:
                 side.take()
@@ -342,6 +349,6 @@ memory is of the whole process, in GB.
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        serve(Case(**json.loads(sys.argv[1])))
+        serve_case(Case(**json.loads(sys.argv[1])))
     else:
         print(report())

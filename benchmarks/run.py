@@ -1,9 +1,16 @@
-"""Runs every benchmark side by side with what it is compared to, and writes RESULTS.md."""
+"""Runs every benchmark side by side with what it is compared to, and writes RESULTS.md.
 
+python benchmarks/run.py                             all of them
+python benchmarks/run.py learner real.sampling       one, and a part of one
+"""
+
+import argparse
+import functools
 import importlib
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +28,7 @@ SUITES = (
     "control_plane",
     "doctor",
     "view",
+    "real",
 )
 MARK = "<!-- {} -->"
 
@@ -47,21 +55,37 @@ def replace_section(text: str, name: str, section: str) -> str:
     return head + body + rest.partition(end)[2].lstrip("\n")
 
 
-def main(suites: list[str]) -> None:
+def sections(name: str, seeds: int) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The sections of a suite, each with what measures it: one, or one for each of its `PARTS`."""
+    suite, _, part = name.partition(".")
+    module = importlib.import_module(suite)
+    parts = getattr(module, "PARTS", {})
+    if not parts:
+        yield suite, module.report
+    for each in [part] if part else parts:
+        yield f"{suite}.{each}", functools.partial(parts[each], seeds)
+
+
+def main(suites: list[str], seeds: int) -> None:
     sys.path.insert(0, str(HERE))
     text = (
         RESULTS.read_text()
         if RESULTS.exists()
         else "# Benchmarks\n\nWritten by `make bench`; ratios are taken within one run.\n"
     )
-    for name in suites or SUITES:
-        print(f"== {name}", flush=True)
-        report = importlib.import_module(name).report()
-        print(report, flush=True)
-        section = f"{report.strip()}\n\nMeasured {datetime.now(UTC):%Y-%m-%d} on {hardware()}.\n"
-        text = replace_section(text, name, section)
-        RESULTS.write_text(text)
+    for suite in suites or SUITES:
+        for name, measure in sections(suite, seeds):
+            print(f"== {name}", flush=True)
+            report = measure()
+            print(report, flush=True)
+            section = f"{report.strip()}\n\nMeasured {datetime.now(UTC):%Y-%m-%d} on {hardware()}.\n"
+            text = replace_section(text, name, section)
+            RESULTS.write_text(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; of real: real.PART")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of real.score")
+    arguments = parser.parse_args()
+    main(arguments.suites, arguments.seeds)

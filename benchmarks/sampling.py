@@ -83,7 +83,7 @@ def measure() -> dict[str, dict[str, Cost]]:
 
 
 def measure_model(model: Path, rounds: int) -> dict[str, Cost]:
-    with _server(model) as (address, usage):
+    with server(model) as (address, usage):
         ways: dict[str, Callable[[], Cost]] = {
             "generate(), one request at a time": lambda: _generated(model, jobs()[:ALONE], 1),
             f"generate(), padded batches of {CONCURRENCY}": lambda: _generated(model, jobs(), CONCURRENCY),
@@ -198,7 +198,8 @@ def _messages(job: Job) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _server(model: Path) -> Iterator[tuple[str, psutil.Process]]:
+def server(model: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """`insitu backend` with a model: its address, and its process."""
     start = "import sys; from insitu.backend import BackendOptions; from insitu.cli.backend import serve;"
     start += f"sys.exit(serve(BackendOptions(model={str(model)!r}, port=0, parent_pid={os.getpid()})))"
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:

@@ -22,6 +22,7 @@ import torch
 from factories import digits_project, read_lines
 from fake_vllm import sampling
 from processes import TESTS, wait_until
+from real_model import real_model
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -174,6 +175,21 @@ def test_ranks_train_as_one_process(
         assert difference(saved(got.checkpoint), saved(expected.checkpoint)) < TOLERANCE
         ours, theirs = (dict(v.module.named_parameters()) for v in (got, expected) if v.module is not None)
         assert difference(ours, theirs) < TOLERANCE
+
+
+def test_ranks_train_adapters_of_a_real_model(tmp_path: Path, groups: list[RankGroup]) -> None:
+    """Matrices of this size are summed in another order by ranks: weights are compared beside what was learned."""
+    model = load_model(str(real_model()), "cpu")
+    alone, together = Learner(model, tmp_path / "alone"), ranked(model, tmp_path / "ranks", groups)
+    expected, got = (run(learner, 0, lora=LORA) for learner in (alone, together))
+    for name in ("loss", "grad_norm"):
+        assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6), name
+    learned, ours = (
+        torch.cat([value.flatten() for name, value in sorted(saved(version.checkpoint).items()) if "lora_B" in name])
+        for version in (expected, got)
+    )
+    assert learned.norm() > 0
+    assert (ours - learned).norm() < 1e-2 * learned.norm()
 
 
 def test_a_rank_without_rows(model: LoadedModel, tmp_path: Path, groups: list[RankGroup]) -> None:

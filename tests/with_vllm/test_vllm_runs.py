@@ -13,6 +13,9 @@ import pytest
 import torch
 from factories import digits_project, read_lines
 from processes import TESTS, wait_until
+from real_model import real_model
+from real_project import EPOCHS as REAL_EPOCHS
+from real_project import GENERATIONS, ROWS, project
 from tiny_models import save_tiny_model
 from vllm_server import EXAMPLES, VllmServer
 
@@ -123,7 +126,21 @@ def test_runs_that_overlap(tmp_path: Path, player: Path, servers: list[VllmServe
     check_versions(tmp_path / "run", player, staleness)
 
 
-def check_versions(run: Path, player: Path, staleness: int = 0) -> None:
+def test_a_run_with_a_real_model(tmp_path: Path) -> None:
+    """Its adapters are sampled by a vLLM that the backend starts, in the versions that they were trained to."""
+    args = {"enforce-eager": True, "max-model-len": 512}
+    project(tmp_path, "LoRA", adapter={"sampler": {"_type": "vllm", "args": args}})
+    with finetune(tmp_path, Path("config.yml")) as process:
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    metrics = read_lines(tmp_path / "run/training_metrics.jsonl")
+    assert [each["policy_version"] for each in metrics] == [*range(1, REAL_EPOCHS + 1)]
+    assert all(each["num_trajectories"] == ROWS * GENERATIONS for each in metrics)
+    assert all(each["logprob_gap"] < GAP for each in metrics)
+    check_versions(tmp_path / "run", real_model(), epochs=REAL_EPOCHS)
+
+
+def check_versions(run: Path, player: Path, staleness: int = 0, epochs: int = EPOCHS) -> None:
     """Log-probabilities are those of the version that a call and its epoch name, and of no other.
 
     Of the first calls of episodes, whose prompts are recorded whole; `logprob_gap` is of all that were trained.
@@ -136,7 +153,7 @@ def check_versions(run: Path, player: Path, staleness: int = 0) -> None:
             calls[version].append(call)
     checkpoints = {version: run / f"backend/checkpoints/step_{version:06d}" for version in calls}
     models = {v: load_model(str(folder if v else player), "cpu") for v, folder in checkpoints.items()}
-    assert sorted(calls) == [*range(EPOCHS)] or staleness
+    assert sorted(calls) == [*range(epochs)] or staleness
     for version, made in calls.items():
         chosen = made[:: max(1, len(made) // 50)]
         gaps = {other: max(gap(model.module, call) for call in chosen) for other, model in models.items()}
