@@ -20,7 +20,7 @@ from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sli
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS = 1 << 26, 1 << 24
 """Maximum logits (N x V) computed together where only trained positions are projected; more are computed in chunks and
 recomputed in the backward pass."""
 LEAST_LOGPROB = -1e4
@@ -42,10 +42,11 @@ class LogprobComputer:
     projected; otherwise (logit softcapping or scaling) all positions are.
     """
 
-    def __init__(self, loaded: LoadedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(self, loaded: LoadedModel, chunk_elements: int | None = None) -> None:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
-        self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
+        most = chunk_elements or (CPU_CHUNK_ELEMENTS if self._device.type == "cpu" else CHUNK_ELEMENTS)
+        self._chunk_tokens = max(1, most // loaded.vocab_size)
         self._offsets = LogitOffsets(loaded)
         self.can_project_selected = self._probe_projection(loaded.module)
         self.window = sliding_window(text_config(loaded.module))
