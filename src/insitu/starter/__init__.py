@@ -43,7 +43,7 @@ _OF_STARTER = {
 _OF_OTHERS = {
     "max_tokens": "256",
     "epochs": "12",
-    "training": "{learning_rate: 1.0e-5, schedule: linear, lora: {rank: 16, alpha: 32}}",
+    "training": "{learning_rate: 1.0e-4, schedule: linear, lora: {rank: 16, alpha: 32}}",
     "model_row": "",
 }
 
