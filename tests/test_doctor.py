@@ -242,6 +242,13 @@ async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
     assert "--seconds" in finding.change
 
 
+def test_a_job_that_wrecks_the_model(tmp_path: Path) -> None:
+    file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 9e-3, "mini_batch_size": 2}})
+    done = run("doctor", file, "--episodes", 8, "--json")
+    [finding] = json.loads(done.stdout)["findings"]
+    assert finding["code"] == "moved_far"
+
+
 def test_the_command(tmp_path: Path) -> None:
     """It trains on a separate backend, and leaves the folder of the run alone."""
     file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 1e-3}})

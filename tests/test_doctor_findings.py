@@ -14,6 +14,7 @@ from insitu.doctor.judgements import (
     about_calls,
     about_failures,
     about_groups,
+    about_job,
     about_lengths,
     about_prefixes,
     about_tool_calls,
@@ -233,6 +234,13 @@ def test_rows_whose_question_is_an_object() -> None:
             ("held_out_rows_trained", severity),
         ]
         assert not [*about_rows(plan, random_environment=True)]
+
+
+@pytest.mark.parametrize(("kl", "severity"), [(None, None), (0.9, None), (1.5, HARMS), (16.6, STOPS)])
+def test_a_job_that_moves_the_model_far(kl: float | None, severity: Severity | None) -> None:
+    found = [*about_job(PLAN, evidence([0.0, 1.0], job_kl=kl))]
+    assert [(f.code, f.severity) for f in found] == ([("moved_far", severity)] if severity is not None else [])
+    assert all(f.where == "trainer_adapters.backend.training.learning_rate" for f in found)
 
 
 def test_rates_and_warm_ups() -> None:

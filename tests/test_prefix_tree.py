@@ -138,6 +138,26 @@ def test_a_tree_in_bfloat16_is_as_close_to_float32_as_padded_rows(tmp_path: Path
         assert (tree - exact).norm() < 0.03 * exact.norm()
 
 
+@pytest.mark.parametrize(("attention", "packs"), [("sdpa", True), ("eager", False)])
+def test_packing_is_judged_by_the_noise_of_the_dtype(attention: str, packs: bool) -> None:
+    """That of large logits is above 0.1. `eager` ignores the tree."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=attention)
+    module.eval().requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.mul_(16 if parameter.ndim > 1 else 1)
+    loaded = LoadedModel(module.bfloat16(), byte_tokenizer(), CPU, torch.bfloat16, 64, "none")
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 30)).astype(np.int32)
+    tokens[:, :20] = tokens[0, :20]
+    rows, compute_logprobs = [Row(each, np.arange(18, 30)) for each in tokens], LogprobComputer(loaded)
+    padded, tree = (
+        batch.to_rows(compute_logprobs(module, batch).logprobs_N)
+        for batch in (collate(rows, CPU, packed=is_packed) for is_packed in (False, True))
+    )
+    assert (tree - padded).abs().max() > 0.1
+    assert compute_logprobs.packs_alike(rows) == packs
+
+
 def norm(tensors: list[Any]) -> float:
     return float(sum(tensor.square().sum() for tensor in tensors) ** 0.5)
 

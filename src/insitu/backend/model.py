@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone, over keys and values of single tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BFLOAT16_ABOVE, BFLOAT16_FLAGS = 100_000_000, frozenset({"avx512_bf16", "amx_bf16"})
+"""Parameters above which frozen weights are loaded in bfloat16 on a CPU with one of these flags: it is faster then."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,16 @@ def load_model(
     dtype: str = "auto",
     quantization: str | None = None,
     chat_template: Path | None = None,
+    *,
+    frozen: bool = False,
 ) -> LoadedModel:
     """Loads a folder, GGUF file or hub name; a folder with a PEFT adapter is loaded on top of its base model.
 
     `chat_template` is a file with the template to use instead of the model's.
 
-    `dtype: auto` is float32 on a CPU and the checkpoint's dtype elsewhere; for `quantization` see `quantizer`. Raises
-    BackendError if the source is missing or damaged, is not a decoder-only language model, or has no chat template.
+    `dtype: auto` is `cpu_dtype` on a CPU and the checkpoint's dtype elsewhere; `frozen`: these weights are not trained.
+    For `quantization` see `quantizer`. Raises BackendError if the source is missing or damaged, is not a decoder-only
+    language model, or has no chat template.
     """
     quantize = quantizer(quantization) if quantization is not None else None
     torch_device = _device(device)
@@ -81,9 +86,10 @@ def load_model(
     config = _config(base)
     has_tokenizer = adapter and (Path(source) / "tokenizer.json").exists()
     tokenizer = _tokenizer(source if has_tokenizer else base, chat_template)
-    if dtype == "auto":
-        stored = getattr(config, "dtype", None)
-        torch_dtype = torch.float32 if torch_device.type == "cpu" or stored is None else stored
+    if dtype == "auto" and torch_device.type == "cpu":
+        torch_dtype = cpu_dtype(cpu_flags(), _parameters(base, config) if frozen else 0)
+    elif dtype == "auto":
+        torch_dtype = getattr(config, "dtype", None) or torch.float32
     elif dtype in DTYPES:
         torch_dtype = DTYPES[dtype]
     else:
@@ -127,6 +133,24 @@ def _check_memory(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> 
         problem = f"the weights of {source} take {readable_bytes(weights)} in {name}"
         free = f"{readable_bytes(machine.available)} of {readable_bytes(machine.total)} of memory are free"
         raise BackendError(f"{problem}, but {free}; use {smaller}")
+
+
+def cpu_dtype(flags: Collection[str], frozen_parameters: int) -> torch.dtype:
+    """The dtype of a model on a CPU with these flags if none is asked for; the same on each such machine."""
+    fast = frozen_parameters > BFLOAT16_ABOVE and not BFLOAT16_FLAGS.isdisjoint(flags)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def cpu_flags() -> set[str]:
+    """What this CPU can do, by the names of torch; none if this release of torch cannot say."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return {name for name, value in capabilities.items() if value is True}
+
+
+def _parameters(base: str, config: PreTrainedConfig) -> int:
+    """The number of parameters, from the configuration alone."""
+    with wrap_errors(f"no model could be made from the config of {base}"), torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def _device(name: str) -> torch.device:

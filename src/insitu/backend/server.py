@@ -182,9 +182,8 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
-        loaded = await asyncio.to_thread(
-            load_model, options.model, options.device, options.dtype, options.quantization, options.chat_template
-        )
+        how = options.device, options.dtype, options.quantization, options.chat_template
+        loaded = await asyncio.to_thread(load_model, options.model, *how, frozen=options.lora_rank is not None)
         if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
             _warn_of_training(loaded, options)
         backend = create_backend(loaded, options, output_dir)

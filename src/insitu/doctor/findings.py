@@ -74,6 +74,8 @@ class Evidence:
     traffic_problem: str | None = None
     sampled_problem: str | None = None
     job_problem: str | None = None
+    job_kl: float | None = None
+    """The KL divergence after that job from the weights before it, in nats per token."""
     rescored: list[Rescored] = field(default_factory=list)
     ended_early: bool = False
     compares_groups: bool = True

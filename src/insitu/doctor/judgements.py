@@ -23,6 +23,8 @@ _FEW = 0.25
 """Share of the groups with variance below which most of a run's time is wasted."""
 _AT_THE_END = 0.9
 """Share of the episodes with the highest or lowest reward from which that is why few groups have variance."""
+_FAR = 1.0
+"""KL divergence in nats per token from which one job has made another model of it; ten times that wrecks it."""
 _TOO_LONG = re.compile(r"context_length_exceeded|together may have \d+|maximum context length")
 _NEARLY = 0.9
 _CHANGES: dict[str, tuple[str, str]] = {
@@ -66,16 +68,26 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
     yield from about_scores(plan, evidence)
     yield from about_tool_calls(plan, evidence)
     yield from about_prefixes(plan, evidence, decode)
-    if evidence.job_problem is not None:
-        change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
-        where = f"{plan.adapter}.training"
-        yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
+    yield from about_job(plan, evidence)
     if evidence.ended_early:
         ended = len(evidence.episodes) or sum(map(len, evidence.groups))
         what = f"the time was over before all episodes had ended: {ended} did"
         severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
         change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
         yield Finding("time_over", severity, what, "eval.general.episode_timeout", change)
+
+
+def about_job(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
+    """A training job that fails, or after which the model is another one."""
+    if evidence.job_problem is not None:
+        change = "see the message; if the loss or a gradient is not finite, lower learning_rate"
+        where = f"{plan.adapter}.training"
+        yield Finding("job_failed", Severity.STOPS_LEARNING, evidence.job_problem, where, change)
+    if evidence.job_kl is not None and evidence.job_kl > _FAR:
+        severity = Severity.STOPS_LEARNING if evidence.job_kl > 10 * _FAR else Severity.HARMS
+        what = f"the first training job moved the model far from what it was: KL {evidence.job_kl:.3g} nats per token"
+        where = f"{plan.adapter}.training.learning_rate"
+        yield Finding("moved_far", severity, what, where, "lower it to a tenth; below 0.1 nats per token is usual")
 
 
 def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:

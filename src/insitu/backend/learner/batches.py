@@ -213,6 +213,15 @@ class Packer:
         computed = self._size(indices)
         return computed, 0 if self.packed else computed - sum(map(len, keys)) // 4
 
+    def fitting(self, indices: Sequence[int], max_tokens: float) -> Sequence[int]:
+        """The first rows that one micro-batch of so many tokens can hold."""
+        size = _Size(self.packed)
+        for count, index in enumerate(indices):
+            size.add([self._keys[index]])
+            if size.tokens > max_tokens:
+                return indices[:count]
+        return indices
+
     def _size(self, indices: Iterable[int]) -> int:
         size = _Size(self.packed)
         size.add(map(self._keys.__getitem__, indices))

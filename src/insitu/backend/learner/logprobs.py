@@ -20,9 +20,12 @@ from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sli
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS = 1 << 26, 1 << 24
 """Maximum logits (N x V) computed together where only trained positions are projected; more are computed in chunks and
 recomputed in the backward pass."""
+FLOAT32_TOLERANCE, NOISE_FACTOR = 2e-4, 4.0
+"""Maximum difference of a log-probability between packed and padded rows, in nats; with fewer bits, as a multiple of
+the dtype's noise: each layer rounds another sum, so that it adds up to more than that of the padding."""
 LEAST_LOGPROB = -1e4
 """Below it, tokens do not count in an entropy: their probability is 0."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -42,10 +45,11 @@ class LogprobComputer:
     projected; otherwise (logit softcapping or scaling) all positions are.
     """
 
-    def __init__(self, loaded: LoadedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(self, loaded: LoadedModel, chunk_elements: int | None = None) -> None:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
-        self._chunk_tokens = max(1, chunk_elements // loaded.vocab_size)
+        most = chunk_elements or (CPU_CHUNK_ELEMENTS if self._device.type == "cpu" else CHUNK_ELEMENTS)
+        self._chunk_tokens = max(1, most // loaded.vocab_size)
         self._offsets = LogitOffsets(loaded)
         self.can_project_selected = self._probe_projection(loaded.module)
         self.window = sliding_window(text_config(loaded.module))
@@ -107,22 +111,30 @@ class LogprobComputer:
 
     @torch.no_grad()
     def packs_alike(self, rows: list[Row]) -> bool:
-        """Whether packed rows have the log-probabilities of padded ones, and `attend` those of `sdpa`."""
-
-        def logprobs(packed: bool) -> Tensor:
-            batch = collate(rows, self._device, packed=packed)
-            return batch.to_rows(self(self._module, batch).logprobs_N)
-
-        expected = logprobs(False)
-        tolerance = 2e-4 if self._dtype == torch.float32 else 0.1
+        """Whether packed rows have the log-probabilities of padded ones, and `attend` those of `sdpa`, up to noise."""
+        expected_BK = self._row_logprobs(rows)
+        tolerance = FLOAT32_TOLERANCE if self._dtype == torch.float32 else NOISE_FACTOR * self._noise(rows, expected_BK)
         try:
-            alike = all(torch.allclose(logprobs(packed), expected, rtol=0, atol=tolerance) for packed in (True, False))
+            computed = (self._row_logprobs(rows, packed=packed) for packed in (True, False))
+            alike = all(torch.allclose(each_BK, expected_BK, rtol=0, atol=tolerance) for each_BK in computed)
         except Exception as error:  # models that call attention functions otherwise fail in their own ways
             logger.info("rows are padded: %s: %s", type(error).__name__, error)
             alike = False
         if not alike:
             attend_as_before(_parts(self._module)[0])
         return alike
+
+    def _row_logprobs(self, rows: Sequence[Row], *, packed: bool = False) -> Tensor:
+        batch = collate(rows, self._device, packed=packed)
+        return batch.to_rows(self(self._module, batch).logprobs_N)
+
+    def _noise(self, rows: Sequence[Row], expected_BK: Tensor) -> float:
+        """How much the dtype changes the log-probabilities of rows: with other padding, and by rounding logits."""
+        by_length = sorted(range(len(rows)), key=lambda index: rows[index].input_length)
+        shorter = by_length[: max(1, len(rows) // 2)]
+        again_BK = self._row_logprobs([rows[index] for index in shorter])
+        by_padding = (again_BK - expected_BK[shorter, : again_BK.shape[1]]).abs().max().item()
+        return max(by_padding, torch.finfo(self._dtype).eps * expected_BK.abs().max().item())
 
     @torch.no_grad()
     def _probe_projection(self, module: nn.Module) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from insitu.backend.learner.batches import MicroBatch, Packer, Row, Sizes, group_rows, optimizer_steps, whole
 from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.code import CodeFolder
+from insitu.backend.learner.kl_rows import kl_budget, kl_rows
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
-from insitu.backend.learner.policy import ReferenceWeights
+from insitu.backend.learner.policy import ReferenceWeights, activation_bytes
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
@@ -34,12 +35,12 @@ R = TypeVar("R")
 
 CPU_MICRO_BATCH = 2048
 """Maximum tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
+ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
+"""Activations of a micro-batch of a larger model on a CPU, and its minimum tokens: fewer take more time."""
 SMALL_WORTH = 0.75
 """Maximum `tree_share` at which rows of a small model are packed: its cost is in the number of calls, not tokens."""
 CHECKED_ROWS = 16
 """Rows of a job that are computed both packed and padded on a GPU, to compare the two."""
-KL_ROWS, KL_TOKENS = 128, 512
-"""Maximum rows of the last step on which the KL metric is measured; fewer once they have so many tokens."""
 
 
 class Progress(NamedTuple):
@@ -118,8 +119,15 @@ class OptimizerLoop:
         self.tokens = self._objective.count_tokens(range(len(rows)))
         self._is_part = False
         self._weight = 1
-        largest = CPU_MICRO_BATCH if self._device.type == "cpu" else settings.micro_batch_tokens
-        self._max_tokens = min(settings.micro_batch_tokens, largest)
+        self._max_tokens = min(settings.micro_batch_tokens, *self._cpu_limits())
+
+    def _cpu_limits(self) -> Iterator[int]:
+        """The limits of a micro-batch on a CPU, in tokens."""
+        if self._device.type != "cpu":
+            return
+        yield CPU_MICRO_BATCH
+        if not (self._state.workers.is_small or self._settings.gradient_checkpointing):
+            yield max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // activation_bytes(self._state.policy.loaded))
 
     def run(self) -> Generator[Progress, None, dict[str, Any]]:
         """Yields after each micro-batch; returns the job's metrics. Raises JobFailed if a loss is not finite."""
@@ -139,8 +147,8 @@ class OptimizerLoop:
 
     def _job_metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         metrics = self._metrics(steps) | asdict(self.sizes)
-        if self._objective.measures_kl and self._settings.reference is None and self._settings.kl_rows != 0:
-            metrics |= self._measure_kl(self._kl_rows(self._plan[-1]))
+        if self._objective.measures_kl and self._settings.reference is None and (rows := self._kl_rows()):
+            metrics |= self._measure_kl(rows)
         return metrics
 
     def sum_gradients(self) -> Generator[Progress, None, tuple[int, dict[str, float]]]:
@@ -348,17 +356,17 @@ class OptimizerLoop:
         if not (math.isfinite(norm) and math.isfinite(sums["loss"])):
             problem = f"the loss is {sums['loss']} and the norm of its gradient {norm}"
             raise JobFailed(f"{problem}; the weights from before the job were restored")
+        self._state.policy.unshare()
         self._state.optimizer.step()
+        self._state.optimizer.zero_grad()
         return StepResult(tokens, sums, norm, self._state.optimizer.param_groups[0]["lr"])
 
-    def _kl_rows(self, indices: list[int]) -> list[int]:
-        """The rows of a step on which the KL metric is measured: one of each episode, then a second, and so on."""
-        groups = group_rows(self._rows, indices)
-        in_turn = [row for rows in itertools.zip_longest(*groups) for row in rows if row is not None]
-        if self._settings.kl_rows is not None:
-            return in_turn[: self._settings.kl_rows]
-        tokens = itertools.accumulate(self._objective.count_tokens([index]) for index in in_turn)
-        return in_turn[: 1 + sum(before < KL_TOKENS for before in itertools.islice(tokens, len(in_turn) - 1))][:KL_ROWS]
+    def _kl_rows(self) -> list[int]:
+        """The rows of the last step on which the KL metric is measured; a small model has no budget for it."""
+        computed, lora = sum(map(len, self._plan)), self._settings.lora is not None
+        budget = None if self._state.workers.is_small else kl_budget(self.sizes, computed, lora=lora)
+        version = self._state.reference().version
+        return kl_rows(self._packer, self._plan[-1], self._settings.kl_rows, budget, version)
 
     @torch.no_grad()
     def _measure_kl(self, indices: list[int]) -> dict[str, float | None]:

@@ -8,6 +8,7 @@ import copy
 import functools
 import hashlib
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,13 @@ _recompute = functools.partial(checkpoint, use_reentrant=False)
 
 @dataclass
 class TrainablePolicy:
-    """`module` has float32 master weights where it is trainable."""
+    """`module` has float32 master weights where it is trainable; full ones round to those of the loaded dtype."""
 
     module: nn.Module
     lora: LoRASettings | None
     loaded: LoadedModel
+    _is_shared: bool = False
+    """Whether a served model may have the same memory."""
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -81,9 +84,10 @@ class TrainablePolicy:
         return layers
 
     def served(self, ranks: Ranks = ALONE) -> nn.Module | None:
-        """A frozen copy in the dtypes of the loaded model, sharing its untrained tensors; None on all ranks but 0.
+        """A frozen model in the dtypes of the loaded one, sharing its untrained tensors; None on all ranks but 0.
 
-        All ranks must call it. Distributed weights are gathered one after the other, into the CPU's memory.
+        It has the memory of the trained weights, until `unshare`, or a copy of them in another dtype. All ranks must
+        call it. Distributed weights are gathered one after the other, into the CPU's memory.
         """
         base = self.loaded.module if self.lora is None else self.module
         dtypes = {name: p.dtype for name, p in self.loaded.module.named_parameters()} if self.lora is None else {}
@@ -92,11 +96,19 @@ class TrainablePolicy:
             tensor = whole(parameter.detach())
             if ranks.index == 0:
                 device = "cpu" if ranks.shards_weights else tensor.device
-                weights[name] = tensor.to(device, dtypes.get(name, self.loaded.dtype), copy=True)
+                weights[name] = tensor.to(device, dtypes.get(name, self.loaded.dtype))
         if ranks.index:
             return None
+        self._is_shared = True
         module = replace_weights(base, weights).requires_grad_(False)
         return module.to("cpu") if ranks.shards_weights else module
+
+    def unshare(self) -> None:
+        """Gives the trained weights other memory than a served model has, before they change."""
+        if self._is_shared:
+            for parameter in self.trainable.values():
+                parameter.data = parameter.data.clone()
+        self._is_shared = False
 
     def save(self, folder: Path, served: nn.Module) -> None:
         """Saves adapters in float32, full weights in the served dtype."""
@@ -112,7 +124,7 @@ class TrainablePolicy:
             attention: Any = self.loaded.module.config._attn_implementation  # type: ignore[union-attr]
             with wrap_errors(f"the weights of {folder} could not be read"):
                 module = complete_model(type(self.loaded.module), folder, self.loaded.dtype, attention)
-            self.overwrite(module.to(self.loaded.device).named_parameters())
+            self.overwrite((name, as_master(name, p)) for name, p in module.to(self.loaded.device).named_parameters())
         else:
             prefix = f".{self.module.active_adapter}."
             short = {name.replace(prefix, "."): name for name in self.trainable}
@@ -142,6 +154,13 @@ def served_bytes(loaded: LoadedModel, lora: LoRASettings | None) -> int:
     return sum(parameter.numel() for parameter in trained) * loaded.dtype.itemsize
 
 
+def activation_bytes(loaded: LoadedModel) -> int:
+    """About what the backward pass needs of a token: the inputs and outputs of the linear layers but the head."""
+    head = loaded.module.get_output_embeddings()  # type: ignore[operator]
+    layers = (each for each in loaded.module.modules() if isinstance(each, nn.Linear) and each is not head)
+    return loaded.dtype.itemsize * sum(layer.in_features + layer.out_features for layer in layers) or 1
+
+
 def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
     """A trainable copy of `loaded`, which is not modified; `seed` initializes new adapters.
 
@@ -153,7 +172,7 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
         module = _with_adapters(loaded, lora, seed)
     else:
         trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or "lora_" in name}
-        weights = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
+        weights = {name: as_master(name, p) for name, p in trained.items()}
         module = replace_weights(loaded.module, weights)
     for name, parameter in module.named_parameters():
         if lora is None or "lora_" in name:
@@ -161,6 +180,23 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
     if lora is not None:
         speed_up(module)
     return TrainablePolicy(module, lora, loaded)
+
+
+@torch.no_grad()
+def as_master(name: str, weight: Tensor) -> Tensor:
+    """A copy in float32 that rounds to `weight`: of a matrix of fewer bits, at random in the interval that does.
+
+    From the middle of the intervals, whose width is hundreds of small updates, no update would reach a border: none
+    would change a rounded weight. From places at random, an update by a tenth of the width changes one in ten.
+    """
+    master = weight.detach().to(torch.float32, copy=True)
+    if weight.dtype == torch.float32 or weight.ndim < 2 or "lora_" in name:
+        return master
+    half = int(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps) // 2  # in steps of float32
+    chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    steps = torch.randint(1 - half, half, master.shape, generator=chance, dtype=torch.int32).to(master.device)
+    master.view(torch.int32).add_(steps.mul_(master != 0))
+    return master
 
 
 def loaded_adapter(module: nn.Module) -> LoRASettings | None:
@@ -288,7 +324,12 @@ def check_compiler(device: torch.device) -> None:
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the first tensor that has NaN or infinite values."""
     parts = ((name, part) for name, tensor in tensors for part in plain_tensors(tensor))
-    return next((name for name, part in parts if not part.isfinite().all()), None)
+    return next((name for name, part in parts if not is_finite(part)), None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; so are those with a finite sum, which is known in a tenth of the time."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 class ReferenceWeights(NamedTuple):

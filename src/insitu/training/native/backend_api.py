@@ -27,6 +27,7 @@ class Health(BaseModel):
     weights: str | None = None
     logprob_tolerance: float | None = None
     sampler: str = "embedded"
+    dtype: str | None = None
     tool_format: str | None = None
     reasoning_format: str | None = None
 

@@ -49,7 +49,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights. auto: float32 on CPU, the checkpoint's dtype elsewhere."""
+    """Dtype of the weights. auto: the checkpoint's on a GPU; on a CPU float32, but [bfloat16](models.md#dtypes) for
+    `training.lora` over more than 100 million parameters if the CPU multiplies it. A run keeps what it began with."""
     quantization: Literal["int8", "nf4"] | None = None
     """Stores the linear layers of the model in 8 or 4 bits and trains LoRA adapters over them; needs the extra
     `quantized`. int8 has one scale for each output, nf4 (4-bit NormalFloat) one for each 64 weights."""
@@ -103,7 +104,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         """The arguments of `insitu backend` for this block of `config`, and `more`.
 
         The Python code of its jobs lies in the folder of the file. A vLLM that the backend starts must be made for LoRA
-        adapters.
+        adapters, and the dtype depends on whether all weights are trained.
         """
         options = self.model_dump(
             include={"name", "device", "dtype", "quantization", "tool_format", "reasoning_format", *_LIMITS}
@@ -115,8 +116,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         if self.sampler.kind == "vllm":
             sampler = self.sampler.model_dump(include=self.sampler.model_fields_set - {"kind", "api_key"})
             options |= {"sampler": "vllm", **{f"sampler_{key}": value for key, value in sampler.items()}}
-            if self.training.lora is not None and not self.sampler.addresses:
-                options["lora_rank"] = self.training.lora.rank
+        if self.training.lora is not None and not (self.sampler.kind == "vllm" and self.sampler.addresses):
+            options["lora_rank"] = self.training.lora.rank
         if self.training.code:
             options["allow_code"] = config.folder.resolve()
         chosen = {key: _option(value) for key, value in (options | more).items() if value is not None}

@@ -79,22 +79,18 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
+        started, folder = None, self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
         if self.config.model is not None and self._process is None:
-            folder = self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
-            model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
-            arguments = self.config.backend_arguments(self._full_config, model=model, output_dir=folder)
-            self._process = BackendProcess(
-                arguments, folder / "backend.log", self.config.max_restarts, self.config.backend_secrets
-            )
+            started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
+            arguments = self.config.backend_arguments(self._full_config, **started, output_dir=folder)
+            restarts, secrets = self.config.max_restarts, self.config.backend_secrets
+            self._process = BackendProcess(arguments, folder / "backend.log", restarts, secrets)
             self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
         if self._connection is None:
-            self._connection = Connection(
-                f"the backend at {self._base_url}",
-                {"Authorization": f"Bearer {self._token}"},
-                self.config.read_timeout,
-                self.config.retry_timeout,
-                self._process.final_report if self._process is not None else lambda: None,
-            )
+            headers = {"Authorization": f"Bearer {self._token}"}
+            report = self._process.final_report if self._process is not None else lambda: None
+            limits = self.config.read_timeout, self.config.retry_timeout
+            self._connection = Connection(f"the backend at {self._base_url}", headers, *limits, report)
         try:
             await self._served_version()
         except RequestRefused as error:
@@ -103,11 +99,13 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         if self.config.served_name not in (None, served):
             problem = f"name is {self.config.name!r}, but {self._base_url} serves {served!r}"
             raise ConfigError(f"trainer_adapters: {problem}; set name to {served!r} or omit it")
+        if started is not None:
+            write_file(folder / STARTED_FILE, orjson.dumps(started | {"dtype": self._health.dtype}) + b"\n")
         self._connection.verified = True
         self._first_version = 0 if self._process is not None else self._version
 
-    def _starting_model(self, folder: Path, model: str) -> str:
-        """The model that training starts from; that of an earlier process if the run continues.
+    def _starting_point(self, folder: Path, model: str) -> dict[str, str]:
+        """The model that training starts from; that of an earlier process if the run continues, with its dtype.
 
         A new run moves the checkpoints of an earlier one aside; the built-in trainers have moved the whole run already.
         """
@@ -115,13 +113,14 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         if folder.exists():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
         if request is not None and request.resume and record.is_file():
-            return str(read_object(record)["model"])
+            ignored = () if self.config.dtype == "auto" else ("dtype",)
+            return {key: value for key, value in read_object(record).items() if key not in ignored}
         if (folder / "checkpoints").exists():
             self._builder.moved[folder.resolve()] = moved = move_aside(folder.resolve(), OUTPUT_DIR)
             logger.warning("%s held the checkpoints of an earlier run, which are now in %s", folder, moved)
-        resolved = resolve_model(model, self._builder)
-        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps({"model": resolved}) + b"\n")
-        return resolved
+        started = {"model": resolve_model(model, self._builder)}
+        write_file(writable_folder(folder, OUTPUT_DIR) / STARTED_FILE, orjson.dumps(started) + b"\n")
+        return started
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections."""
@@ -190,7 +189,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return self._training.effective()
 
     def serving_settings(self) -> dict[str, Any]:
-        return self._health.model_dump(include={"tool_format", "reasoning_format"}, exclude_none=True)
+        return self._health.model_dump(include={"dtype", "tool_format", "reasoning_format"}, exclude_none=True)
 
     async def check_settings(self) -> None:
         try:

@@ -38,9 +38,9 @@ class Health(BaseModel):
     """The server is up; `policy_version` is that of the latest weights, `vocab_size` the number of token ids.
 
     A prompt and its completion may have `max_length` tokens together. `weights` is a digest of the latest weights, None
-    if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding. `sampler` is what samples.
-    `tool_format` is how the model writes tool calls, None if that is unknown, and `reasoning_format` how it writes
-    reasoning.
+    if unknown. A `logprob_gap` above `logprob_tolerance` is more than rounding. `sampler` is what samples, `dtype` that
+    of the weights. `tool_format` is how the model writes tool calls, None if that is unknown, and `reasoning_format`
+    how it writes reasoning.
     """
 
     status: str
@@ -50,6 +50,7 @@ class Health(BaseModel):
     weights: str | None
     logprob_tolerance: float
     sampler: str
+    dtype: str
     tool_format: str | None
     reasoning_format: str
 
@@ -63,7 +64,7 @@ def state_routes(services: Services) -> list[ApiRoute]:
         limits["logprob_tolerance"] = LOGPROB_TOLERANCES.get(services.loaded.dtype, LOGPROB_TOLERANCE)
         version = sampler.version
         weights = services.weights_digest(WeightVersion(version))
-        limits["sampler"] = services.options.sampler
+        limits |= {"sampler": services.options.sampler, "dtype": str(services.loaded.dtype).removeprefix("torch.")}
         limits["tool_format"], limits["reasoning_format"] = sampler.tokenizer.formats[:2]
         return _json(Health(status="ok", policy_version=version, weights=weights, **limits))
 
