@@ -67,6 +67,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._open_job: OpenJob | None = None
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._best_version: int | None = None
+        self._writing: list[asyncio.Task[None]] = []
+        """Checkpoints of versions that were the best."""
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
         self._needed_versions = 0
@@ -137,7 +139,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return resolved
 
     async def close(self) -> None:
-        """Stops the child process, if any, and closes the connections."""
+        """Stops the child process, if any, and closes the connections; the last version is on disk then."""
+        if self._job is not None and self._connection is not None:
+            await asyncio.gather(*self._writing, self._write_version(self._version, "?complete=true", retried=False))
         if self._process is not None:
             await self._process.stop()
             self._process = None
@@ -293,7 +297,18 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return await self._submit([rows], settings.effective(), run_id, f"{run_id}/{name}", None)
 
     def note_best(self, version: int | None) -> None:
+        if version and version != self._best_version and self.config.keep.best:
+            self._writing.append(asyncio.create_task(self._write_version(version)))
         self._best_version = version
+
+    async def _write_version(self, version: int, query: str = "", **options: Any) -> None:
+        """Has the backend write a checkpoint, if there is none yet; a failure is only reported."""
+        try:
+            await self._request("POST", f"/v1/train/versions/{version}/write{query}", orjson.loads, b"", {}, **options)
+        except RequestRefused as error:  # an earlier release, whose checkpoints are there; or the version is not
+            logger.info("%s", error)
+        except BackendError as error:
+            logger.warning("version %d may have no checkpoint: %s", version, error)
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """Always None: the backend answers a second submission with the job that it has for the key."""
@@ -342,7 +357,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"every", "optimizer"}) | {"last": max(keep.last, self._needed_versions)}
+        limits = keep.model_dump(include={"every", "optimizer", "snapshots"}) | {
+            "last": max(keep.last, self._needed_versions)
+        }
         return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
