@@ -223,7 +223,7 @@ async def test_a_checkpoint_is_written_on_request(loaded: LoadedModel, tmp_path:
 
 
 def test_a_version_without_a_checkpoint_is_refused_by_name(loaded: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text("{}")
+    (tmp_path / "run.json").write_text("{}")
     learner = opened(loaded, tmp_path / "backend", Retention(snapshots=2))
     for _ in range(3):
         train(learner, make_rows(loaded.module))

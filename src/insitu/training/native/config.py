@@ -55,8 +55,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """How the model writes [tool calls](models.md#tool-calls-and-reasoning); none: what its chat template says."""
     reasoning_format: ReasoningFormatName | None = None
     """How the model writes [reasoning](models.md#tool-calls-and-reasoning); none: what its chat template says."""
-    startup_timeout: float = Field(default=300.0, gt=0)
-    """Seconds to wait for the backend to load its model."""
+    startup_timeout: float = Field(default=900.0, gt=0)
+    """Seconds to wait for the backend to load its model and, after a crash, to train logged jobs again."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a backend that the adapter started is started again, from its last checkpoint, after its process has
     ended."""

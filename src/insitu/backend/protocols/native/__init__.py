@@ -129,16 +129,6 @@ def job_routes(
     async def cancel(request: web.Request) -> web.Response:
         return _json((await jobs.cancel(request.match_info["id"])).state)
 
-    async def write(request: web.Request) -> web.Response:
-        if (version := parse_count(request.match_info["version"])) is None:
-            raise RequestRefused("a version is a number", param="version", code="model_not_found", status=404)
-        await jobs.write_version(version, complete=request.query.get("complete") == "true")
-        return _json(WrittenVersion(version=version, checkpoint=str(jobs.learner.folder(version))))
-
-    writing = (
-        "Write the checkpoint of a version of which only the job is logged, unless it is there; returns once it is. "
-        "`complete=true`: with optimizer state, if it is the latest and no job is in progress"
-    )
     submission = "Submit a training job: gzipped JSON lines, the settings, then the rows"
     lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
     checking = (
@@ -157,12 +147,23 @@ def job_routes(
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
         *open_job_routes(jobs, limits, tokenizer, BASE),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
-        ApiRoute(
-            *("POST", "/v1/train/versions/{version}/write", write, writing),
-            response=WrittenVersion,
-            query=["complete"],
-        ),
+        writing_route(jobs),
     ]
+
+
+def writing_route(jobs: TrainingQueue) -> ApiRoute:
+    async def write(request: web.Request) -> web.Response:
+        if (version := parse_count(request.match_info["version"])) is None:
+            raise RequestRefused("a version is a number", param="version", code="model_not_found", status=404)
+        await jobs.write_version(version, complete=request.query.get("complete") == "true")
+        return _json(WrittenVersion(version=version, checkpoint=str(jobs.learner.folder(version))))
+
+    summary = (
+        "Write the checkpoint of a version of which only the job is logged, unless it is there; returns once it is. "
+        "`complete=true`: with optimizer state, if it is the latest and no job is in progress"
+    )
+    path = "/v1/train/versions/{version}/write"
+    return ApiRoute("POST", path, write, summary, response=WrittenVersion, query=["complete"])
 
 
 async def _stream_states(request: web.Request, job: TrainingJob) -> web.StreamResponse:
