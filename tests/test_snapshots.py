@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from test_learner import LORA, make_rows, same, weights
 from test_open_jobs import parts_of
 from test_retention import ROW, kept, running
 from tiny_models import save_tiny_model
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner, Learners, TrainedVersion
 from insitu.backend.learner.parts import PartedRows
-from insitu.backend.learner.snapshots import Snapshots
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError
@@ -104,19 +105,18 @@ def test_training_goes_on_from_a_snapshot_and_the_jobs_since(
         assert (kept(tmp_path / folder), logged(tmp_path / folder)) == ([3, 6], [4, 5])
 
 
-def test_the_next_step_waits_until_the_snapshot_is_written(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, order = make_rows(loaded.module), list[str]()
-    first = opened(loaded, tmp_path / "a", Retention(snapshots=1))
-    expected = [train(first, rows, lora=None), train(first, rows, lora=None)]
-    learner = opened(loaded, tmp_path / "b", Retention(snapshots=2, every=1))
-    assert same(weights(train(learner, rows).module), weights(expected[0].module))
-    optimizer = learner._state.optimizer  # type: ignore[union-attr]
-    optimizer.register_step_post_hook(lambda *_: order.append("step"))
-    learner.saved.begin(1, lambda: order.append("written"), is_snapshot=False)
-    assert same(weights(train(learner, rows).module), weights(expected[1].module))
-    assert order[0] == "written"
+def test_the_next_step_waits_until_the_snapshot_is_written(loaded: LoadedModel, tmp_path: Path) -> None:
+    rows, stepped, early = make_rows(loaded.module), threading.Event(), list[bool]()
+    every, learner = (
+        opened(loaded, tmp_path / name, Retention(snapshots=n, every=1)) for name, n in (("a", 1), ("b", 2))
+    )
+    for job in range(2):
+        assert same(weights(train(learner, rows).module), weights(train(every, rows).module))
+        if not job:
+            hook = register_optimizer_step_post_hook(lambda *_: stepped.set())
+            learner.saved.begin(1, lambda: early.append(stepped.wait(0.3)), is_snapshot=False)
+    hook.remove()
+    assert early == [False]
     learner.saved.wait()
     for version in (1, 2):
         name = f"checkpoints/step_00000{version}/{OPTIMIZER_FILE}"
@@ -131,33 +131,28 @@ def test_a_damaged_job_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
         opened(loaded, tmp_path).load_version(1)
 
 
-def test_snapshots_follow_from_bytes_and_tokens(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots_follow_from_bytes_and_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
     """Equal runs have equal ones, also one that was killed."""
-    snapshots, settings = Snapshots(loaded, opened(loaded, tmp_path).saved), TrainingSettings()
-    assert snapshots.size == 12 * sum(parameter.numel() for parameter in loaded.module.parameters())
-    assert snapshots.tokens_between == 16_000, "12 bytes a parameter, 400 operations a byte, a twentieth"
-    assert not snapshots.log_jobs(settings, Retention()), "it is small"
-    assert snapshots.log_jobs(settings, THIRD)
-    monkeypatch.setattr("insitu.backend.learner.snapshots.SMALL_SNAPSHOT", 0)
-    assert snapshots.log_jobs(settings, Retention())
-    assert not snapshots.log_jobs(TrainingSettings(lora=LORA), Retention())
-    monkeypatch.setattr("insitu.backend.learner.snapshots.OPERATIONS_PER_BYTE", 20)  # every 800 tokens
-    rows, written = make_rows(loaded.module), {}
+    rows, settings, written = make_rows(loaded.module), TrainingSettings(), dict[str, list[int]]()
     for name in ("a", "b"):
         learner = opened(loaded, tmp_path / name, Retention())
+        assert learner.snapshots.size == 12 * sum(parameter.numel() for parameter in loaded.module.parameters())
+        assert learner.snapshots.tokens_between == 16_000, "12 bytes a parameter, 400 operations a byte, a twentieth"
+        assert not learner.snapshots.log_jobs(settings, Retention()), "it is small"
+        assert learner.snapshots.log_jobs(settings, THIRD)
         for job in range(8):
-            trained = train(learner, rows)
-            if name == "b" and job in (1, 5):
+            if not job or (name == "b" and job in (2, 6)):
                 learner = opened(loaded, tmp_path / name, Retention())
+                learner.snapshots.small, learner.snapshots.tokens_between = 0, 800
+                assert learner.snapshots.log_jobs(settings, Retention())
+                assert not learner.snapshots.log_jobs(TrainingSettings(lora=LORA), Retention())
+            trained = train(learner, rows)
         learner.saved.wait()
         written[name] = kept(tmp_path / name)
-    assert 0 < len(written["a"]) < 8
-    assert written["a"] == written["b"]
     total = json.loads((tmp_path / "a/job_log/step_000008/training.json").read_text())["tokens"]
     assert total == 8 * trained.metrics["computed_tokens"]
-    assert len(written["a"]) == total // 800
+    assert 0 < len(written["a"]) == total // 800 < 8
+    assert written["a"] == written["b"]
 
 
 async def submit(client: httpx.AsyncClient, key: str, **keep: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Learner:
         self._origin_folder = folder = Path(source)
         self._tokens = self._origin.tokens
         self.saved = Versions(self.output_dir, self._origin.step)
-        self._snapshots = Snapshots(self.loaded, self.saved)
+        self.snapshots = Snapshots(self.loaded, self.saved)
         parts = self.loaded, self.saved, self._origin, folder, self.load_version
         self._states = States(*parts, ranks=self.ranks, code=self.code)
         self._lora = self._origin.lora or loaded_adapter(self.loaded.module)
@@ -250,7 +250,7 @@ class Learner:
             delete_folder(folder)  # the weights alone; the job is still logged
         else:
             module = self.load_version(version)
-        return self._snapshots.begin(version, module, self._lora, state)
+        return self.snapshots.begin(version, module, self._lora, state)
 
     def digest(self, version: int) -> str | None:
         """A digest of the weights of a version above 0; None if it is unknown. Raises RequestRefused like `folder`."""
@@ -279,8 +279,8 @@ class Learner:
         before, self._tokens = self._tokens, self._tokens + trained.metrics.get("computed_tokens", 0)
         if trained.logged and trained.module is not None:
             self._served[self.version] = trained.module
-            if self._snapshots.is_due(self.version, self.keep, before, self._tokens):
-                self._snapshots.begin(self.version, trained.module, self._lora, self._state)
+            if self.snapshots.is_due(self.version, self.keep, before, self._tokens):
+                self.snapshots.begin(self.version, trained.module, self._lora, self._state)
         if self.ranks is ALONE:  # otherwise the backend deletes them
             self.saved.prune(self.keep.optimizer)
         loss, seconds = trained.metrics.get("loss", math.nan), trained.metrics["seconds"]
@@ -317,13 +317,13 @@ class Learner:
         if pairs := {row.pair for row in rows} - {""}:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics, "digest": job.digest or parts.hexdigest})
-        logged = served is not None and self.served_here and self._snapshots.log_jobs(settings, self.keep)
+        logged = served is not None and self.served_here and self.snapshots.log_jobs(settings, self.keep)
         save: Callable[[], Path]
         if served is not None and logged:
             job = job.model_copy(update={"weights": fingerprint(served)})
             save = functools.partial(self.saved.log, self._record(job, settings.lora), settings, parts)
         else:
-            save = functools.partial(self._snapshots.write, state, served, self._record(job, settings.lora))
+            save = functools.partial(self.snapshots.write, state, served, self._record(job, settings.lora))
         (yield from in_another_thread(save, delete_folder)) if self.ranks is ALONE else save()
         return TrainedVersion(served, self.version + 1, self.saved.folder_of(self.version + 1), job, logged)
 

@@ -32,16 +32,13 @@ class Snapshots:
     def __init__(self, loaded: LoadedModel, saved: Versions) -> None:
         self._loaded = loaded
         self._saved = saved
-        self._parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+        parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
         masters = 0 if loaded.dtype == torch.float32 else 4
-        self.size = self._parameters * (loaded.dtype.itemsize + masters + _MOMENTS)
+        self.size = parameters * (loaded.dtype.itemsize + masters + _MOMENTS)
         """Bytes of a snapshot with all weights."""
-
-    @property
-    def tokens_between(self) -> int:
+        self.small = SMALL_SNAPSHOT
+        self.tokens_between = max(1, int(self.size * OPERATIONS_PER_BYTE / SNAPSHOT_SHARE / (6 * parameters)))
         """The tokens to compute between two snapshots; one takes six operations per parameter."""
-        operations = self.size * OPERATIONS_PER_BYTE / SNAPSHOT_SHARE
-        return max(1, int(operations / (6 * self._parameters)))
 
     def log_jobs(self, settings: TrainingSettings, keep: Retention) -> bool:
         """Whether jobs with these settings are logged: they must be trained again to the same bits.
@@ -51,7 +48,7 @@ class Snapshots:
         if self._loaded.device.type != "cpu" or settings.code:
             return False
         if keep.snapshots is None:
-            return settings.lora is None and self.size >= SMALL_SNAPSHOT
+            return settings.lora is None and self.size >= self.small
         return keep.snapshots > 1
 
     def is_due(self, version: int, keep: Retention, before: int, tokens: int) -> bool:

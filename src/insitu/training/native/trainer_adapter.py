@@ -33,14 +33,13 @@ from insitu.schemas.finetuning import (
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
-from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, steps_obstacle
+from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.http_format import gzip_lines
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 BACKEND = "insitu"
@@ -67,8 +66,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._open_job: OpenJob | None = None
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._best_version: int | None = None
-        self._writing: list[asyncio.Task[None]] = []
-        """Checkpoints of versions that were the best."""
+        self._checkpoints = Checkpoints(self._request)
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
         self._needed_versions = 0
@@ -84,9 +82,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             folder = self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
             model = await asyncio.to_thread(self._starting_model, folder, self.config.model)
             arguments = self.config.backend_arguments(self._full_config, model=model, output_dir=folder)
-            self._process = BackendProcess(
-                arguments, folder / "backend.log", self.config.max_restarts, self.config.backend_secrets
-            )
+            log, restarts = folder / "backend.log", self.config.max_restarts
+            self._process = BackendProcess(arguments, log, restarts, self.config.backend_secrets)
             self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
         if self._connection is None:
             self._connection = Connection(
@@ -140,15 +137,12 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def close(self) -> None:
         """Stops the child process, if any, and closes the connections; the last version is on disk then."""
-        if self._job is not None and self._connection is not None:
-            await asyncio.gather(*self._writing, self._write_version(self._version, "?complete=true", retried=False))
+        await self._checkpoints.finish(self._version if self._job is not None else None)
         if self._process is not None:
             await self._process.stop()
-            self._process = None
         if self._connection is not None:
             await self._connection.close()
-            self._connection = None
-        self._version = 0
+        self._process, self._connection, self._version = None, None, 0
 
     @property
     def backend_pid(self) -> int | None:
@@ -297,18 +291,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return await self._submit([rows], settings.effective(), run_id, f"{run_id}/{name}", None)
 
     def note_best(self, version: int | None) -> None:
-        if version and version != self._best_version and self.config.keep.best:
-            self._writing.append(asyncio.create_task(self._write_version(version)))
         self._best_version = version
-
-    async def _write_version(self, version: int, query: str = "", **options: Any) -> None:
-        """Has the backend write a checkpoint, if there is none yet; a failure is only reported."""
-        try:
-            await self._request("POST", f"/v1/train/versions/{version}/write{query}", orjson.loads, b"", {}, **options)
-        except RequestRefused as error:  # an earlier release, whose checkpoints are there; or the version is not
-            logger.info("%s", error)
-        except BackendError as error:
-            logger.warning("version %d may have no checkpoint: %s", version, error)
+        self._checkpoints.begin(version if self.config.keep.best else None)
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """Always None: the backend answers a second submission with the job that it has for the key."""
@@ -402,8 +386,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def _request(self, method: str, path: str, parse: Callable[[bytes], T], *args: Any, **options: Any) -> T:
         """Requests to the backend are idempotent, so each can be retried."""
-        url = self._base_url + path
-        return await self._connected().request(method, url, parse, *args, **options)
+        return await self._connected().request(method, self._base_url + path, parse, *args, **options)
 
     def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
         self._version = max(self._version, state.policy_version or 0)
