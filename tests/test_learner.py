@@ -398,7 +398,7 @@ def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
     masters = weights(learner._state.policy.module)
     assert {value.dtype for name, value in masters.items() if lora is None or "lora_" in name} == {torch.float32}
     restored = Learner(load_model(str(first.checkpoint), "cpu", "bfloat16"), tmp_path / "b")
-    assert same(weights(restored._restore(TrainingSettings(lora=lora)).policy.module), masters)
+    assert same(weights(restored._states.restore(TrainingSettings(lora=lora)).policy.module), masters)
 
 
 def test_steps_hold_whole_episodes_and_cover_each_pass():

@@ -44,12 +44,14 @@ STALENESS = (
     *("-o", "trainers.grpo.staleness", "1"),
     *("-o", "trainer_adapters.backend.training.old_logprobs", "rollout"),
 )
+SNAPSHOTS = (*STALENESS, "-o", "trainer_adapters.backend.keep.snapshots", "3")
 METHODS = {
     "grpo": (),
     "curriculum": CURRICULUM,
     "credit by step": CREDIT_BY_STEP,
     "dpo": DPO,
     "staleness": STALENESS,
+    "snapshots": SNAPSHOTS,
 }
 """Checked by `is_exercised`."""
 
@@ -103,21 +105,24 @@ def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
 def is_exercised(method: str, ended: Outcome) -> bool:
     """Whether the run has done what its method is about."""
     by_episode = [{*record["advantages"].values()} for record in ended.trained[1:]]
+    ages = [metrics.get("sampled_version") for metrics in ended.metrics] == [0, 0, 1]
+    snapshots = [name.partition("/")[0] for name in ended.weights if name.endswith("/optimizer.safetensors")]
     return {
         "grpo": any(by_episode) and not any(len(each) > 1 for each in by_episode),
         "curriculum": (ended.metrics[0]["curriculum_percentile"] or 1) < 1,
         "credit by step": any(len(each) > 1 for each in by_episode),
         "dpo": ended.metrics[0].get("pairs", 0) > 0,
-        "staleness": [metrics.get("sampled_version") for metrics in ended.metrics] == [0, 0, 1],
+        "staleness": ages,
+        "snapshots": ages and snapshots == ["step_000003"] and "step_000001/model.safetensors" not in ended.weights,
     }[method]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("curriculum", "credit by step"))) for name in METHODS
-    ],
-)
+PARAMETERS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("curriculum", "credit by step"))) for name in METHODS
+]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
     folder = digits_project(tmp_path_factory.mktemp("uninterrupted"), rows=6, held_out=5)
@@ -285,7 +290,8 @@ def lose_unsynced(run: Path, dice: random.Random) -> None:
         return
     progress = json.loads((run / "progress.json").read_text())
     synced = dict(progress["sizes"])
-    if len(list((run / "backend/checkpoints").glob("step_*"))) > (progress["policy_version"] or 0):
+    trained = {path.name for path in (run / "backend").glob("*/step_*")}
+    if len(trained) > (progress["policy_version"] or 0):
         return  # the next epoch was submitted, which is after its sync
     for name in (*synced, "journal.jsonl"):
         path = run / name
@@ -293,6 +299,7 @@ def lose_unsynced(run: Path, dice: random.Random) -> None:
             os.truncate(path, dice.randint(synced.get(name, 0), path.stat().st_size))
 
 
+@pytest.mark.parametrize("uninterrupted", [each for each in PARAMETERS if each.values != ("snapshots",)], indirect=True)
 def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_path: Path) -> None:
     project, options, expected, _ = uninterrupted
     done = run("runs", "fork", project / "run", tmp_path / "forked", "--epoch", 1)

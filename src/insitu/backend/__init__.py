@@ -91,8 +91,8 @@ class BackendOptions:
     connect to, and `allowed_host` further names in the Host header. `max_length`, `max_batch`, `threads` and
     `kv_memory`, in bytes, default to values that suit the model and the machine. With `lora_rank`, jobs without a
     `lora` block train adapters of that rank instead of all weights. The options that begin with `learner` are the keys
-    of `LearnerOptions`, those that begin with `sampler` the keys of `SamplerOptions`. `keep_last` and `keep_every` say
-    which checkpoints are kept after jobs that do not.
+    of `LearnerOptions`, those that begin with `sampler` the keys of `SamplerOptions`. `keep_last`, `keep_every` and
+    `keep_snapshots` say which checkpoints are written and kept after jobs that do not.
     """
 
     model: str = _option(MISSING, "A folder, GGUF file or Hub name, or RUN_DIR/best or RUN_DIR/latest.", required=True)
@@ -137,6 +137,9 @@ class BackendOptions:
     sampler_api_key: str | None = field(default=None, repr=False)
     keep_last: int = _option(3, "Checkpoints to keep, the latest ones.", type=_COUNT)
     keep_every: int | None = _option(None, "Also keep every Nth checkpoint; 1 keeps all.", type=_COUNT)
+    keep_snapshots: int | None = _option(
+        None, "Write every Nth version and log the jobs between (default: by size and work).", type=_COUNT
+    )
     allow_code: Path | None = _option(  # noqa: RUF009
         None,
         "Folder whose Python files jobs may run as losses, optimizers and schedules (default: none).",
@@ -149,7 +152,7 @@ class BackendOptions:
         """The retention policy of jobs that name none."""
         from insitu.schemas.training_jobs import Retention  # not at import: pydantic would slow `--help` down
 
-        return Retention(last=self.keep_last, every=self.keep_every)
+        return Retention(last=self.keep_last, every=self.keep_every, snapshots=self.keep_snapshots)
 
     def access(self) -> AccessPolicy:
         """Raises ConfigError if the options would leave the server open to other machines, or the token is empty."""

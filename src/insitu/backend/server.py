@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 import insitu
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend import BackendOptions
-from insitu.backend.compute import ComputeThread, call_in_loop
+from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
 from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import Sampler, WeightVersion
@@ -34,7 +34,7 @@ from insitu.backend.model import LoadedModel, load_model, text_config
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import available_memory, readable_bytes, writable_folder
 from insitu.disk.folder_lock import FolderLock
-from insitu.errors import BackendError, PluginError
+from insitu.errors import BackendError, InsituError, PluginError
 from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
@@ -69,18 +69,27 @@ class Backend:
         try:
             await self.sampler.start()
             if self.learner.version:
+                if not self.learner.served_here:  # what samples reads the weights from the disk
+                    await self.jobs.write_version(self.learner.version)
                 await self.sampler.publish(WeightVersion(self.learner.version))
         except BaseException:  # the thread and other processes must not outlive a failed start; re-raised
             await self.sampler.close()
             self.compute.close()
             raise
 
-    async def close(self) -> None:
-        """Cancels all jobs and stops the compute thread, each within `GRACE_SECONDS`."""
+    async def close(self, *, writes: bool = True) -> None:
+        """Cancels all jobs and stops the compute thread, each within `GRACE_SECONDS`.
+
+        `writes` the latest version before, unless it is on disk.
+        """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.jobs.close(), GRACE_SECONDS)
+        if writes and self.learner.version:
+            with contextlib.suppress(InsituError):  # which is logged, as the job is
+                await self.jobs.write_version(self.learner.version, complete=True)
         await self.sampler.close()
         self.compute.close(timeout=GRACE_SECONDS)
+        await asyncio.to_thread(self.learner.saved.wait)  # another process may use the folder after this one
         if self.group is not None:
             await asyncio.to_thread(self.group.close)
 
@@ -188,6 +197,7 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
             _warn_of_training(loaded, options)
         backend = create_backend(loaded, options, output_dir)
         await backend.start()
+        is_orphan = False
         try:
             async with _stop_event(options.parent_pid) as stopped:
                 async with listening(backend.app, listener, grace=GRACE_SECONDS) as address:
@@ -197,9 +207,9 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
                         on_ready(http_url(*address))
                     except OSError as error:
                         raise BackendError(f"cannot print the address: {error.strerror}") from error
-                    await stopped.wait()
+                    is_orphan = await stopped
         finally:
-            await backend.close()
+            await backend.close(writes=not is_orphan)  # the process that continues the run waits for this one's end
 
 
 def _warn_of_training(loaded: LoadedModel, options: BackendOptions) -> None:
@@ -220,13 +230,13 @@ def _warn_of_training(loaded: LoadedModel, options: BackendOptions) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _stop_event(parent_pid: int | None) -> AsyncIterator[asyncio.Event]:
-    """An event that a signal which ends a command, or the parent's end, sets."""
+async def _stop_event(parent_pid: int | None) -> "AsyncIterator[asyncio.Future[bool]]":
+    """Done once a signal that ends a command has come, or the parent has ended: then it is true."""
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    stopped: asyncio.Future[bool] = loop.create_future()
     names = stop_signals()
     for name in names:
-        loop.add_signal_handler(name, stopped.set)
+        loop.add_signal_handler(name, set_outcome, stopped, False)
     if parent_pid is not None:
         threading.Thread(target=_watch_parent, args=(parent_pid, loop, stopped), daemon=True).start()
     try:
@@ -236,13 +246,13 @@ async def _stop_event(parent_pid: int | None) -> AsyncIterator[asyncio.Event]:
             loop.remove_signal_handler(name)
 
 
-def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.Future[bool]") -> None:
     """Polls a process and sets `stopped` once it has ended."""
     is_parent = os.getppid() == pid  # children of a killed parent are reassigned immediately, before it is reaped
     while os.getppid() == pid if is_parent else _is_alive(pid):
         time.sleep(PARENT_POLL_SECONDS)
     logger.info("process %d has ended; stopping", pid)
-    call_in_loop(loop, stopped.set)
+    call_in_loop(loop, set_outcome, stopped, True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -4,6 +4,8 @@ checkpoints/step_000012/
     config.json model.safetensors, or adapter_config.json adapter_model.safetensors; tokenizer and its template
     optimizer.safetensors    AdamW's moments by parameter name, float32 weights where others are served
     training.json            TrainingRecord, with the digest of each other file
+job_log/step_000013/
+    rows.safetensors settings.json training.json    the job of a step that may have no checkpoint
 
 The backend writes these folders. Whatever loads one checks it first, so that damaged weights are never served or
 trained.
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "training.json"
+JOB_LOG = "job_log"
+"""The folder of logged jobs, beside that of the checkpoints."""
 STATE_FILES = (OPTIMIZER_FILE, RECORD_FILE)
 """What training resumes from, besides the model."""
 NO_CODE = {"trust_remote_code": False}
@@ -49,19 +53,24 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class JobRecord(BaseModel):
-    """The job that made a checkpoint, so that its key is known to later processes too."""
+    """The job that made a version, so that its key is known to later processes too.
+
+    `weights` is a digest of what a logged job has trained; where it is None, the files of the checkpoint have one.
+    """
 
     id: str
     key: str | None = None
     digest: str | None = None
     metrics: dict[str, Any] = {}
+    weights: str | None = None
 
 
 class TrainingRecord(BaseModel):
     """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
 
     `started_from` is the model that training started from, the reference of the KL penalty. Without `lora` all weights
-    are trained. `sha256` has the digests of the other files by name; None in checkpoints of earlier releases.
+    are trained. `sha256` has the digests of the other files by name; None in checkpoints of earlier releases. `tokens`
+    counts those that all jobs have computed.
     """
 
     step: int
@@ -69,6 +78,7 @@ class TrainingRecord(BaseModel):
     started_from: str
     lora: LoRASettings | None = None
     job: JobRecord | None = None
+    tokens: int = 0
     sha256: dict[str, str] | None = None
 
 
@@ -90,7 +100,7 @@ def read_record(source: str | Path) -> TrainingRecord | None:
 
 
 def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
-    """The checkpoints in `folder`, oldest first. Raises BackendError if one has no record."""
+    """The checkpoints in `folder`, or the logged jobs, oldest first. Raises BackendError if one has no record."""
     checkpoints = []
     for path in folder.glob("step_*"):
         record = read_record(path)
@@ -122,6 +132,9 @@ def check_optimizer_file(folder: Path, *, required: bool) -> None:
 
 def weights_digest(folder: Path) -> str | None:
     """The digest of a checkpoint's weights, by its record; None for folders without one, as of earlier releases."""
+    record = read_record(folder)
+    if record is not None and record.job is not None and record.job.weights is not None:
+        return record.job.weights
     own = (f"{name} {sha256}" for name, sha256 in sorted(_listed(folder).items()) if name.endswith(".safetensors"))
     text = " ".join(each for each in own if not each.startswith(OPTIMIZER_FILE))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH] if text else None

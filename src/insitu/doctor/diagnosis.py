@@ -211,7 +211,11 @@ class Examination:
             pid = self._adapter.backend_pid
         measures.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measures.backend_memory = peak_memory(pid) if pid is not None else None
-        measures.weights, measures.optimizer = checkpoint_sizes(self._scratch / CHECKPOINTS)
+
+    def measure_checkpoint(self) -> Measures:
+        """Adds the sizes of the checkpoint, which is written at the latest when the backend ends."""
+        self.measures.weights, self.measures.optimizer = checkpoint_sizes(self._scratch / CHECKPOINTS)
+        return self.measures
 
     def decoder(self) -> Decoder | None:
         """The decoder of the model's tokenizer, once a checkpoint has been written."""
@@ -267,8 +271,8 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
             await examination.rescore(evidence)
             await examination.train(evidence)
             examination.measure(evidence)
-            measures, decode = examination.measures, examination.decoder()
             plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
+        measures, decode = examination.measure_checkpoint(), examination.decoder()
     estimated = estimate(plan, measures, keep, output_dir, memory)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
     if plan.replays:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from insitu.config import Config, Moved, moved_path
 from insitu.disk.json_files import read_object
+from insitu.disk.model_files import JOB_LOG
 from insitu.errors import ConfigError
-from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, RUN, STARTED_FILE, holds_run
+from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, LOGGED_JOBS, RUN, STARTED_FILE, holds_run
 from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
@@ -99,6 +100,12 @@ def _kept(folder: Path, key: str) -> Path:
     """A checkpoint's folder. Raises ConfigError if it does not exist where others do."""
     kept = [path.name for path in _steps(folder.parent)]
     if folder.name not in kept:
+        if (folder.parents[1] / JOB_LOG / folder.name).is_dir():
+            raise ConfigError(
+                f"{key}: {folder} was not written: only its job is logged; checkpoints there: "
+                f"{', '.join(kept) or 'none'} (the key `keep.snapshots` of the trainer adapter says which are written; "
+                "`insitu finetune --resume` writes the best and the latest when the run ends)"
+            )
         raise ConfigError(
             f"{key}: {folder} was deleted or never made; checkpoints there: {', '.join(kept) or 'none'} (the key "
             "`keep` of the trainer adapter says which are kept)"
@@ -127,7 +134,9 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
         folders = _steps(saved)
         if not folders:
             raise ConfigError(f"{key}: {saved} holds no checkpoints; {_why_none(run)}")
-        return Checkpoint(folders[-1], f"the latest of {run}")
+        newer = [path.name for path in _steps(run / LOGGED_JOBS) if path.name > folders[-1].name]
+        more = f" that is written: of {', '.join(newer)} only the jobs are logged" if newer else ""
+        return Checkpoint(folders[-1], f"the latest of {run}{more}")
     if not (run / BEST).exists():
         raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")
     record = read_object(run / BEST)

@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from insitu.disk.model_files import JOB_LOG
+
 
 class Format(StrEnum):
     """How a file is written. Files of lines begin with `{"format": 2}`, except for those of plain lines."""
@@ -96,6 +98,8 @@ FINAL_METRICS = _file("final_metrics.json", Format.OBJECT)
 BACKEND_FOLDER = "backend"
 """The folder of the embedded backend: its log, checkpoints and jobs."""
 CHECKPOINTS = f"{BACKEND_FOLDER}/checkpoints"
+LOGGED_JOBS = f"{BACKEND_FOLDER}/{JOB_LOG}"
+"""The jobs of versions between two checkpoints."""
 JOBS = f"{BACKEND_FOLDER}/jobs"
 STARTED_FILE = "started_from.json"
 """In the backend's folder: the model that the training started from, since names such as `latest` change meaning."""

@@ -93,8 +93,8 @@ def _state_after(origin: _Origin, epoch: int) -> EpochState:
     if epoch in (available := origin.epochs()):
         return origin.states[epoch]
     problem = (
-        f"epoch {epoch} of {origin.folder} was not recorded, or its checkpoint or optimizer state was deleted (see "
-        "`keep` of the trainer adapter)"
+        f"epoch {epoch} of {origin.folder} was not recorded, or its checkpoint or optimizer state was deleted or not "
+        "written (see `keep` of the trainer adapter)"
     )
     if epoch > origin.progress.epoch:
         problem = f"{origin.folder} has no complete epoch {epoch}"

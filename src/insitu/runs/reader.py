@@ -235,6 +235,11 @@ class RunReader:
         """The folders of the checkpoints that are complete, oldest first, and their records."""
         return saved_checkpoints(self.folder / files.CHECKPOINTS)
 
+    def versions(self) -> set[int]:
+        """The versions above 0 that the run's backend can serve: from a checkpoint, or by training logged jobs."""
+        logged = saved_checkpoints(self.folder / files.LOGGED_JOBS)
+        return {record.version for _, record in [*self.checkpoints(), *logged]}
+
     def tokenizer(self) -> Path | None:
         """The folder of a tokenizer: one that the run's backend has written, or that of the model it started from.
 

@@ -211,7 +211,7 @@ class ResumableRun:
         """Raises ConfigError if weights from which the next epochs are sampled have been deleted."""
         reader = RunReader(self.store.folder)
         sampled = reader.sampled_versions(reader.history(self.progress), self.progress.epoch, staleness)
-        missing = sorted(sampled - {0, *(record.version for _, record in reader.checkpoints())})
+        missing = sorted(sampled - {0} - reader.versions())
         if reader.own_backend and missing:
             raise ConfigError(
                 f"--resume: staleness is {staleness}, so the epochs after {self.progress.epoch} of {self.store.folder} "

@@ -38,6 +38,8 @@ class Retention(BaseModel):
     """Also keep the versions that are multiples of this."""
     optimizer: int = Field(default=2, ge=2)
     """Number of latest versions whose optimizer state is kept."""
+    snapshots: int | None = Field(default=None, ge=1)
+    """Distance of the versions that are written with optimizer state, as in `KeepConfig`."""
     versions: list[int] = Field(default_factory=list)
     """Further versions to keep."""
     after: int = 0
@@ -62,6 +64,12 @@ class KeepConfig(BaseModel):
     optimizer: int = Field(default=2, ge=2)
     """Number of latest versions whose optimizer state is kept, so that `insitu runs fork` continues exactly from there.
     It takes twice the space of trained weights in float32."""
+    snapshots: int | None = Field(default=None, ge=1)
+    """Write every Nth version, with its optimizer state, while the next episodes are collected; the jobs between are
+    logged, and trained again where their versions are needed. none: every version of adapters, and of weights that take
+    less than 256 MiB with their optimizer state; of others as many as take a twentieth of the work. Those that `every`
+    names, the best and the last are always written. With several learner processes, vLLM, a GPU or Python code in
+    `training`, every version is, before its job has completed."""
 
 
 class LoRASettings(BaseModel):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import Part
+from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -75,18 +76,37 @@ class TrainState:
     """State kept from job to job; `reference` loads the weights that a job can be compared with.
 
     `forward` computes the log-probabilities of a micro-batch under the policy, `compute_logprobs` under any module.
-    `optimizer` was made by `optimizer_part`.
+    `optimizer` was made by `optimizer_part`. `before_step` waits until no other thread reads what it changes.
     """
 
     policy: TrainablePolicy
     forward: Callable[[MicroBatch], TokenLogprobs]
-    optimizer: torch.optim.Optimizer
     compute_logprobs: LogprobComputer
     workers: Workers
     reference: Callable[[], ReferenceWeights]
+    before_step: Callable[[], None]
     ranks: Ranks = ALONE
     code: CodeFolder = NO_CODE
-    optimizer_part: str | Part | None = None
+    optimizer: torch.optim.Optimizer = field(init=False)
+    optimizer_part: str | Part | None = field(init=False)
+
+    def set_optimizer(self, settings: TrainingSettings) -> None:
+        """A new one, without state."""
+        wait = self.before_step
+        wait()
+        make = self.code.function("optimizer", settings.optimizer or "adamw")
+        self.optimizer, self.optimizer_part = make(self.policy.trainable, settings), settings.optimizer
+        self.optimizer.register_step_pre_hook(lambda *_: wait())
+
+    def prepare(self, settings: TrainingSettings) -> None:
+        """For a job. Raises BackendError if the layers cannot be as it asks."""
+        if self.optimizer_part != settings.optimizer:
+            self.set_optimizer(settings)
+        self.policy.prepare_layers(settings)
+        for group in self.optimizer.param_groups:
+            if "decays" in group:  # AdamW
+                decay = settings.weight_decay if group["decays"] else 0.0
+                group.update(betas=settings.betas, weight_decay=decay)
 
     @property
     def optimizer_prefix(self) -> str:
@@ -96,15 +116,8 @@ class TrainState:
         return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
 
 
-def write_checkpoint(
-    target: Path,
-    state: TrainState,
-    served: nn.Module | None,
-    record: TrainingRecord,
-    tokenizer_files: Mapping[str, bytes],
-) -> None:
-    """`served` has the weights to serve, on rank 0. Raises JobFailed on all ranks alike, and then leaves nothing."""
-    ranks = state.ranks
+def optimizer_tensors(state: TrainState) -> dict[str, Tensor]:
+    """What a snapshot has of the optimizer: the tensors that it changes, not copies."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in state.policy.trainable.items():
         entries = {key: value for key, value in state.optimizer.state[parameter].items() if value is not None}
@@ -112,11 +125,27 @@ def write_checkpoint(
         tensors |= {f"{state.optimizer_prefix}{key}.{name}": value for key, value in numbers.items()}
         if state.policy.loaded.dtype != torch.float32:
             tensors[f"weights.{name}"] = parameter.detach()
+    return tensors
+
+
+def write_checkpoint(
+    target: Path,
+    policy: TrainablePolicy,
+    served: nn.Module | None,
+    optimizer: Mapping[str, Tensor] | None,
+    record: TrainingRecord,
+    tokenizer_files: Mapping[str, bytes],
+    ranks: Ranks = ALONE,
+) -> None:
+    """`served` has the weights to serve, on rank 0; without `optimizer`, they are all that is written.
+
+    Raises JobFailed on all ranks alike, and then leaves nothing.
+    """
 
     def write_model() -> Path:
         draft = folder.enter_context(new_folder(target))
         assert served is not None
-        state.policy.save(draft, served)
+        policy.save(draft, served)
         for name, content in tokenizer_files.items():
             (draft / name).write_bytes(content)
         return draft
@@ -124,7 +153,8 @@ def write_checkpoint(
     try:
         with ExitStack() as folder:
             draft = ranks.on_first(write_model)
-            write_optimizer(draft, tensors, ranks)
+            if optimizer is not None:
+                write_optimizer(draft, optimizer, ranks)
             ranks.on_first(lambda: write_record(draft, record))
             ranks.on_first(folder.close)
     except (OSError, SafetensorError) as error:

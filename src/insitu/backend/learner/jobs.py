@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import uuid
@@ -146,9 +147,11 @@ class TrainingQueue:
             except (OSError, ValueError) as error:
                 logger.warning("%s cannot be read: %s", path, error)
                 continue
-            deleted = self.learner.deleted_folder(state.policy_version)
-            if deleted is not None and state.checkpoint == os.path.relpath(deleted, self.output_dir):
-                states.append(state.model_copy(update={"checkpoint": str(deleted)}))
+            version = state.policy_version
+            if version is not None and self.learner.saved.was_deleted(version):
+                folder = self.learner.saved.folder_of(version)
+                if state.checkpoint == os.path.relpath(folder, self.output_dir):
+                    states.append(state.model_copy(update={"checkpoint": str(folder)}))
         return sorted(states, key=lambda state: state.policy_version or 0)[-self.max_ended :]
 
     def find_by_idempotency_key(self, idempotency_key: str | None) -> TrainingJob | None:
@@ -213,7 +216,7 @@ class TrainingQueue:
 
     def apply_keep(self, job: TrainingJob) -> None:
         if job.keep is not None:
-            job.learner.kept_optimizer_states = job.keep.optimizer
+            job.learner.keep = job.keep
             self.sampler.keep_loaded(job.keep.loaded)
 
     def _add(self, job: TrainingJob) -> None:
@@ -344,6 +347,15 @@ class TrainingQueue:
         except (OSError, InsituError) as error:  # e.g. disk full: the job itself is fine
             logger.warning("could not write the record of job %s: %s", state.id, error)
 
+    async def write_version(self, version: int, *, complete: bool = False) -> None:
+        """Returns once a version of the own policy has a checkpoint, see `Learner.write`.
+
+        Raises RequestRefused if there is no such version, and JobFailed if the checkpoint cannot be written.
+        """
+        writing = await self.compute.call(functools.partial(self.learner.write, version, complete=complete))
+        if writing is not None:
+            await asyncio.shield(asyncio.wrap_future(writing))
+
     async def delete_versions(self, learner: Learner, versions: Iterable[int]) -> list[int]:
         """Deletes checkpoints except the latest and the loaded model (version 0); returns the deleted versions.
 
@@ -368,7 +380,7 @@ class TrainingQueue:
 
         A folder that cannot be deleted is reported and tried again after the next job.
         """
-        expired = set(learner.expired(keep)) - await self.sampler.versions_in_use(learner.policy_name)
+        expired = set(learner.saved.expired(keep)) - await self.sampler.versions_in_use(learner.policy_name)
         try:
             await self.delete_versions(learner, expired)
         except OSError as error:

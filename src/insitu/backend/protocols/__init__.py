@@ -18,7 +18,6 @@ from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.policy import fingerprint
 from insitu.backend.model import LoadedModel
-from insitu.disk.model_files import weights_digest
 from insitu.errors import RequestRefused
 from insitu.wire.http_format import parse_count
 
@@ -103,7 +102,7 @@ class Services:
             return None
         if version not in self.digests:
             try:
-                digest = weights_digest(self.learners.folder(weights))
+                digest = self.learners.digest(weights)
             except RequestRefused:  # deleted meanwhile
                 return None
             self.digests[version] = fingerprint(self.loaded.module) if digest is None and not version else digest

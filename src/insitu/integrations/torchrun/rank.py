@@ -11,22 +11,20 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.numpy import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from insitu.backend.learner.batches import Ranks, Row
+from insitu.backend.learner.batches import Ranks
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner, TrainedVersion
+from insitu.backend.learner.versions import read_rows
 from insitu.backend.model import load_model
 from insitu.disk.model_files import JobRecord
 from insitu.errors import InsituError, JobFailed
@@ -37,8 +35,6 @@ T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
-_ARRAYS = ("token_ids", "positions", "rollout_logprobs", "advantages")
-_NAMES = ("episode", "pair", "preferred", "temperature", "shaping")
 _WAIT = timedelta(days=20)
 """As long as gloo can count. A rank that has ended is noticed by its closed connections."""
 
@@ -181,24 +177,6 @@ def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str
             return {"version": trained.version, "metrics": trained.metrics}
         if progress is not None:
             server.send({"progress": progress})
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """The arrays of all rows one after the other, with their lengths."""
-    arrays = {name: [getattr(row, name) for row in rows] for name in _ARRAYS}
-    values = {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in arrays.items()}
-    lengths = {f"{name}_lengths": np.array([len(part) for part in parts], int) for name, parts in arrays.items()}
-    names = json.dumps([[getattr(row, name) for name in _NAMES] for row in rows])
-    save_file(values | lengths, path, metadata={"names": names})
-
-
-def read_rows(path: Path) -> list[Row]:
-    with safe_open(path, framework="numpy") as file:
-        parts = [
-            np.split(file.get_tensor(name), np.cumsum(file.get_tensor(f"{name}_lengths"))[:-1]) for name in _ARRAYS
-        ]
-        names = json.loads(file.metadata()["names"])
-    return [Row(*arrays, *own) for *arrays, own in zip(*parts, names, strict=True)] if names else []
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Requests and responses of the backend: its state, jobs as lines, and the open job of an epoch."""
+"""Requests and responses of the backend: its state, jobs as lines, the open job of an epoch, checkpoints to write."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import orjson
 from pydantic import BaseModel, Field
 
-from insitu.errors import BackendError, InsituError
+from insitu.errors import BackendError, InsituError, RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
 from insitu.wire.http_format import gzip_lines
@@ -113,3 +114,29 @@ class OpenJob:
         if not self._has_failed:
             logger.warning("the epoch is sent whole once it is collected: %s", error)
         self._has_failed, self._path = True, None
+
+
+class Checkpoints:
+    """Has the backend write versions of which it has only logged the jobs; a failure is only reported."""
+
+    def __init__(self, request: Callable[..., Awaitable[Any]]) -> None:
+        self._request = request
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def begin(self, version: int | None) -> None:
+        """Once for each version; None and 0 need none."""
+        if version and version not in self._tasks:
+            self._tasks[version] = asyncio.create_task(self._write(version))
+
+    async def finish(self, latest: int | None) -> None:
+        """Returns once these, and the latest version with its optimizer state, are written."""
+        last = [self._write(latest, "?complete=true", retried=False)] if latest else []
+        await asyncio.gather(*self._tasks.values(), *last)
+
+    async def _write(self, version: int, query: str = "", **options: Any) -> None:
+        try:
+            await self._request("POST", f"/v1/train/versions/{version}/write{query}", orjson.loads, b"", {}, **options)
+        except RequestRefused as error:  # an earlier release, which has written it; or the version was deleted
+            logger.info("%s", error)
+        except BackendError as error:
+            logger.warning("version %d may have no checkpoint: %s", version, error)

@@ -69,8 +69,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     kv_memory: MemorySize | None = None
     """Memory for the keys and values of requests in flight, such as `2GB`; requests wait while it is in use. None: a
     share of what weights and training leave free."""
-    startup_timeout: float = Field(default=300.0, gt=0)
-    """Seconds to wait for the backend to load its model."""
+    startup_timeout: float = Field(default=900.0, gt=0)
+    """Seconds to wait for the backend to load its model and, after a crash, to train logged jobs again."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a backend that the adapter started is started again, from its last checkpoint, after its process has
     ended."""

@@ -33,7 +33,7 @@ from insitu.schemas.training_jobs import JobState, LossSettings, Retention, Trai
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
 from insitu.training.jobs import JobAdapter
 from insitu.training.memory_plan import MemoryPlan
-from insitu.training.native.backend_api import HEADERS, JOBS, Health, Models, OpenJob, steps_obstacle
+from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.memory import plan_memory, resolve_model
@@ -41,7 +41,6 @@ from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.http_format import gzip_lines
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 BACKEND = "insitu"
@@ -68,6 +67,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._open_job: OpenJob | None = None
         self._first_version = 0  # that of a backend at a url when the run began; earlier ones belong to earlier runs
         self._best_version: int | None = None
+        self._checkpoints = Checkpoints(self._request)
         self._version = 0  # the latest policy version that the backend is known to have had
         self._health = Health(policy_version=0)
         self._needed_versions = 0
@@ -123,14 +123,13 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return started
 
     async def close(self) -> None:
-        """Stops the child process, if any, and closes the connections."""
+        """Stops the child process, if any, and closes the connections; the last version is on disk then."""
+        await self._checkpoints.finish(self._version if self._job is not None else None)
         if self._process is not None:
             await self._process.stop()
-            self._process = None
         if self._connection is not None:
             await self._connection.close()
-            self._connection = None
-        self._version = 0
+        self._process, self._connection, self._version = None, None, 0
 
     @property
     def backend_pid(self) -> int | None:
@@ -283,6 +282,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     def note_best(self, version: int | None) -> None:
         self._best_version = version
+        self._checkpoints.begin(version if self.config.keep.best else None)
 
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         """Always None: the backend answers a second submission with the job that it has for the key."""
@@ -331,7 +331,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"every", "optimizer"}) | {"last": max(keep.last, self._needed_versions)}
+        limits = keep.model_dump(include={"every", "optimizer", "snapshots"}) | {
+            "last": max(keep.last, self._needed_versions)
+        }
         return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -374,8 +376,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def _request(self, method: str, path: str, parse: Callable[[bytes], T], *args: Any, **options: Any) -> T:
         """Requests to the backend are idempotent, so each can be retried."""
-        url = self._base_url + path
-        return await self._connected().request(method, url, parse, *args, **options)
+        return await self._connected().request(method, self._base_url + path, parse, *args, **options)
 
     def _job_status(self, ref: TrainingJobRef, state: JobState) -> TrainingJobStatus:
         self._version = max(self._version, state.policy_version or 0)

@@ -15,6 +15,7 @@ from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.native.open_jobs import expire, open_job_routes
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
+from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event, parse_count
@@ -53,6 +54,13 @@ class Health(BaseModel):
     dtype: str
     tool_format: str | None
     reasoning_format: str
+
+
+class WrittenVersion(BaseModel):
+    """The folder of a version's weights."""
+
+    version: int
+    checkpoint: str
 
 
 def state_routes(services: Services) -> list[ApiRoute]:
@@ -140,7 +148,23 @@ def job_routes(
         ApiRoute("GET", f"{BASE}/{{id}}/events", events, "States of a job as they change", events=JobState),
         *open_job_routes(jobs, limits, tokenizer, BASE),
         ApiRoute("POST", f"{BASE}/{{id}}/cancel", cancel, "Cancel a job", response=JobState),
+        writing_route(jobs),
     ]
+
+
+def writing_route(jobs: TrainingQueue) -> ApiRoute:
+    async def write(request: web.Request) -> web.Response:
+        if (version := parse_count(request.match_info["version"])) is None:
+            raise RequestRefused("a version is a number", param="version", code="model_not_found", status=404)
+        await jobs.write_version(version, complete=request.query.get("complete") == "true")
+        return _json(WrittenVersion(version=version, checkpoint=str(jobs.learner.folder(version))))
+
+    summary = (
+        "Write the checkpoint of a version of which only the job is logged, unless it is there; returns once it is. "
+        "`complete=true`: with optimizer state, if it is the latest and no job is in progress"
+    )
+    path = "/v1/train/versions/{version}/write"
+    return ApiRoute("POST", path, write, summary, response=WrittenVersion, query=["complete"])
 
 
 async def _stream_states(request: web.Request, job: TrainingJob) -> web.StreamResponse:
