@@ -84,9 +84,10 @@ class Backend:
         """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.jobs.close(), GRACE_SECONDS)
-        if writes and self.learner.version:
+        latest = self.learner.version
+        if writes and latest and not self.learner.saved.is_snapshot(latest):
             with contextlib.suppress(InsituError):  # which is logged, as the job is
-                await self.jobs.write_version(self.learner.version, complete=True)
+                await self.jobs.write_version(latest, complete=True)
         await self.sampler.close()
         self.compute.close(timeout=GRACE_SECONDS)
         await asyncio.to_thread(self.learner.saved.wait)  # another process may use the folder after this one
