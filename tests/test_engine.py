@@ -124,7 +124,7 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
-            assert engine._pool.used == engine._pool.unused <= prefix_bytes, "nothing is left behind"
+            assert engine.pool.used == engine.pool.unused <= prefix_bytes, "nothing is left behind"
             if trial == 0:
                 alone = [pairs((await engine.complete(asks(p, [each])))[0]) for p, each in load[:5]]
     assert alone == results[0][:5]
@@ -150,7 +150,7 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, 0, trial))
-            assert engine._pool.used == engine._pool.unused, "nothing is left behind"
+            assert engine.pool.used == engine.pool.unused, "nothing is left behind"
             if trial == 0:
                 alone = [pairs((await engine.complete(asks(*load[n][:1], [load[n][1]])))[0]) for n in range(0, 18, 4)]
     assert alone == results[0][::4]
@@ -392,7 +392,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_its_slot(
             await compute.call(lambda: None)
             left.clear()
         await asyncio.wait_for(engine.complete(asks([1, 2], [params(0, 2)])), HANGS)
-        assert engine._pool.used == engine._pool.unused, "the memory of its prompt is free"
+        assert engine.pool.used == engine.pool.unused, "the memory of its prompt is free"
 
 
 def _fail(module, args):

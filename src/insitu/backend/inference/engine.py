@@ -86,7 +86,7 @@ class Engine(Sampler):
         self._schedulers_per_version = 1
         self._threads: ThreadPoolExecutor | None = None
         self._shapes: BatchShapes | None = None
-        self._pool = KVPool(0, 0)
+        self.pool = KVPool(0, 0)
         self._arrived = itertools.count()
 
     async def start(self) -> None:
@@ -137,7 +137,7 @@ class Engine(Sampler):
         if room < self.max_length:
             self.max_length = room
             self.length_limit = f"kv_memory is {readable_bytes(limit)}, and a token takes {readable_bytes(token)}"
-        self._pool = KVPool(limit, min(options.prefix_bytes, limit))
+        self.pool = KVPool(limit, min(options.prefix_bytes, limit))
         size = readable_bytes(limit)
         logger.info("keys and values: %s, %d tokens; at most %d in a sequence", size, limit // token, self.max_length)
 
@@ -281,7 +281,7 @@ class Engine(Sampler):
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
         assert weights.version is not None  # see `canonical`
-        parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self._pool
+        parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self.pool
         owner = object()
         self.schedulers[weights] = [Scheduler(*parts, owner) for _ in range(self._schedulers_per_version)]
 
@@ -300,7 +300,7 @@ class Engine(Sampler):
     def _drop_idle(self) -> None:
         for weights, group in list(self.schedulers.items()):
             if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
-                self._pool.forget(group[0].owner)
+                self.pool.forget(group[0].owner)
                 del self.schedulers[weights]
 
     def _deliver(self, results: Sequence[Result]) -> None:

@@ -29,7 +29,7 @@ def kl_rows(packer: Packer, indices: Sequence[int], rows: int | None, budget: fl
     than a row, the metric is measured after every second, third, ... job, so that it costs no more on average.
     """
     by_episode = group_rows(packer.rows, indices)
-    in_turn = [index for each in itertools.zip_longest(*by_episode) for index in each if index is not None]
+    in_turn: list[int] = [index for each in itertools.zip_longest(*by_episode) for index in each if index is not None]
     if rows is not None:
         return in_turn[:rows]
     if budget is not None:
@@ -39,6 +39,6 @@ def kl_rows(packer: Packer, indices: Sequence[int], rows: int | None, budget: fl
             by_prompt.setdefault(row.token_ids[: row.positions[0]].tobytes(), []).append(index)
         in_turn = [*itertools.chain(*by_prompt.values())]
         interval = max(1, math.ceil(packer.computed_tokens(in_turn[:1])[0] / budget))
-        in_turn = packer.fitting(in_turn, interval * budget) if job % interval == 0 else []
+        in_turn = [*packer.fitting(in_turn, interval * budget)] if job % interval == 0 else []
     before = itertools.accumulate((len(packer.rows[index].positions) for index in in_turn), initial=0)
     return [index for index, tokens in zip(in_turn, before, strict=False) if tokens < KL_TOKENS][:KL_ROWS]
