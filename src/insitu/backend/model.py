@@ -121,7 +121,7 @@ def cpu_dtype(flags: Collection[str], frozen_parameters: int) -> torch.dtype:
 
 def cpu_flags() -> set[str]:
     """What this CPU can do, by the names of torch; none if this release of torch cannot say."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return {name for name, value in capabilities.items() if value is True}
 
 
