@@ -9,8 +9,8 @@ import pytest
 from test_learner import train
 from tiny_models import save_tiny_model
 
-from insitu.backend.learner import checkpoints
 from insitu.backend.learner.batches import Packer, Row, Sizes
+from insitu.backend.learner.checkpoints import SMALL_MODEL
 from insitu.backend.learner.kl_rows import KL_SHARE, kl_budget, kl_rows
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import load_model
@@ -73,8 +73,9 @@ def test_rows_without_gradient_are_worth_a_forward_pass() -> None:
     assert kl_budget(Sizes(computed_tokens=1000), 10, lora=True) == pytest.approx(30)
 
 
-def test_a_larger_model_measures_some_of_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "SMALL_MODEL", 0)
-    learner = Learner(load_model(str(save_tiny_model(tmp_path / "model", "llama")), "cpu"), tmp_path)
+def test_a_larger_model_measures_some_of_its_jobs(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", "llama", hidden_size=128, intermediate_size=8192)
+    learner = Learner(load_model(str(folder), "cpu"), tmp_path)
+    assert sum(parameter.numel() for parameter in learner.loaded.module.parameters()) > SMALL_MODEL
     jobs = [train(learner, made(8, 4, 20, 6), learning_rate=1e-3)[0] for _ in range(4)]
     assert [job.metrics["kl"] is not None for job in jobs] == [True, False, True, False]

@@ -213,7 +213,7 @@ class Packer:
         computed = self._size(indices)
         return computed, 0 if self.packed else computed - sum(map(len, keys)) // 4
 
-    def fitting(self, indices: Sequence[int], max_tokens: float) -> Sequence[int]:
+    def fitting(self, indices: list[int], max_tokens: float) -> list[int]:
         """The first rows that one micro-batch of so many tokens can hold."""
         size = _Size(self.packed)
         for count, index in enumerate(indices):
