@@ -9,8 +9,8 @@ import pytest
 from test_learner import train
 from tiny_models import save_tiny_model
 
+from insitu.algorithms.memory_budget import SMALL_MODEL
 from insitu.backend.learner.batches import Packer, Row, Sizes
-from insitu.backend.learner.checkpoints import SMALL_MODEL
 from insitu.backend.learner.kl_rows import KL_SHARE, kl_budget, kl_rows
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import load_model

@@ -17,11 +17,18 @@ QUANTIZED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 """Bytes of a quantized weight, with its part of a scale."""
 PROCESS = 600_000_000
 """A backend without a model: Python, torch and transformers."""
-CPU_MICRO_BATCH, CHUNK_LOGITS = 2048, 1 << 26
-"""Limits of the learner: tokens of a micro-batch on a CPU, and logits that are computed together."""
+CPU_MICRO_BATCH, CHUNK_LOGITS = 2048, 1 << 24
+"""Limits of the learner on a CPU: tokens of a micro-batch, of which more are not faster and delay sampling, and logits
+that are computed together."""
+ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
+"""Memory of a micro-batch's activations on a CPU that limits its tokens, but not to fewer than these."""
+SMALL_MODEL = 5_000_000
+"""Parameters below which a CPU's operations are too short to be split over threads."""
+KV_SHARE = 0.5
+"""Default of `kv_memory`, as a share of what the rest leaves free."""
 LOGIT_COPIES, SAMPLED_COPIES = 5, 4
 """Float32 tensors of the size of these logits at the peak, in training and in sampling."""
-SMALL_MICRO_BATCH, SHORT_REQUEST = 512, 1024
+SMALL_MICRO_BATCH, SHORT_REQUEST = 256, 1024
 """Settings to propose where memory is short."""
 CORE_OPERATIONS = 40e9
 """Nominal operations per second of a CPU core in float32: what a core with AVX-512 reaches in practice."""
@@ -125,13 +132,14 @@ class MemoryBudget:
     activations: int
     logits: int
     kv_token: int
+    packed: int
     process: int = PROCESS
 
     @property
     def fixed(self) -> int:
         """All but keys and values."""
         learner = self.trained + self.gradients + self.optimizer + self.activations
-        return self.process + self.weights + learner + self.served + self.logits
+        return self.process + self.weights + learner + self.served + self.packed + self.logits
 
     @property
     def kv_request(self) -> int:
@@ -159,7 +167,7 @@ class MemoryBudget:
 
     def kv_tokens(self, available: int) -> int:
         """How many tokens' keys and values fit into so much memory."""
-        return (self.workload.kv_memory or max(0, available - self.fixed)) // self.kv_token
+        return int(self.workload.kv_memory or KV_SHARE * max(0, available - self.fixed)) // self.kv_token
 
 
 def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
@@ -172,6 +180,10 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         trained = shape.parameters if lora is None else shape.lora * lora
     longest = max(workload.micro_batch_tokens, workload.request_tokens)  # a row is not split
     tokens = min(workload.job_tokens, longest) if workload.trains else 0
+    if shape.parameters >= SMALL_MODEL:
+        fitting = max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora))  # a rank has an input and an output
+        tokens = min(tokens, max(fitting, workload.request_tokens))
+    is_packed = workload.dtype == "float32" and workload.quantization is None and shape.parameters >= SMALL_MODEL
     logits = LOGIT_COPIES * min(tokens, CHUNK_LOGITS // shape.vocab) + SAMPLED_COPIES * workload.concurrency
     return MemoryBudget(
         workload,
@@ -182,6 +194,7 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         served=size * trained * workload.versions,
         activations=size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing),
         logits=4 * logits * shape.vocab,
+        packed=4 * (shape.linear + shape.vocab * shape.hidden) if is_packed else 0,
         kv_token=2 * size * shape.layers * shape.kv_heads * shape.head_size,
     )
 

@@ -1,5 +1,6 @@
 """What a run needs of this machine, computed before anything is loaded: one table, and whether it fits."""
 
+import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -122,7 +123,8 @@ class MemoryPlan:
             ("gradients", budget.gradients, ""),
             ("optimizer", budget.optimizer, "two moments for each trained weight"),
             ("served versions", budget.served, f"{workload.versions} beside the starting weights"),
-            ("activations", budget.activations, f"micro-batches of {workload.micro_batch_tokens:,} tokens"),
+            ("packed weights", budget.packed, "for faster sampling"),
+            ("activations", budget.activations, "of a micro-batch"),
             ("logits", budget.logits, f"a vocabulary of {self.shape.vocab:,}"),
             ("process", budget.process, "Python and torch"),
             ("keys and values", budget.kv_request, f"one request of about {workload.request_tokens:,} tokens"),
@@ -131,7 +133,7 @@ class MemoryPlan:
             parts.append(("", budget.kv_wanted, f"{workload.concurrency} of them at once; with less, some wait"))
         if measured is not None:
             parts.append(("measured", measured, "the backend, in the job of this command"))
-        for name, size, note in parts:
+        for name, size, note in filter(operator.itemgetter(1), parts):
             yield f"  {name:<16}{readable_bytes(size):>9}  {note}".rstrip()
 
     def costs(self) -> Iterator[str]:

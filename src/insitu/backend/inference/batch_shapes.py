@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows
+from insitu.backend.inference.packed_weights import LEAST_ROWS, ROWS, can_pack
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, text_config
 from insitu.errors import BackendError
@@ -33,18 +34,20 @@ _PROMPTS = 4
 class BatchShapes:
     """How the versions of a model are computed.
 
-    `attends_here` is that of `Runner`; `packs_prompts`: whether several prompts are computed in one forward pass.
+    `attends_here` and `packs_weights` are those of `Runner`; `packs_prompts`: whether several prompts are computed in
+    one forward pass.
     """
 
-    def __init__(self, module: nn.Module, max_rows: int, max_length: int) -> None:
+    def __init__(self, module: nn.Module, max_rows: int, max_length: int, *, try_packing: bool = False) -> None:
         self.max_rows = max_rows
         self.attends_here = check_supported(module, max_length)
         self.layout: Layout = Runner(module).layout()
         self.vocab_size = int(text_config(module).vocab_size)
-        self.packs_prompts = self.attends_here
+        self.packs_prompts, self.packs_weights = self.attends_here, False
+        self._tries_packing = try_packing and self.attends_here and can_pack(module)
         powers = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
         self._sizes: Sequence[int] = [*powers, max_rows]
-        self._any_size = False
+        self.any_size = False
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
         if weight.device.type == "cpu" and weight.dtype == torch.float32:
@@ -53,11 +56,17 @@ class BatchShapes:
 
     def rows(self, count: int) -> int:
         """The number of rows that a decoding step of `count` sequences computes."""
-        return count if self._any_size else next(size for size in self._sizes if size >= count)
+        if self.packs_weights and LEAST_ROWS <= count <= ROWS:
+            return ROWS
+        return count if self.any_size else next(size for size in self._sizes if size >= count)
+
+    def runner(self, module: nn.Module) -> Runner:
+        """For a version of the weights."""
+        return Runner(module, attends_here=self.attends_here, packs_weights=self.packs_weights)
 
     @property
     def least_rows(self) -> int:
-        return 1 if self._any_size else self._sizes[0]
+        return 1 if self.any_size else self._sizes[0]
 
     def _check(self, runner: Runner) -> None:
         """Computes the same requests in batches of several sizes, and keeps the sizes whose results are equal."""
@@ -79,15 +88,17 @@ class BatchShapes:
         checked = [size for size in self._sizes if size <= most]
         for size in checked:
             outcome = _by_prompt(self._decode(runner, windows, size))
-            members = next((members for other, members in classes if _alike(other, outcome)), None)
-            if members is None:
-                classes.append((outcome, members := []))
-            members.append(size)
+            number = next((n for n, (other, _) in enumerate(classes) if _alike(other, outcome)), len(classes))
+            members = classes.pop(number)[1] if number < len(classes) else []
+            classes.append((outcome, [*members, size]))  # a larger batch has more of the prompts
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
-        self._any_size = agreeing == checked
-        if not self._any_size:
+        self.any_size = agreeing == checked
+        if not self.any_size:
             self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
             self.max_rows = self._sizes[-1]
+        if self._tries_packing and ROWS in agreeing:
+            packing = Runner(runner.module, attends_here=True, packs_weights=True)
+            self.packs_weights = _alike(_by_prompt(self._decode(packing, windows, ROWS)), outcome)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if outcome.isnan().any():
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")

@@ -8,23 +8,25 @@ ones that were requested recently.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from llguidance import LLMatcher
 from torch import nn
 
+from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.inference.batch_shapes import BatchShapes
 from insitu.backend.inference.kv_pool import BLOCK, KVPool
+from insitu.backend.inference.packed_weights import unpack
 from insitu.backend.inference.sampler import (
     LATEST,
     Deliver,
@@ -47,15 +49,11 @@ Result = tuple[SequenceState, OutputDelta | BaseException]
 
 logger = logging.getLogger(__name__)
 
-SINGLE_SCHEDULER_BELOW = 5_000_000
-"""Parameters below which one core samples: steps are so short that a second core would mostly wait for the first."""
 SINGLE_THREAD_BELOW = 1_000_000_000
 """Parameters below which a CPU runs each scheduler on one thread, and its cores run several schedulers: threads within
 an operation wait for each other."""
 MAX_SCHEDULERS = 4
 """Per weight version; more would wait for the interpreter's lock."""
-KV_SHARE = 0.5
-"""Share of the memory that is free after loading and training for keys and values."""
 TRAINED_COPIES = 5
 """Copies of all weights in float32 that training takes: weights, gradients, the optimizer's two, the served version."""
 DEFAULT_KV_BYTES = 2**31
@@ -104,12 +102,12 @@ class Engine(Sampler):
         torch.set_num_threads(options.threads or (1 if count < SINGLE_THREAD_BELOW else cores))
         if options.schedulers is not None:
             self._schedulers_per_version = options.schedulers
-        elif on_cpu and options.threads is None and SINGLE_SCHEDULER_BELOW <= count < SINGLE_THREAD_BELOW:
+        elif on_cpu and options.threads is None and SMALL_MODEL <= count < SINGLE_THREAD_BELOW:
             self._schedulers_per_version = min(cores, MAX_SCHEDULERS)
         workers = self._schedulers_per_version
         if workers > 1:
             self._threads = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
-        self._shapes = BatchShapes(module, options.max_batch, options.max_length)
+        self._shapes = BatchShapes(module, options.max_batch, options.max_length, try_packing=count >= SMALL_MODEL)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)
         if self._loaded.device.type == "cuda":
@@ -186,7 +184,7 @@ class Engine(Sampler):
     def _logprobs(self) -> LogprobComputer:
         return LogprobComputer(self._loaded)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _sampling(
         self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
     ) -> AsyncIterator[None]:
@@ -242,8 +240,9 @@ class Engine(Sampler):
             for scheduler in self._busy:
                 scheduler.drop_aborted()
         busy = list(self._busy)
-        advance = map if self._threads is None or len(busy) < 2 else self._threads.map
-        results = list(itertools.chain.from_iterable(advance(self._advance, busy)))
+        with self._all_cores() if len(busy) == 1 else contextlib.nullcontext():
+            advance = map if self._threads is None or len(busy) < 2 else self._threads.map
+            results = list(itertools.chain.from_iterable(advance(self._advance, busy)))
         if results:
             self._deliver(results)
         for scheduler in busy:
@@ -252,6 +251,18 @@ class Engine(Sampler):
         if len(self._busy) < len(busy):
             self._drop_idle()
         return bool(self._inbox or self._busy)
+
+    @contextlib.contextmanager
+    def _all_cores(self) -> Iterator[None]:
+        """Within the block, operations use the cores of the other schedulers, if that changes no result."""
+        if self._threads is None or self._shapes is None or not self._shapes.any_size:
+            yield
+            return
+        torch.set_num_threads(self._schedulers_per_version)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
 
     def _admit(self) -> None:
         while self._inbox:
@@ -302,6 +313,7 @@ class Engine(Sampler):
             if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
                 self.pool.forget(group[0].owner)
                 del self.schedulers[weights]
+                unpack(group[0].module, [each[0].module for each in self.schedulers.values()])
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Passes all outputs of a step to the event loop in one call."""

@@ -163,7 +163,7 @@ def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
     if len(rows):
         mass_B1 = column(metadata.top_p_B)[rows]
         if min_p_B is not None and top_k_B is not None:  # of what is left
-            left_B1 = probs_BV[rows].double().sum(dim=-1, keepdim=True)
+            left_B1 = probs_BV[rows].double().cumsum(dim=-1)[:, -1:]  # a sum would be split over threads
             mass_B1 = mass_B1 * torch.where(column((min_p_B > 0) | (top_k_B > 0))[rows], left_B1, 1.0)
         probs_BV = probs_BV.clone()
         probs_BV[rows] = _nucleus(probs_BV[rows], mass_B1)

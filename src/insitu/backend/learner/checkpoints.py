@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from insitu.algorithms.memory_budget import SMALL_MODEL
 from insitu.backend.learner.batches import ALONE, MicroBatch, Ranks, is_sharded
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, TokenLogprobs
@@ -33,9 +34,6 @@ from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-SMALL_MODEL = 5_000_000
-"""Parameters below which operations are too short to be split over threads."""
 
 
 class Workers:

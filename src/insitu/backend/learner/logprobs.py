@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from insitu.algorithms.memory_budget import CHUNK_LOGITS
 from insitu.backend.attention import attend_as_before, attend_to_trees
 from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
 from insitu.backend.learner.logit_offsets import LogitOffsets
@@ -20,9 +21,9 @@ from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sli
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS = 1 << 26, 1 << 24
+CHUNK_ELEMENTS = 1 << 26
 """Maximum logits (N x V) computed together where only trained positions are projected; more are computed in chunks and
-recomputed in the backward pass."""
+recomputed in the backward pass; on a CPU it is less."""
 FLOAT32_TOLERANCE, NOISE_FACTOR = 2e-4, 4.0
 """Maximum difference of a log-probability between packed and padded rows, in nats; with fewer bits, as a multiple of
 the dtype's noise: each layer rounds another sum, so that it adds up to more than that of the padding."""
@@ -48,7 +49,7 @@ class LogprobComputer:
     def __init__(self, loaded: LoadedModel, chunk_elements: int | None = None) -> None:
         self._module, self._device, self._dtype = loaded.module, loaded.device, loaded.dtype
         self._vocab_size = loaded.vocab_size
-        most = chunk_elements or (CPU_CHUNK_ELEMENTS if self._device.type == "cpu" else CHUNK_ELEMENTS)
+        most = chunk_elements or (CHUNK_LOGITS if self._device.type == "cpu" else CHUNK_ELEMENTS)
         self._chunk_tokens = max(1, most // loaded.vocab_size)
         self._offsets = LogitOffsets(loaded)
         self.can_project_selected = self._probe_projection(loaded.module)

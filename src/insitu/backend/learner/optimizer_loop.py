@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from insitu.algorithms.memory_budget import ACTIVATION_BYTES, CPU_MICRO_BATCH, LEAST_MICRO_BATCH
 from insitu.backend.learner.batches import MicroBatch, Packer, Row, Sizes, group_rows, optimizer_steps, whole
 from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.code import CodeFolder
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-CPU_MICRO_BATCH = 2048
-"""Maximum tokens of a micro-batch on a CPU: more are not faster, and sampling waits for each micro-batch."""
-ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
-"""Activations of a micro-batch of a larger model on a CPU, and its minimum tokens: fewer take more time."""
 SMALL_WORTH = 0.75
 """Maximum `tree_share` at which rows of a small model are packed: its cost is in the number of calls, not tokens."""
 CHECKED_ROWS = 16
