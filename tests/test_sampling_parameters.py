@@ -19,8 +19,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from insitu.backend.inference import sampling
 from insitu.backend.inference.sampler import SamplingParams
-from insitu.backend.inference.sampling import SamplingMetadata, bad_word_ids, truncated
+from insitu.backend.inference.sampling import SamplingMetadata, bad_word_ids, sample, truncated
 from insitu.backend.inference.structured import Grammar
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row, collate
@@ -133,6 +134,25 @@ def test_tokens_are_left_out_as_by_transformers(values, warpers):
         logits_BV = torch.cat([logits_BV[::2], warper(None, logits_BV[1::2])]).view(2, 32, -1).transpose(0, 1)
         logits_BV = logits_BV.reshape(64, -1)
     torch.testing.assert_close(probs_BV / probs_BV.sum(-1, keepdim=True), logits_BV.softmax(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2, 5, 8])
+def test_top_p_is_the_same_whether_few_or_all_tokens_are_sorted(scale, monkeypatch):
+    """In flat and in peaked rows, with ties, beside rows with other parameters."""
+    rng, count = np.random.default_rng(0), 64
+    logits_BV = torch.from_numpy(rng.normal(0, scale, (count, 5000))).float()
+    logits_BV[:, 100:110] = logits_BV[:, 50:51]
+    metadata = SamplingMetadata(
+        np.ones(count),
+        top_p_B=rng.choice([1, 0.3, 0.8, 0.95], count),
+        seed_B=rng.integers(0, 2**60, count).astype(np.uint64),
+        index_B=np.arange(count),
+        top_k_B=rng.choice([0, 0, 0, 5], count),
+        min_p_B=rng.choice([0, 0, 0, 0.1], count),
+    )
+    among_few = sample(logits_BV, metadata)
+    monkeypatch.setattr(sampling, "_FEW", 5000)
+    assert sample(logits_BV, metadata) == among_few
 
 
 async def test_tokens_that_are_left_out_are_not_sampled(model):

@@ -23,7 +23,7 @@ _WEYL = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
-_NUCLEUS = 64
+_FEW = 256
 """The most likely tokens among which `top_p` is tried first."""
 
 
@@ -38,6 +38,13 @@ class SamplingMetadata(NamedTuple):
     want_top_logprobs: bool = False
     top_k_B: np.ndarray | None = None
     min_p_B: np.ndarray | None = None
+
+    def truncations(self, rows: np.ndarray) -> "SamplingMetadata":
+        """For `truncated`, of some of the rows."""
+        more = (values_B if values_B is None else values_B[rows] for values_B in (self.top_k_B, self.min_p_B))
+        return SamplingMetadata(
+            self.temperature_B, self.top_p_B[rows], self.seed_B, self.index_B, ([], []), False, *more
+        )
 
 
 class SamplerOutput(NamedTuple):
@@ -134,14 +141,47 @@ def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     greedy = metadata.temperature_B < GREEDY_TEMPERATURE
     if greedy.all():
         return logits_BV.argmax(dim=-1)
-    device = logits_BV.device
-    cdf_BV = truncated(torch.softmax(logits_BV, dim=-1), metadata).double().cumsum(dim=-1)
-    threshold_B = torch.from_numpy(uniforms(metadata.seed_B, metadata.index_B)).to(device) * cdf_BV[:, -1]
-    tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
-    tokens_B = tokens_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last token if logits are not finite
+    probs_BV = torch.softmax(logits_BV, dim=-1)
+    uniform_B = uniforms(metadata.seed_B, metadata.index_B)
+    tokens_B, left = _draw_of_best(probs_BV, metadata, uniform_B)
+    if len(left) == len(probs_BV):
+        tokens_B = _inverse(truncated(probs_BV, metadata), uniform_B)
+    elif len(left):
+        rows = torch.from_numpy(left).to(probs_BV.device)
+        tokens_B[rows] = _inverse(truncated(probs_BV[rows], metadata.truncations(left)), uniform_B[left])
     if greedy.any():
-        tokens_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(dim=-1), tokens_B)
+        tokens_B = torch.where(torch.from_numpy(greedy).to(probs_BV.device), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B
+
+
+def _draw_of_best(
+    probs_BV: torch.Tensor, metadata: SamplingMetadata, uniform_B: np.ndarray
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Tokens of the rows whose `top_p` is found among few tokens, without sorting a large vocabulary; the other rows.
+
+    They are the ones that `truncated` gives.
+    """
+    vocab_size, is_plain = probs_BV.shape[-1], metadata.top_p_B < 1
+    for values_B in (metadata.min_p_B, metadata.top_k_B):
+        is_plain = is_plain if values_B is None else is_plain & (values_B <= 0)
+    if not is_plain.any() or vocab_size <= _FEW:
+        return probs_BV.new_zeros(len(probs_BV), dtype=torch.long), np.arange(len(probs_BV))
+    best_BK, token_BK = probs_BV.topk(_FEW, dim=-1)
+    mass_B1 = torch.from_numpy(metadata.top_p_B).to(probs_BV.device)[:, None]
+    before_BK = best_BK.double().cumsum(dim=-1) - best_BK.double()
+    token_BK, order_BK = token_BK.sort(dim=-1)
+    kept_BK = torch.where(before_BK < mass_B1, best_BK, 0.0).gather(-1, order_BK)
+    index_B = _inverse(kept_BK, uniform_B)
+    is_found = is_plain & (before_BK[:, -1] >= mass_B1[:, 0]).cpu().numpy()
+    return token_BK.gather(-1, index_B[:, None])[:, 0], np.flatnonzero(~is_found)
+
+
+def _inverse(probs_BV: torch.Tensor, uniform_B: np.ndarray) -> torch.Tensor:
+    """The first index at which the cumulative probability exceeds this share of the whole."""
+    cdf_BV = probs_BV.double().cumsum(dim=-1)
+    threshold_B = torch.from_numpy(uniform_B).to(probs_BV.device) * cdf_BV[:, -1]
+    index_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True)[:, 0]
+    return index_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last one if logits are not finite
 
 
 def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
@@ -150,6 +190,7 @@ def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
     def column(values_B: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values_B).to(probs_BV.device)[:, None]
 
+    mass_B1: torch.Tensor | float = 1.0
     min_p_B, top_k_B = metadata.min_p_B, metadata.top_k_B
     if min_p_B is not None and (min_p_B > 0).any():
         least_B1 = probs_BV.amax(dim=-1, keepdim=True) * column(min_p_B.astype(np.float32))
@@ -159,32 +200,16 @@ def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
         count_B = np.where(top_k_B > 0, np.minimum(top_k_B, size), size)
         best_BK = probs_BV.topk(int(count_B.max()), dim=-1).values
         probs_BV = torch.where(probs_BV < best_BK.gather(-1, column(count_B - 1)), 0.0, probs_BV)
-    rows = np.flatnonzero(metadata.top_p_B < 1)
-    if len(rows):
-        mass_B1 = column(metadata.top_p_B)[rows]
-        if min_p_B is not None and top_k_B is not None:  # of what is left
-            left_B1 = probs_BV[rows].double().cumsum(dim=-1)[:, -1:]  # a sum would be split over threads
-            mass_B1 = mass_B1 * torch.where(column((min_p_B > 0) | (top_k_B > 0))[rows], left_B1, 1.0)
-        probs_BV = probs_BV.clone()
-        probs_BV[rows] = _nucleus(probs_BV[rows], mass_B1)
+    if (metadata.top_p_B < 1).any():
+        # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020), of what is left.
+        top_p_B1 = column(metadata.top_p_B)
+        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+        cumulative_BV = sorted_BV.double().cumsum(dim=-1)
+        if min_p_B is not None and top_k_B is not None:
+            mass_B1 = torch.where(column((min_p_B > 0) | (top_k_B > 0)), cumulative_BV[:, -1:], 1.0)
+        cut_BV = (cumulative_BV - sorted_BV.double() >= top_p_B1 * mass_B1) & (top_p_B1 < 1)
+        probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
     return probs_BV
-
-
-def _nucleus(probs_BV: torch.Tensor, mass_B1: torch.Tensor) -> torch.Tensor:
-    """Keeps the smallest set of most likely tokens with this mass (Holtzman et al. 2020).
-
-    It is mostly among few tokens, which are found without sorting a large vocabulary.
-    """
-    best = probs_BV.topk(min(_NUCLEUS, probs_BV.shape[-1]), dim=-1)
-    values_BK, order_BK = best.values, best.indices
-    short_B = (values_BK.double().sum(dim=-1) < mass_B1[:, 0]) & (values_BK.shape[-1] < probs_BV.shape[-1])
-    kept_BK = torch.where(values_BK.double().cumsum(dim=-1) - values_BK.double() < mass_B1, values_BK, 0.0)
-    result_BV = torch.zeros_like(probs_BV).scatter_(-1, order_BK, kept_BK)
-    if short_B.any():
-        sorted_BV, order_BV = probs_BV[short_B].sort(dim=-1, descending=True, stable=True)
-        kept_BV = torch.where(sorted_BV.double().cumsum(dim=-1) - sorted_BV.double() < mass_B1[short_B], sorted_BV, 0.0)
-        result_BV[short_B] = torch.zeros_like(kept_BV).scatter_(-1, order_BV, kept_BV)
-    return result_BV
 
 
 def choice_seed(seed: int, choice: int) -> int:
