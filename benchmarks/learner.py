@@ -10,6 +10,7 @@ line of its standard input.
 import contextlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -251,7 +252,14 @@ class Side:
 
     def __init__(self, case: Any, python: str, script: str = __file__) -> None:
         command = [python, script, json.dumps(asdict(case))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = dict(os.environ)
+        if case.side == "insitu":
+            from insitu.backend import ask_for_reproducible_products
+
+            ask_for_reproducible_products(environment)  # as `insitu backend` does, before torch is loaded
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.steps = [self.step()]
         """The first has the loss of the same weights; it is not timed."""
 

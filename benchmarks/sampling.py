@@ -141,11 +141,11 @@ def _title(model: Path) -> str:
 
 def _generated(model: Path, mix: list[Job], batch: int) -> Cost:
     """`generate()` as it comes, in arrival order; a batch ends with its longest, the rest of it is not counted."""
-    from insitu.backend.inference.engine import SINGLE_SCHEDULER_BELOW
+    from insitu.algorithms.memory_budget import SMALL_MODEL
     from insitu.backend.model import load_model
 
     loaded = load_model(str(model))
-    torch.set_num_threads(1 if loaded.module.num_parameters() < SINGLE_SCHEDULER_BELOW else os.cpu_count() or 1)
+    torch.set_num_threads(1 if loaded.module.num_parameters() < SMALL_MODEL else os.cpu_count() or 1)
     tokenizer = loaded.tokenizer
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:

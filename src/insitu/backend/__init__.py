@@ -10,6 +10,7 @@ model        loads Hugging Face causal language models, after insitu.disk.model_
 
 import json
 import os
+from collections.abc import MutableMapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 """The environment variable with the API key of vLLM servers."""
 
 
-def ask_for_reproducible_products() -> None:
+def ask_for_reproducible_products(environment: MutableMapping[str, str] = os.environ) -> None:
     """Makes a row of a matrix product independent of the number of rows, of threads, and of addresses.
 
     By MKL's strict mode (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"), which processors of
@@ -38,7 +39,7 @@ def ask_for_reproducible_products() -> None:
     except OSError:
         return
     if is_intel:
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+        environment.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
