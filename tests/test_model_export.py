@@ -242,7 +242,7 @@ def test_an_export_is_uploaded_to_the_hub(full: Path, adapters: Path, tmp_path: 
         assert token not in text
         assert (tmp_path / "kept/README.md").exists()
         code, text = fresh("export", adapters, tmp_path / "b", "--push", "me/agent", **variables)
-        base = "the adapter's base model run-base is a folder of this machine; add --merge"
+        base = "the adapter's base model run-base is on this machine only; add --merge"
         assert (code, text) == (2, f"error: --push: {base}")
     assert not (tmp_path / "b").exists()
 

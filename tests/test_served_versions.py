@@ -276,13 +276,11 @@ async def test_a_version_in_use_is_not_read_again(tmp_path: Path) -> None:
 def test_versions_that_do_not_fit_into_memory_are_refused(tmp_path: Path) -> None:
     code, _, err = run_project(project(tmp_path / "project"), *stale(10**7, 2))
     assert code == 2
-    assert "trainers.grpo.staleness is 10000000, but " in err
-    assert "10000002 versions of the weights take" in err
-    assert "half of what is free" in err
+    assert "each of these alone makes it fit: staleness: 0 (" in err
     lora = ("-o", "trainer_adapters.backend.training.lora", "{rank: 1}")
     code, _, err = run_project(project(tmp_path / "project"), *stale(10**9, 2, *lora))
     assert code == 2
-    assert "1000000002 versions of the weights take" in err
+    assert "each of these alone makes it fit: staleness: 0 (" in err
 
 
 def test_the_checkpoints_of_the_last_versions_are_kept(tmp_path: Path) -> None:

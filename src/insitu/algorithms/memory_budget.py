@@ -229,6 +229,8 @@ def remedies(shape: ModelShape, workload: Workload) -> list[Remedy]:
         changes.append((text, {"micro_batch_tokens": SMALL_MICRO_BATCH}))
     if workload.request_tokens > SHORT_REQUEST:
         changes.append((f"max_length: {SHORT_REQUEST}", {"request_tokens": SHORT_REQUEST}))
+    if workload.versions > 1:
+        changes.append(("staleness: 0", {"versions": 1}))
     if workload.kv_memory is not None:
         changes.append(("no kv_memory", {"kv_memory": None}))
     if workload.concurrency > 1:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import orjson
@@ -121,17 +122,22 @@ class Checkpoints:
 
     def __init__(self, request: Callable[..., Awaitable[Any]]) -> None:
         self._request = request
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._writing: dict[int, Future[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """From now on the running event loop sends the requests."""
+        self._loop = asyncio.get_running_loop()
 
     def begin(self, version: int | None) -> None:
-        """Once for each version; None and 0 need none."""
-        if version and version not in self._tasks:
-            self._tasks[version] = asyncio.create_task(self._write(version))
+        """Once for each version, from any thread; None and 0 need none."""
+        if version and version not in self._writing and self._loop is not None:
+            self._writing[version] = asyncio.run_coroutine_threadsafe(self._write(version), self._loop)
 
     async def finish(self, latest: int | None) -> None:
         """Returns once these, and the latest version with its optimizer state, are written."""
         last = [self._write(latest, "?complete=true", retried=False)] if latest else []
-        await asyncio.gather(*self._tasks.values(), *last)
+        await asyncio.gather(*map(asyncio.wrap_future, self._writing.values()), *last)
 
     async def _write(self, version: int, query: str = "", **options: Any) -> None:
         try:

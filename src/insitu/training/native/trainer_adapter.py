@@ -79,6 +79,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
+        self._checkpoints.start()
         started, folder = None, self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
         if self.config.model is not None and self._process is None:
             started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
