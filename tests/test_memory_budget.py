@@ -190,17 +190,17 @@ def plan(total: int, available: int | None = None, **values: Any) -> MemoryPlan:
 def test_what_does_not_fit_is_refused_with_what_makes_it_fit() -> None:
     assert check_memory(plan(8 * 10**9)) is not None
     with pytest.raises(ConfigError) as refused:
-        check_memory(plan(6 * 10**9))
+        check_memory(plan(55 * 10**8))
     message = str(refused.value)
     assert re.match(
-        r"trainer_adapters\.a: training all weights of m needs 6\.\d+ GB of memory, but this machine has 6 GB; each of "
-        r"these alone makes it fit: training\.lora: \{rank: 16\} \(3\.\d+ GB\), dtype: bfloat16",
+        r"trainer_adapters\.a: training all weights of m needs 6\S* GB of memory, but this machine has 5\.5 GB; each of "
+        r"these alone makes it fit: training\.lora: \{rank: 16\} \([23]\.\d+ GB\), dtype: bfloat16",
         message,
     )
     assert "training.gradient_checkpointing: true" in message
     assert "max_concurrency" not in message  # it saves too little
     for remedy in remedies(shape_of(SMOL), Workload()):
-        assert (remedy.needed <= 6 * 10**9) is (f"{remedy.settings} (" in message or ", concurrency" in message) or (
+        assert (remedy.needed <= 55 * 10**8) is (f"{remedy.settings} (" in message or ", concurrency" in message) or (
             remedy == remedies(shape_of(SMOL), Workload())[-1]
         )
 

@@ -132,14 +132,13 @@ class MemoryBudget:
     activations: int
     logits: int
     kv_token: int
-    packed: int
     process: int = PROCESS
 
     @property
     def fixed(self) -> int:
         """All but keys and values."""
         learner = self.trained + self.gradients + self.optimizer + self.activations
-        return self.process + self.weights + learner + self.served + self.packed + self.logits
+        return self.process + self.weights + learner + self.served + self.logits
 
     @property
     def kv_request(self) -> int:
@@ -183,7 +182,6 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
     if shape.parameters >= SMALL_MODEL:
         fitting = max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora))  # a rank has an input and an output
         tokens = min(tokens, max(fitting, workload.request_tokens))
-    is_packed = workload.dtype == "float32" and workload.quantization is None and shape.parameters >= SMALL_MODEL
     logits = LOGIT_COPIES * min(tokens, CHUNK_LOGITS // shape.vocab) + SAMPLED_COPIES * workload.concurrency
     return MemoryBudget(
         workload,
@@ -194,7 +192,6 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         served=size * trained * workload.versions,
         activations=size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing),
         logits=4 * logits * shape.vocab,
-        packed=4 * (shape.linear + shape.vocab * shape.hidden) if is_packed else 0,
         kv_token=2 * size * shape.layers * shape.kv_heads * shape.head_size,
     )
 

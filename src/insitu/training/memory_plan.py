@@ -123,7 +123,6 @@ class MemoryPlan:
             ("gradients", budget.gradients, ""),
             ("optimizer", budget.optimizer, "two moments for each trained weight"),
             ("served versions", budget.served, f"{workload.versions} beside the starting weights"),
-            ("packed weights", budget.packed, "for faster sampling"),
             ("activations", budget.activations, "of a micro-batch"),
             ("logits", budget.logits, f"a vocabulary of {self.shape.vocab:,}"),
             ("process", budget.process, "Python and torch"),

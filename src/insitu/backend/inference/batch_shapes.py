@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows
-from insitu.backend.inference.packed_weights import LEAST_ROWS, ROWS, can_pack
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, text_config
 from insitu.errors import BackendError
@@ -34,17 +33,15 @@ _PROMPTS = 4
 class BatchShapes:
     """How the versions of a model are computed.
 
-    `attends_here` and `packs_weights` are those of `Runner`; `packs_prompts`: whether several prompts are computed in
-    one forward pass.
+    `attends_here` is that of `Runner`; `packs_prompts`: whether several prompts are computed in one forward pass.
     """
 
-    def __init__(self, module: nn.Module, max_rows: int, max_length: int, *, try_packing: bool = False) -> None:
+    def __init__(self, module: nn.Module, max_rows: int, max_length: int) -> None:
         self.max_rows = max_rows
         self.attends_here = check_supported(module, max_length)
         self.layout: Layout = Runner(module).layout()
         self.vocab_size = int(text_config(module).vocab_size)
-        self.packs_prompts, self.packs_weights = self.attends_here, False
-        self._tries_packing = try_packing and self.attends_here and can_pack(module)
+        self.packs_prompts = self.attends_here
         powers = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
         self._sizes: Sequence[int] = [*powers, max_rows]
         self.any_size = False
@@ -56,13 +53,7 @@ class BatchShapes:
 
     def rows(self, count: int) -> int:
         """The number of rows that a decoding step of `count` sequences computes."""
-        if self.packs_weights and LEAST_ROWS <= count <= ROWS:
-            return ROWS
         return count if self.any_size else next(size for size in self._sizes if size >= count)
-
-    def runner(self, module: nn.Module) -> Runner:
-        """For a version of the weights."""
-        return Runner(module, attends_here=self.attends_here, packs_weights=self.packs_weights)
 
     @property
     def least_rows(self) -> int:
@@ -96,9 +87,6 @@ class BatchShapes:
         if not self.any_size:
             self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
             self.max_rows = self._sizes[-1]
-        if self._tries_packing and ROWS in agreeing:
-            packing = Runner(runner.module, attends_here=True, packs_weights=True)
-            self.packs_weights = _alike(_by_prompt(self._decode(packing, windows, ROWS)), outcome)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if outcome.isnan().any():
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")

@@ -26,7 +26,6 @@ from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.inference.batch_shapes import BatchShapes
 from insitu.backend.inference.kv_pool import BLOCK, KVPool
-from insitu.backend.inference.packed_weights import unpack
 from insitu.backend.inference.sampler import (
     LATEST,
     Deliver,
@@ -107,7 +106,7 @@ class Engine(Sampler):
         workers = self._schedulers_per_version
         if workers > 1:
             self._threads = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
-        self._shapes = BatchShapes(module, options.max_batch, options.max_length, try_packing=count >= SMALL_MODEL)
+        self._shapes = BatchShapes(module, options.max_batch, options.max_length)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)
         if self._loaded.device.type == "cuda":
@@ -313,7 +312,6 @@ class Engine(Sampler):
             if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
                 self.pool.forget(group[0].owner)
                 del self.schedulers[weights]
-                unpack(group[0].module, [each[0].module for each in self.schedulers.values()])
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Passes all outputs of a step to the event loop in one call."""

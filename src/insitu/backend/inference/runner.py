@@ -3,7 +3,6 @@
 Shapes: B rows of a decoding step, C tokens per row, T positions, V vocabulary.
 """
 
-import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from insitu.backend.attention import attend_to_trees
 from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
-from insitu.backend.inference.packed_weights import ROWS, packed_products
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
 
 
@@ -75,16 +73,15 @@ class _Shapes:
 
 
 class Runner:
-    """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`), and with
-    `packs_weights` decoding steps of some rows use packed weights.
+    """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`).
 
     Otherwise masks are passed for each layer type, which transformers' models accept instead of making them, or one for
     all.
     """
 
-    def __init__(self, module: nn.Module, *, attends_here: bool = False, packs_weights: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, attends_here: bool = False) -> None:
         self.module = module
-        self.attends_here, self.packs_weights = attends_here, packs_weights
+        self.attends_here = attends_here
         weight = next(module.parameters())
         self.device, self._dtype = weight.device, weight.dtype
         config = text_config(module)
@@ -144,9 +141,7 @@ class Runner:
         """Logits (B, V) after one more token in each of the first B slots, at `position_B`."""
         batch = DecodeBatch(windows, blocks_B, position_B)
         keys = torch.empty(0) if self.attends_here else torch.arange(batch.length, device=self.device)
-        packs = self.packs_weights and len(token_B) == ROWS
-        with packed_products(self.module) if packs else contextlib.nullcontext():
-            return self._forward(batch, token_B[:, None], position_B[:, None], keys, [0])[:, 0]
+        return self._forward(batch, token_B[:, None], position_B[:, None], keys, [0])[:, 0]
 
     def _masks(self, keys_T: torch.Tensor, queries_BC: torch.Tensor) -> Any:
         """The mask of all layers, or one for each layer type; keys and queries are positions."""

@@ -20,7 +20,7 @@ from torch import nn
 from insitu.backend.inference.batch_shapes import BatchShapes
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
-from insitu.backend.inference.runner import next_span
+from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
 from insitu.backend.inference.sampling import LogitsProcessor, SamplerOutput, SamplingMetadata, sample
 from insitu.backend.inference.structured import allowed_tokens
@@ -117,7 +117,7 @@ class Scheduler:
         self._prefill_tokens = options.prefill_tokens
         self._pool = pool
         self.owner = owner
-        self._runner = shapes.runner(module)
+        self._runner = Runner(module, attends_here=shapes.attends_here)
         self._block_bytes = BLOCK * shapes.layout.token_bytes
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: list[SequenceState] = []
