@@ -193,6 +193,27 @@ async def test_bfloat16_is_served(folders):
     assert [token.logprob for token in piece.tokens] == pytest.approx(expected.tolist(), abs=0.1)
 
 
+async def test_prompts_are_padded_together_in_bfloat16(folders):
+    """Of several lengths, some with a block before: their logits are those of each alone, up to rounding."""
+    rng = random.Random(4)
+    start = [rng.randrange(256) for _ in range(BLOCK)]
+    prompts = [[1], [2] * 9, start[:70], [*start, 5], [*start, *start[:40]], start]
+    load = asks([], [params(0, 1, temperature=1)])[0].params
+    loaded = load_model(str(folders["llama"]), "cpu", "bfloat16")
+    async with running(loaded, prefill_tokens=4096) as engine:
+        passes: list[tuple[int, ...]] = []
+        loaded.module.register_forward_pre_hook(
+            lambda module, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        together = await engine.complete([GenerationRequest(prompt, load) for prompt in prompts])
+    assert max(rows for rows, columns in passes if columns > 1) > 2
+    module = load_model(str(folders["llama"])).module
+    for prompt, piece in zip(prompts, together, strict=True):
+        with torch.no_grad():
+            expected = torch.log_softmax(module(torch.tensor([prompt])).logits[0, -1], dim=-1)
+        assert piece.tokens[0].logprob == pytest.approx(expected[piece.tokens[0].id].item(), abs=0.1)
+
+
 async def test_greedy_is_what_generate_gives(folders):
     prompt = list(range(40, 60))
     async with running(folders["llama"]) as engine:

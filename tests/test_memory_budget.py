@@ -193,8 +193,8 @@ def test_what_does_not_fit_is_refused_with_what_makes_it_fit() -> None:
         check_memory(plan(55 * 10**8))
     message = str(refused.value)
     assert re.match(
-        r"trainer_adapters\.a: training all weights of m needs 6\S* GB of memory, but this machine has 5\.5 GB; each of "
-        r"these alone makes it fit: training\.lora: \{rank: 16\} \([23]\.\d+ GB\), dtype: bfloat16",
+        r"trainer_adapters\.a: training all weights of m needs 6\S* GB of memory, but this machine has 5\.5 GB; each "
+        r"of these alone makes it fit: training\.lora: \{rank: 16\} \([23]\.\d+ GB\), dtype: bfloat16",
         message,
     )
     assert "training.gradient_checkpointing: true" in message

@@ -70,6 +70,8 @@ def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> Mod
     head_size = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     intermediate = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * hidden
+    if isinstance(intermediate, list):  # by layer
+        intermediate = max(intermediate)
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     width = (config.get("moe_intermediate_size") or intermediate) if experts else intermediate
     queries, keys = heads * head_size, kv_heads * head_size

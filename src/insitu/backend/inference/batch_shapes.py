@@ -33,7 +33,8 @@ _PROMPTS = 4
 class BatchShapes:
     """How the versions of a model are computed.
 
-    `attends_here` is that of `Runner`; `packs_prompts`: whether several prompts are computed in one forward pass.
+    `attends_here` is that of `Runner`. Several prompts are computed in one forward pass if `packs_prompts`, or, in rows
+    of the same length, if `pads_prompts`.
     """
 
     def __init__(self, module: nn.Module, max_rows: int, max_length: int) -> None:
@@ -41,13 +42,14 @@ class BatchShapes:
         self.attends_here = check_supported(module, max_length)
         self.layout: Layout = Runner(module).layout()
         self.vocab_size = int(text_config(module).vocab_size)
-        self.packs_prompts = self.attends_here
         powers = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
         self._sizes: Sequence[int] = [*powers, max_rows]
         self.any_size = False
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
-        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self.packs_prompts, self.pads_prompts = self.attends_here, not is_exact
+        if is_exact:
             with torch.inference_mode():
                 self._check(Runner(module, attends_here=self.attends_here))
 

@@ -142,7 +142,7 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 class PrefillBatch:
-    """Spans of prompts, one after the other in one row; all but one may be computed by `attend` only."""
+    """Spans of prompts: for `attend` one after the other in one row, for `update` a row each, from the same start."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -165,13 +165,17 @@ class PrefillBatch:
         return torch.cat(results, 2).transpose(1, 2)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        (span,) = self.spans
-        length = span.block.length
-        self._store(span, layer, key[:, :, :length], value[:, :, :length])
-        if not span.before:
+        """A row for each span, whose last token is in the last column."""
+        for row, span in enumerate(self.spans):
+            columns = slice(key.shape[2] - span.block.length, None)
+            self._store(span, layer, key[row : row + 1, :, columns], value[row : row + 1, :, columns])
+        if not self.spans[0].before:
             return key, value
-        earlier = [[block.layers[layer][which][None] for block in span.before] for which in (0, 1)]
-        return torch.cat([*earlier[0], key], 2), torch.cat([*earlier[1], value], 2)
+        together = []
+        for which, new in enumerate((key, value)):
+            rows = [torch.cat([block.layers[layer][which] for block in span.before], 1) for span in self.spans]
+            together.append(torch.cat([torch.stack(rows), new], 2))
+        return together[0], together[1]
 
     def _store(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> None:
         stored = span.block.layers[layer]

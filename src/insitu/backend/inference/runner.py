@@ -23,6 +23,10 @@ def next_span(prompt_length: int, done: int) -> tuple[int, int]:
     return done, min(prompt_length, done + BLOCK)
 
 
+_HIDDEN = 1 << 40
+"""A position after all others."""
+
+
 class _Layer(CacheLayerMixin):
     """A layer of the cache that transformers' attention uses."""
 
@@ -110,17 +114,18 @@ class Runner:
     def layout(self) -> Layout:
         """What the model stores for each token, as a forward pass shows."""
         shapes = _Shapes()
-        self._forward(shapes, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), torch.arange(1), [0])
+        self._forward(shapes, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), torch.zeros(1, 1), [0])
         layers = tuple(shapes.layers[number] for number in range(self._num_layers))
         return Layout(layers, shapes.dtype, self.device)
 
     def prefill(self, spans: Sequence[Span], rows: int = 0, logits: int = 0) -> torch.Tensor:
         """Computes spans into their blocks; returns the logits after the last token of each.
 
-        With `attends_here` in one forward pass, over at least `rows` tokens and at least `logits` results.
+        With `attends_here` in one row, of at least `rows` tokens and at least `logits` results; otherwise all spans
+        have the same start, and are padded to the longest.
         """
         if not self.attends_here:
-            return torch.cat([self._prefill_one(span) for span in spans])
+            return self._prefill_padded(spans)
         lengths = [span.block.length for span in spans]
         total = sum(lengths)
         tokens, positions = np.zeros((2, 1, max(total, rows)), np.int64)
@@ -130,35 +135,41 @@ class Runner:
         last += last[:1] * (logits - len(last))
         return self._forward(PrefillBatch(spans), tokens, positions, torch.empty(0), last)[0, : len(spans)]
 
-    def _prefill_one(self, span: Span) -> torch.Tensor:
-        tokens, positions = np.array([span.tokens[span.start : span.end]]), np.arange(span.start, span.end)[None]
-        keys = torch.arange(span.end, device=self.device)
-        return self._forward(PrefillBatch([span]), tokens, positions, keys, [span.block.length - 1])[0]
+    def _prefill_padded(self, spans: Sequence[Span]) -> torch.Tensor:
+        start, longest = spans[0].start, max(span.block.length for span in spans)
+        tokens, positions = np.zeros((2, len(spans), longest), np.int64)
+        keys_BT = np.full((len(spans), start + longest), _HIDDEN)  # of padding
+        keys_BT[:, :start] = np.arange(start)
+        for row, span in enumerate(spans):
+            tokens[row, -span.block.length :] = span.tokens[start : span.end]
+            positions[row, -span.block.length :] = np.arange(start, span.end)
+            keys_BT[row, -span.block.length :] = np.arange(start, span.end)
+        return self._forward(PrefillBatch(spans), tokens, positions, torch.from_numpy(keys_BT), [longest - 1])[:, 0]
 
     def decode(
         self, windows: Windows, blocks_B: Sequence[Sequence[Block]], token_B: np.ndarray, position_B: np.ndarray
     ) -> torch.Tensor:
         """Logits (B, V) after one more token in each of the first B slots, at `position_B`."""
         batch = DecodeBatch(windows, blocks_B, position_B)
-        keys = torch.empty(0) if self.attends_here else torch.arange(batch.length, device=self.device)
+        keys = torch.empty(0) if self.attends_here else torch.arange(batch.length)[None]
         return self._forward(batch, token_B[:, None], position_B[:, None], keys, [0])[:, 0]
 
-    def _masks(self, keys_T: torch.Tensor, queries_BC: torch.Tensor) -> Any:
+    def _masks(self, keys_BT: torch.Tensor, queries_BC: torch.Tensor) -> Any:
         """The mask of all layers, or one for each layer type; keys and queries are positions."""
-        queries_BC1 = queries_BC[..., None]
+        keys_B1T, queries_BC1 = keys_BT[:, None], queries_BC[..., None]
         masks = {}
         for kind in self._masks_of:
-            hidden = keys_T > queries_BC1
+            hidden = keys_B1T > queries_BC1
             if kind == "sliding_attention":
-                hidden = hidden | (keys_T <= queries_BC1 - self._window)
+                hidden = hidden | (keys_B1T <= queries_BC1 - self._window)
             elif kind == "chunked_attention":
-                hidden = hidden | (keys_T // self._chunk != queries_BC1 // self._chunk)
+                hidden = hidden | (keys_B1T // self._chunk != queries_BC1 // self._chunk)
             mask = torch.zeros(hidden.shape, device=self.device, dtype=self._dtype)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
         return masks if self._by_layer_type else masks[self._masks_of[0]]
 
     def _forward(
-        self, batch: Any, tokens_BC: np.ndarray, position_BC: np.ndarray, keys_T: torch.Tensor, last: list[int]
+        self, batch: Any, tokens_BC: np.ndarray, position_BC: np.ndarray, keys_BT: torch.Tensor, last: list[int]
     ) -> torch.Tensor:
         """Logits of the columns `last` of each row."""
         position_ids = torch.from_numpy(position_BC).to(self.device)
@@ -169,7 +180,7 @@ class Runner:
         else:
             cache = _BatchCache(self._num_layers)
             cache.batch = batch
-            masks = self._masks(keys_T.to(self.device), position_ids)
+            masks = self._masks(keys_BT.to(self.device), position_ids)
             options = {"attention_mask": masks, "use_cache": True, self._cache_name: cache}
         columns = torch.tensor(last, device=self.device)
         if self.selects_logits:

@@ -189,7 +189,6 @@ class Scheduler:
         """
         ready: list[SequenceState] = []
         batch: dict[Hashable, tuple[SequenceState, Span]] = {}
-        tokens = 0
         for sequence in self.prefilling:
             self._use_known(sequence)
             if sequence.computed == len(sequence.prompt):
@@ -197,9 +196,8 @@ class Scheduler:
                 continue
             start, end = next_span(len(sequence.prompt), sequence.computed)
             key = self._key(sequence, end)
-            if key in batch or (batch and tokens + end - start > self._most_tokens):
+            if key in batch or not self._fits(start, end, [span for _, span in batch.values()]):
                 continue
-            tokens += end - start
             block = Block(self._shapes.layout, end - start)
             batch[key] = sequence, Span(sequence.prompt, start, tuple(sequence.blocks), block)
         ready += self._forward(batch)
@@ -207,10 +205,15 @@ class Scheduler:
         self.prefilling = [sequence for sequence in self.prefilling if id(sequence) not in done]
         return self._start_decoding(ready) if ready else []
 
-    @property
-    def _most_tokens(self) -> int:
-        """Of a forward pass that computes several prompts."""
-        return self._prefill_tokens if self._shapes.packs_prompts else 0
+    def _fits(self, start: int, end: int, batch: list[Span]) -> bool:
+        """Whether one more span can be computed together with those of a batch."""
+        lengths = [end - start, *(span.block.length for span in batch)]
+        if len(lengths) == 1:
+            return True
+        if self._shapes.packs_prompts:
+            return sum(lengths) <= self._prefill_tokens
+        same_start = start == batch[0].start
+        return self._shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self._prefill_tokens
 
     def _key(self, sequence: SequenceState, end: int) -> Hashable:
         """Of a block; the last one of a prompt has logits, which others have not."""
