@@ -119,6 +119,7 @@ class Scheduler:
         self.owner = owner
         self._runner = Runner(module, attends_here=shapes.attends_here)
         self._block_bytes = BLOCK * shapes.layout.token_bytes
+        self._logits_bytes = shapes.vocab_size * shapes.layout.dtype.itemsize
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -177,10 +178,6 @@ class Scheduler:
                 return
             sequence.paid = needed
             self.prefilling.append(self.waiting.popleft())
-
-    @property
-    def _logits_bytes(self) -> int:
-        return self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
 
     def _prefill(self) -> list[Delivery]:
         """Advances prompts by known blocks, then by one forward pass over their next spans.
