@@ -19,7 +19,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import T5Config
 from waiting import turns, until
 
-from insitu.backend import BackendOptions
+from insitu.backend import BackendOptions, ask_for_reproducible_products
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, LayerShape, Layout
@@ -191,6 +191,15 @@ async def test_bfloat16_is_served(folders):
         logits = load_model(str(folders["llama"])).module(ids).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, dim=-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
     assert [token.logprob for token in piece.tokens] == pytest.approx(expected.tolist(), abs=0.1)
+
+
+def test_mkl_is_asked_for_reproducible_products_on_intel_alone():
+    environment: dict[str, str] = {}
+    ask_for_reproducible_products(environment)
+    is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert environment == ({"MKL_CBWR": "AUTO,STRICT"} if is_intel else {})
+    ask_for_reproducible_products(chosen := {"MKL_CBWR": "AVX2"})
+    assert chosen == {"MKL_CBWR": "AVX2"}
 
 
 async def test_prompts_are_padded_together_in_bfloat16(folders):
