@@ -163,7 +163,7 @@ class MemoryBudget:
 
     @property
     def checkpoint_weights(self) -> int:
-        """Of a file with a version's weights; its optimizer state takes as much as in memory."""
+        """Size of the file with a version's weights. The optimizer state takes as much on disk as in memory."""
         return self.trained if self.workload.lora_rank is not None else self.weights
 
     def kv_tokens(self, available: int) -> int:

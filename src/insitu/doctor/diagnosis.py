@@ -283,7 +283,7 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
 
 
 async def _memory_plan(config: Config, request: FinetuneRunConfig) -> MemoryPlan | None:
-    """That of the whole file, of which only a few rows are played. Raises what `finetune` raises if it does not fit."""
+    """Memory plan of the run that the file describes. Raises like `finetune` if the run does not fit."""
     async with Builder(config, request=request) as builder:
         with share(builder):
             adapter = await builder.get_trainer_adapter(str(config.finetuning.trainer_adapter))

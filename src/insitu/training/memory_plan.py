@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of all versions that are kept at once."""
+        """Disk space of the checkpoints that exist at the same time."""
         return self.versions * self.budget.checkpoint_weights + self.optimizers * self.budget.optimizer
 
     @property

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 _LENGTHS = ("sliding_window", "attention_chunk_size")
 _CHECKED_LENGTH = 8
 _CHECKED_BYTES = 64 * 2**20
-"""Maximum memory of the check's results."""
+"""Maximum memory of the check's windows and logits."""
+_WIDTH = 64
+"""Positions of the windows in the check."""
 _PROMPTS = 4
 """Prompts that are checked, of 8, 16, 24 and 32 tokens."""
 
@@ -73,7 +75,8 @@ class BatchShapes:
             alone_NV = torch.cat([logits for _, logits in alone])
             self.packs_prompts = same and torch.equal(logits_NV[_PROMPTS:], alone_NV)
         windows = Windows(self.layout)
-        most = max(_PROMPTS, min(self.max_rows, _CHECKED_BYTES // (4 * vocabulary)))
+        row_bytes = 4 * vocabulary + _WIDTH * self.layout.token_bytes
+        most = max(_PROMPTS, min(self.max_rows, _CHECKED_BYTES // row_bytes))
         windows.ensure(most, 8 * _PROMPTS + 1)
         for slot in range(most):
             windows.load(slot, alone[slot % _PROMPTS][0][0])
@@ -85,7 +88,9 @@ class BatchShapes:
             members = classes.pop(number)[1] if number < len(classes) else []
             classes.append((outcome, [*members, size]))  # a larger batch has more of the prompts
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
-        self.any_size = agreeing == checked
+        self.any_size = (
+            agreeing == checked and self.packs_prompts == self.attends_here
+        )  # packed: as many rows as tokens
         if not self.any_size:
             self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
             self.max_rows = self._sizes[-1]

@@ -1,8 +1,8 @@
 """What the rows of one forward pass read and write, and their attention: a decoding step, or spans of prompts.
 
 On a CPU in float32 attention is computed here, where no result depends on what else is in the batch: each row attends
-to its own tokens, and a block that several rows share is read once for all of them. Elsewhere, and for layers with
-windows or scores of their own, the model's attention gets padded keys and values, as from any cache of transformers.
+to its own tokens, and a block that several rows share is read once for all of them. On other devices, in 16 bits, and
+for models with sliding windows or modified scores, the model's own attention reads padded keys and values.
 
 Shapes: B rows of a decoding step, H heads of queries, G heads of keys, R = H / G, T positions, D head size, W positions
 of a window.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from insitu.backend.attention import causal, merged, visible
-from insitu.backend.inference.kv_pool import BLOCK, Block, Windows, common
+from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
 _LEAST_ROWS = 3
 
@@ -52,9 +52,9 @@ class DecodeBatch:
 
     def __init__(self, windows: Windows, blocks_B: Sequence[Sequence[Block]], position_B: np.ndarray) -> None:
         self._windows, self._blocks, device = windows, blocks_B, windows.layout.device
-        self.offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
-        self.width = min(-(-int(self.offset_B.max() + 1) // 32) * 32, windows.width)
-        self._offset_B = torch.from_numpy(self.offset_B).to(device)
+        offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
+        self.width = min(-(-int(offset_B.max() + 1) // 32) * 32, windows.width)
+        self._offset_B = torch.from_numpy(offset_B).to(device)
         self._slot_B = torch.arange(len(blocks_B), device=device)
         self._hidden_B11W = (torch.arange(self.width, device=device) > self._offset_B[:, None])[:, None, None]
         """Positions of the window after the token."""
@@ -63,8 +63,7 @@ class DecodeBatch:
         """The rows with blocks, those that share some next to each other."""
         rows = [blocks_B[row] for row in self._deep]
         self._depth = max(map(len, rows), default=0)
-        self._runs = [(level, *run) for level in range(self._depth) for run in common(rows, level)]
-        self._spans = [(row, len(blocks) * BLOCK) for row, blocks in enumerate(rows)]
+        self._runs = [(level, *run) for level in range(self._depth) for run in _runs(rows, level)]
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._windows.layers[layer]
@@ -101,11 +100,9 @@ class DecodeBatch:
             flat[:, part, level * BLOCK : (level + 1) * BLOCK] = _product(query[:, part], keys.transpose(1, 2))
         scores[..., past:] = scores_BGRW[deep].transpose(0, 1)
         weights = torch.softmax(scores, -1)
-        result: Tensor = query.new_empty(0)
+        result = query.new_zeros(heads, rows * repeats, self._windows.layers[layer][1].shape[-1])
         for level, first, end in self._runs:
             values = self._blocks[deep[first]][level].layers[layer][1]
-            if not level and not first:
-                result = query.new_zeros(heads, rows * repeats, values.shape[-1])
             part = slice(first * repeats, end * repeats)
             of_level = weights.flatten(1, 2)[:, part, level * BLOCK : (level + 1) * BLOCK]
             result[:, part] += _product(of_level, values)
@@ -181,3 +178,16 @@ class PrefillBatch:
         stored = span.block.layers[layer]
         stored[0].copy_(keys[0])
         stored[1].copy_(values[0])
+
+
+def _runs(rows: Sequence[Sequence[Block]], level: int) -> list[tuple[int, int]]:
+    """Runs (first, end) of rows that have the same block at a level, in the order of the rows."""
+    runs: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
+        if len(row) <= level:
+            continue
+        if runs and runs[-1][1] == number and rows[number - 1][level] is row[level]:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -216,16 +216,3 @@ class Windows:
             for tensor, part in zip(pair, target, strict=True):
                 part.copy_(tensor[slot])
         return block
-
-
-def common(rows: Sequence[Sequence[Any]], level: int) -> list[tuple[int, int]]:
-    """Runs (first, end) of rows that have the same block at a level, in the order of the rows."""
-    runs: list[tuple[int, int]] = []
-    for number, row in enumerate(rows):
-        if len(row) <= level:
-            continue
-        if runs and runs[-1][1] == number and rows[number - 1][level] is row[level]:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs

@@ -213,7 +213,7 @@ class Scheduler:
         return self._shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self._prefill_tokens
 
     def _key(self, sequence: SequenceState, end: int) -> Hashable:
-        """Of a block; the last one of a prompt has logits, which others have not."""
+        """Cache key of a block. The last block of a prompt has its own, as only it keeps logits."""
         return self.owner, tuple(sequence.prompt[:end]), end == len(sequence.prompt)
 
     def _use_known(self, sequence: SequenceState) -> None:

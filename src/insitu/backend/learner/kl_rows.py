@@ -22,8 +22,9 @@ def kl_budget(sizes: Sizes, rows: int, *, lora: bool) -> float:
 
 
 def kl_rows(packer: Packer, indices: Sequence[int], rows: int | None, budget: float | None, job: int) -> list[int]:
-    """Those of `indices` on which the metric is measured after this job of a training, from 0: one of each episode,
-    then a second, and so on. At most `rows`, or what the constants above allow.
+    """Selects the rows of `indices` on which the metric is measured: one of each episode, then a second, and so on.
+
+    At most `rows`, or what the constants above allow. `job` counts the jobs of a training from 0.
 
     With a `budget` of input tokens, rows with the same prompt follow each other, as it is computed once. If it is less
     than a row, the metric is measured after every second, third, ... job, so that it costs no more on average.

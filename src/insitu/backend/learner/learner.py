@@ -328,7 +328,7 @@ class Learner:
         return TrainedVersion(served, self.version + 1, self.saved.folder_of(self.version + 1), job, logged)
 
     def _record(self, job: JobRecord, lora: LoRASettings | None) -> TrainingRecord:
-        """That of the next version."""
+        """Training record of the next version."""
         version, source = self.version + 1, self._origin.started_from
         tokens = self._tokens + job.metrics.get("computed_tokens", 0)
         step = self._origin.step + version

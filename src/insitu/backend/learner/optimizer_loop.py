@@ -116,10 +116,10 @@ class OptimizerLoop:
         self.tokens = self._objective.count_tokens(range(len(rows)))
         self._is_part = False
         self._weight = 1
-        self._max_tokens = min(settings.micro_batch_tokens, *self._cpu_limits())
+        self._max_tokens = min([settings.micro_batch_tokens, *self._cpu_limits()])
 
     def _cpu_limits(self) -> Iterator[int]:
-        """The limits of a micro-batch on a CPU, in tokens."""
+        """The limits of a micro-batch on a CPU, in tokens; none on other devices."""
         if self._device.type != "cpu":
             return
         yield CPU_MICRO_BATCH
