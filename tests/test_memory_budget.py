@@ -135,9 +135,9 @@ def test_bytes_of_all_weights() -> None:
     assert budget.kv_token == 2 * 30 * 3 * 64 * 4
     assert budget.kv_wanted == 8 * 1024 * budget.kv_token
     assert budget.needed == budget.fixed + 1024 * budget.kv_token
-    assert budget.kv_tokens(budget.fixed + 10 * budget.kv_token) == 5, "half of what is free"
-    assert budget.kv_tokens(0) == 0
-    assert replace(budget, workload=Workload(kv_memory=10**9)).kv_tokens(0) == 10**9 // budget.kv_token
+    assert budget.kv_bytes(budget.fixed + 10_000 * budget.kv_token) == 5_000 * budget.kv_token, "half of what is free"
+    assert budget.kv_bytes(0) == budget.kv_request, "one request at a time"
+    assert replace(budget, workload=Workload(kv_memory=10**9)).kv_bytes(0) == 10**9
 
 
 @pytest.mark.parametrize(

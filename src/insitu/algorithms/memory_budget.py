@@ -25,7 +25,7 @@ ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
 SMALL_MODEL = 5_000_000
 """Parameters below which a CPU's operations are too short to be split over threads."""
 KV_SHARE = 0.5
-"""Default of `kv_memory`, as a share of what the rest leaves free."""
+"""Default of `kv_memory`, as a share of what the rest leaves free; it holds at least one request."""
 LOGIT_COPIES, SAMPLED_COPIES = 5, 4
 """Float32 tensors of the size of these logits at the peak, in training and in sampling."""
 SMALL_MICRO_BATCH, SHORT_REQUEST = 256, 1024
@@ -166,9 +166,9 @@ class MemoryBudget:
         """Size of the file with a version's weights. The optimizer state takes as much on disk as in memory."""
         return self.trained if self.workload.lora_rank is not None else self.weights
 
-    def kv_tokens(self, available: int) -> int:
-        """How many tokens' keys and values fit into so much memory."""
-        return int(self.workload.kv_memory or KV_SHARE * max(0, available - self.fixed)) // self.kv_token
+    def kv_bytes(self, available: int) -> int:
+        """Limit of keys and values if so much memory is free before the model is loaded."""
+        return self.workload.kv_memory or max(int(KV_SHARE * (available - self.fixed)), self.kv_request)
 
 
 def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:

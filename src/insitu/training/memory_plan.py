@@ -64,6 +64,11 @@ class MemoryPlan:
         return memory_budget(self.shape, self.workload)
 
     @property
+    def kv_limit(self) -> int | None:
+        """Bytes of keys and values that the backend may keep; None where it is to find out itself."""
+        return self.budget.kv_bytes(self.machine.available) if self.machine is not None else None
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Disk space of the checkpoints that exist at the same time."""
         return self.versions * self.budget.checkpoint_weights + self.optimizers * self.budget.optimizer
@@ -107,9 +112,10 @@ class MemoryPlan:
         if machine is None:
             return f"memory: about {readable_bytes(budget.fixed + budget.kv_wanted)}"
         free, total = readable_bytes(machine.available), readable_bytes(machine.total)
+        tokens = budget.kv_bytes(machine.available) // budget.kv_token
         return (
             f"memory: about {readable_bytes(budget.expected(machine.available))} of {free} that are free ({total} in "
-            f"all); keys and values of {budget.kv_tokens(machine.available):,} tokens fit beside weights and training"
+            f"all); keys and values of {tokens:,} tokens fit beside weights and training"
         )
 
     def table(self, measured: int | None = None) -> Iterator[str]:

@@ -83,7 +83,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         started, folder = None, self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
         if self.config.model is not None and self._process is None:
             started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
-            arguments = self.config.backend_arguments(self._full_config, **started, output_dir=folder)
+            plan = self.memory_plan()
+            limits = {"kv_memory": plan.kv_limit if plan is not None else None}
+            arguments = self.config.backend_arguments(self._full_config, **started, **limits, output_dir=folder)
             restarts, secrets = self.config.max_restarts, self.config.backend_secrets
             self._process = BackendProcess(arguments, folder / "backend.log", restarts, secrets)
             self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
