@@ -27,7 +27,7 @@ import yaml
 
 HERE = Path(__file__).parent
 ROWS, GENERATIONS, EPOCHS = 8, 8, 6
-EPOCHS_TO_SCORE, HELD_OUT = 12, 64
+EPOCHS_TO_SCORE, HELD_OUT = 6, 64
 LEARNING_RATES = {False: 1e-5, True: 1e-4}
 """Of all weights, and of LoRA."""
 SHORT_REQUESTS = 200
