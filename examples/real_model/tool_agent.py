@@ -1,10 +1,10 @@
-"""An agent that calls a tool to find the order of a customer's message, and answers with the date of delivery."""
+"""An agent that answers a customer with the date of delivery: the model finds the order with a tool."""
 
 import json
 
 import insitu
 
-TASK = "Find the order of the customer's message with the tool, then answer with the date of its delivery."
+TASK = "Call the tool with the order number in the customer's message."
 MONTHS = ("January", "March", "April", "June", "July", "August", "October", "December")
 TOOL = {
     "type": "function",
@@ -14,7 +14,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]},
     },
 }
-EXAMPLE = "My order 73155 came without the cable."
+CALL = {"id": "call_1", "type": "function", "function": {"name": "find_order", "arguments": '{"order": "73155"}'}}
+EXAMPLE = [
+    {"role": "user", "content": "My order 73155 came without the cable."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+]
 
 
 def find_order(order: str) -> str:
@@ -24,26 +28,18 @@ def find_order(order: str) -> str:
     return f"{int(order) % 27 + 1} {MONTHS[int(order) // 100 % len(MONTHS)]}"
 
 
-def called(order: str) -> list[dict]:
-    """The messages of a call of the tool, and of what it returned."""
-    function = {"name": "find_order", "arguments": json.dumps({"order": order})}
-    call = {"id": "call_1", "type": "function", "function": function}
-    result = {"role": "tool", "tool_call_id": "call_1", "content": find_order(order)}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
-
-
 async def answer(question: str, model: insitu.Model) -> str:
-    example = [{"role": "user", "content": EXAMPLE}, *called("73155")]
-    example += [{"role": "assistant", "content": find_order("73155")}]
-    messages = [{"role": "system", "content": TASK}, *example, {"role": "user", "content": question}]
+    """What the tool returns for the order that the model asks for, or what the model says instead."""
+    messages = [{"role": "system", "content": TASK}, *EXAMPLE, {"role": "user", "content": question}]
     message = (await model.complete(messages, tools=[TOOL])).choices[0].message
     if not message.tool_calls:
-        return (message.content or "").strip()
-    arguments = json.loads(message.tool_calls[0].function.arguments)
-    messages += called(str(arguments.get("order")))
-    return (await model.ask(messages, tools=[TOOL])).strip()
+        return message.content or ""
+    function = message.tool_calls[0].function
+    if function.name != "find_order":
+        return f"There is no tool {function.name}."
+    return find_order(str(json.loads(function.arguments).get("order")))
 
 
-def delivered(answer: str, row: insitu.Row) -> float:
-    """1 for the date of the right order and nothing else."""
-    return float(answer == find_order(row.answer))
+def delivered(answer: str, expected: str) -> float:
+    """1 for the date of the expected order and nothing else."""
+    return float(answer == find_order(expected))

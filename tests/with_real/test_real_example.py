@@ -40,7 +40,6 @@ def test_the_agent_with_a_tool_trains(example: Path) -> None:
     calls = read_lines(example / "run/calls.jsonl.gz")[1:]
     using = [call["message"]["tool_calls"][0]["function"] for call in calls if call["message"].get("tool_calls")]
     assert using, "no episode has called the tool"
-    assert {function["name"] for function in using} == {"find_order"}
-    assert len([call for call in calls if call["messages"][-1]["role"] == "tool"]) >= len(using)
+    assert "find_order" in {function["name"] for function in using}
     tokenizer = AutoTokenizer.from_pretrained(real_model())
     assert all("<tools>\n{" in tokenizer.decode(call["prompt_token_ids"]) for call in calls)
