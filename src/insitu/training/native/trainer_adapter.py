@@ -84,8 +84,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         if self.config.model is not None and self._process is None:
             started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
             plan = self.memory_plan()
-            limits = {"kv_memory": plan.kv_limit if plan is not None else None}
-            arguments = self.config.backend_arguments(self._full_config, **started, **limits, output_dir=folder)
+            kv_memory = plan.kv_limit if plan is not None else None
+            more = {**started, "kv_memory": kv_memory, "output_dir": folder}
+            arguments = self.config.backend_arguments(self._full_config, **more)
             restarts, secrets = self.config.max_restarts, self.config.backend_secrets
             self._process = BackendProcess(arguments, folder / "backend.log", restarts, secrets)
             self._base_url, self._token = await self._process.start(self.config.startup_timeout), self._process.token
