@@ -236,6 +236,13 @@ def test_an_unknown_machine_refuses_nothing() -> None:
     unknown = replace(plan(0), machine=None)
     assert check_memory(unknown, free=True) is unknown
     assert unknown.summary().startswith("memory: about 6.")
+    assert unknown.kv_limit is None
+
+
+def test_the_header_has_the_limit_that_the_backend_gets() -> None:
+    fits = plan(24 * 10**9, 20 * 10**9)
+    assert fits.kv_limit is not None
+    assert f"; keys and values of {fits.kv_limit // fits.budget.kv_token:,} tokens fit" in fits.summary()
 
 
 def test_checkpoints_that_are_kept_at_once() -> None:
