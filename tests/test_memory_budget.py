@@ -136,7 +136,7 @@ def test_bytes_of_all_weights() -> None:
     assert budget.kv_wanted == 8 * 1024 * budget.kv_token
     assert budget.needed == budget.fixed + 1024 * budget.kv_token
     assert budget.kv_bytes(budget.fixed + 10_000 * budget.kv_token) == 5_000 * budget.kv_token, "half of what is free"
-    assert budget.kv_bytes(0) == budget.kv_request, "one request at a time"
+    assert budget.kv_bytes(0) == 2048 * budget.kv_token, "one request of 1024 tokens at a time, and its last blocks"
     assert replace(budget, workload=Workload(kv_memory=10**9)).kv_bytes(0) == 10**9
 
 

@@ -25,7 +25,9 @@ ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
 SMALL_MODEL = 5_000_000
 """Parameters below which a CPU's operations are too short to be split over threads."""
 KV_SHARE = 0.5
-"""Default of `kv_memory`, as a share of what the rest leaves free; it holds at least one request."""
+"""Default of `kv_memory`, as a share of what the rest leaves free."""
+KV_MARGIN = 1024
+"""Tokens for which the default has room beside one request: the sampler takes whole blocks, and logits."""
 LOGIT_COPIES, SAMPLED_COPIES = 5, 4
 """Float32 tensors of the size of these logits at the peak, in training and in sampling."""
 SMALL_MICRO_BATCH, SHORT_REQUEST = 256, 1024
@@ -167,8 +169,9 @@ class MemoryBudget:
         return self.trained if self.workload.lora_rank is not None else self.weights
 
     def kv_bytes(self, available: int) -> int:
-        """Limit of keys and values if so much memory is free before the model is loaded."""
-        return self.workload.kv_memory or max(int(KV_SHARE * (available - self.fixed)), self.kv_request)
+        """Limit of keys and values if so much memory is free before the model is loaded; enough for one request."""
+        least = self.kv_request + KV_MARGIN * self.kv_token
+        return self.workload.kv_memory or max(int(KV_SHARE * (available - self.fixed)), least)
 
 
 def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:

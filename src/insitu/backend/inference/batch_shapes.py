@@ -88,9 +88,8 @@ class BatchShapes:
             members = classes.pop(number)[1] if number < len(classes) else []
             classes.append((outcome, [*members, size]))  # a larger batch has more of the prompts
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
-        self.any_size = (
-            agreeing == checked and self.packs_prompts == self.attends_here
-        )  # packed: as many rows as tokens
+        packs = self.packs_prompts == self.attends_here  # packed prompts have as many rows as tokens
+        self.any_size = agreeing == checked and packs
         if not self.any_size:
             self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
             self.max_rows = self._sizes[-1]

@@ -83,7 +83,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         started, folder = None, self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
         if self.config.model is not None and self._process is None:
             started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
-            plan = self.memory_plan()
+            plan = await asyncio.to_thread(self.memory_plan)  # it reads the dataset
             kv_memory = plan.kv_limit if plan is not None else None
             more = {**started, "kv_memory": kv_memory, "output_dir": folder}
             arguments = self.config.backend_arguments(self._full_config, **more)
