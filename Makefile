@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help install quickstart example-dpo example-python example-real test test-slow test-chaos test-hostile test-art test-customizer test-frameworks \
 	test-preferences test-javascript test-distributed test-vllm test-ray test-browser test-trackers test-quantized test-models test-pairs test-environments \
-	test-containers test-real \
+	test-containers test-real test-gpu \
 	check bench \
 	clean
 
@@ -36,6 +36,7 @@ help:
 	@echo "make test-quantized  trains adapters over weights of 4 and 8 bits, in an environment with torchao"
 	@echo "make test-models  samples and trains a small model of each family in transformers (about 8 minutes)"
 	@echo "make test-real    trains and asks a real pretrained model of 135 M parameters in every way (about 20 minutes)"
+	@echo "make test-gpu     compares sampling and training on a GPU with the CPU, and trains the example there (2 minutes)"
 	@echo "make test-pairs   trains runs in which every two features meet, and checks the same of each (about 15 minutes)"
 	@echo "make test-javascript  trains an agent that uses the openai package of npm (needs node)"
 	@echo "make check        lint, formatting and types"
@@ -235,6 +236,10 @@ test-models: $(VENV)/.installed-dev
 
 test-real: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/with_real
+
+# With a torch for the GPU in the environment: on a machine with one, pip installs it unless constraints.txt is changed.
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/with_gpu
 
 # allpairspy chooses the runs.
 test-pairs: $(VENV)/.installed-dev .venv-art/0.5.18/.installed

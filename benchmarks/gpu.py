@@ -1,7 +1,7 @@
 """Models of about 0.5 B (all weights) and 7 B parameters (LoRA) on a GPU: sampling, GRPO steps beside TRL, the gap.
 
     python benchmarks/gpu.py             the tables
-    python benchmarks/run.py gpu         the same into RESULTS.md
+    python benchmarks/run.py gpu         the same into RESULTS.md; of one model: gpu.500M, gpu.7B
 
 The models are randomly initialised. Without a GPU the same script takes two of a few million parameters, so that it is
 known to run; only the figures of a GPU say anything about one. TRL's steps need a Python that has TRL: see learner.py.
@@ -9,13 +9,14 @@ known to run; only the figures of a GPU say anything about one. TRL's steps need
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from insitu.wire.http_server import listening
 CONCURRENCY = 64
 NDJSON = {"Content-Type": "application/x-ndjson"}
 SHAPES = {name: learner.SHAPES[name] for name in ("mixed lengths", "shared prompts")}
-SCALES = (LARGE, LARGEST) if torch.cuda.is_available() else (SMALL, replace(SMALL, lora=True))
+SCALES = {"500M": LARGE, "7B": LARGEST} if torch.cuda.is_available() else {"4M": SMALL}
+LONG_PROMPT = 1900
 TRL = True
 """Whether TRL is measured too, where it is installed."""
 LORA = LoRASettings(rank=learner.LORA_RANK, alpha=2 * learner.LORA_RANK)
@@ -49,6 +51,8 @@ class Measured:
     parameters: int
     generate: float
     backend: float
+    long_seconds: float
+    long_memory: int
     step_seconds: float
     step_memory: float
     packed: str
@@ -185,12 +189,17 @@ async def measure(scale: Scale, model: Path, folder: Path) -> Measured:
         began = time.perf_counter()
         await sample(session, prompts(scale.requests), length)
         rate = scale.requests * length / (time.perf_counter() - began)
+        await sample(session, prompts(200), 16)
+        learner.synchronise(reset=True)
+        before, began = learner.peak(), time.perf_counter()
+        await sample(session, ["a" * LONG_PROMPT], 16)
+        long_seconds, long_memory = time.perf_counter() - began, learner.peak() - before
         episodes = await sample(session, [text for text in prompts(8) for _ in range(8)], length)
         learner.synchronise(reset=True)
         metrics = await train(session, job(episodes, scale))
     peak = learner.peak() / 1e9
     packed = packed_beside_padded(loaded, scale.lora)
-    return Measured(parameters, generated, rate, metrics["seconds"], peak, packed, metrics)
+    return Measured(parameters, generated, rate, long_seconds, long_memory, metrics["seconds"], peak, packed, metrics)
 
 
 def step_row(scale: Scale, model: Path, name: str, shape: learner.Shape, groups: int, rounds: int) -> str:
@@ -230,6 +239,8 @@ def section(scale: Scale, shapes: dict[str, learner.Shape], groups: int, rounds:
 | `generate()`, padded batches of {CONCURRENCY} | {found.generate:.0f} tokens/s |
 | `insitu backend` over HTTP, {CONCURRENCY} at a time | {found.backend:.0f} tokens/s |
 | ratio | {found.backend / found.generate:.2f} |
+| a prompt of {LONG_PROMPT} tokens after 200 short ones, with 16 sampled tokens | {found.long_seconds:.2f} s |
+| peak memory in it above that before | {found.long_memory / 1e9:.2f} GB |
 | one GRPO step of 64 episodes of {scale.tokens} tokens, LoRA | {found.step_seconds:.1f} s |
 | peak memory in it | {found.step_memory:.1f} GB |
 | mean absolute gap between sampled and learner's logprobs | {found.metrics["logprob_gap"]:.1e} |
@@ -241,7 +252,7 @@ def section(scale: Scale, shapes: dict[str, learner.Shape], groups: int, rounds:
 
 
 def report(
-    scales: Sequence[Scale] = SCALES,
+    scales: Sequence[Scale] = (*SCALES.values(),),
     shapes: dict[str, learner.Shape] = SHAPES,
     groups: int = learner.GROUPS,
     rounds: int = learner.ROUNDS,
@@ -258,6 +269,13 @@ counted. Peak memory is {"what was allocated on the GPU in a step" if on_gpu els
 norm is the largest of a tensor, by the norm of all.
 
 {sections}{note}"""
+
+
+def _part(scale: Scale, seeds: int) -> str:
+    return report([scale])
+
+
+PARTS: dict[str, Callable[[int], str]] = {name: functools.partial(_part, scale) for name, scale in SCALES.items()}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ LARGE = Scale(
     },
     "bfloat16",
     tokens=512,
-    requests=256,
+    requests=64,
 )
 LARGEST = Scale(
     {
@@ -52,7 +52,7 @@ LARGEST = Scale(
     },
     "bfloat16",
     tokens=512,
-    requests=128,
+    requests=64,
     lora=True,
     checkpointing=True,
 )

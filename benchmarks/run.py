@@ -85,7 +85,7 @@ def main(suites: list[str], seeds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; of real: real.PART")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; a part: real.PART, gpu.PART")
     parser.add_argument("--seeds", type=int, default=1, help="runs of real.score")
     arguments = parser.parse_args()
     main(arguments.suites, arguments.seeds)

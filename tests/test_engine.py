@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,10 @@ from waiting import turns, until
 
 from insitu.backend import BackendOptions, ask_for_reproducible_products
 from insitu.backend.compute import ComputeThread
+from insitu.backend.inference.batches import Span
 from insitu.backend.inference.engine import Engine
-from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, LayerShape, Layout
+from insitu.backend.inference.kv_pool import BLOCK, Block, BlockStore, KVPool, LayerShape, Layout, Windows
+from insitu.backend.inference.runner import Runner
 from insitu.backend.inference.sampler import (
     GenerationRequest,
     OutputDelta,
@@ -221,6 +224,41 @@ async def test_prompts_are_padded_together_in_bfloat16(folders):
         with torch.no_grad():
             expected = torch.log_softmax(module(torch.tensor([prompt])).logits[0, -1], dim=-1)
         assert piece.tokens[0].logprob == pytest.approx(expected[piece.tokens[0].id].item(), abs=0.1)
+
+
+@pytest.mark.parametrize("places", [0, 2, 9])
+def test_blocks_in_a_store_are_read_as_the_others(folders, places):
+    """Of a model with windows, whose rows have no block, one, and two; a full store leaves some blocks outside."""
+    module = load_model(str(folders["mistral"]), "cpu").module
+    runner, rng = Runner(module), np.random.default_rng(0)
+    layout = runner.layout()
+    layout = replace(layout, store=BlockStore(layout, places) if places else None)
+    prompts = [rng.integers(0, 256, length).tolist() for length in (2 * BLOCK + 9, 7, BLOCK + 50)]
+    windows = Windows(layout)
+    windows.ensure(4, 64)
+    blocks_B = []
+    with torch.inference_mode():
+        for row, prompt in enumerate(prompts):
+            blocks: list[Block] = []
+            for start in range(0, len(prompt), BLOCK):
+                block = Block(layout, min(BLOCK, len(prompt) - start))
+                runner.prefill([Span(prompt, start, tuple(blocks), block)])
+                blocks.append(block)
+            windows.load(row, blocks.pop())
+            blocks_B.append(blocks)
+        positions = np.array([len(prompt) for prompt in prompts])
+        logits_BV = runner.decode(windows, blocks_B, np.array([3, 4, 5]), positions)
+    in_store = [block.place for blocks in blocks_B for block in blocks]
+    assert sum(map(bool, in_store)) == min(places, 3)
+    for prompt, token, logits_V in zip(prompts, (3, 4, 5), logits_BV, strict=True):
+        expected_V = module(torch.tensor([[*prompt, token]])).logits[0, -1]
+        assert logits_V.tolist() == pytest.approx(expected_V.tolist(), abs=1e-4)
+    if places:
+        blocks_B.clear()
+        del block, blocks
+        again = [Block(layout, BLOCK) for _ in range(places)]
+        assert sorted(block.place for block in again) == [*range(1, places + 1)], "places are given again"
+        assert Block(layout, BLOCK).place == 0
 
 
 async def test_greedy_is_what_generate_gives(folders):

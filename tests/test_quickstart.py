@@ -78,7 +78,7 @@ def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
         sys.path.insert(0, "benchmarks")
         import gpu, learner
         gpu.TRL = False
-        scale = dataclasses.replace(gpu.SCALES[1], tokens=40, requests=8)
+        scale = dataclasses.replace(gpu.SMALL, lora=True, tokens=40, requests=8)
         shapes = {name: learner.Shape(32, 4, 8) for name in gpu.SHAPES}
         print(gpu.report([scale], shapes, groups=1, rounds=1))"""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

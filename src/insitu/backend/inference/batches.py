@@ -8,6 +8,7 @@ Shapes: B rows of a decoding step, H heads of queries, G heads of keys, R = H / 
 of a window.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ from insitu.backend.attention import causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
 _LEAST_ROWS = 3
+HIDDEN = 1 << 40
+"""A position after all others: no token attends to it."""
 
 
 class Span(NamedTuple):
@@ -51,13 +54,12 @@ class DecodeBatch:
     """
 
     def __init__(self, windows: Windows, blocks_B: Sequence[Sequence[Block]], position_B: np.ndarray) -> None:
-        self._windows, self._blocks, device = windows, blocks_B, windows.layout.device
+        self.windows, self._blocks, device = windows, blocks_B, windows.layout.device
         offset_B = position_B - BLOCK * np.array([len(blocks) for blocks in blocks_B])
-        self.width = min(-(-int(offset_B.max() + 1) // 32) * 32, windows.width)
+        needed = -(-int(offset_B.max() + 1) // 32) * 32
+        self.width = min(needed, windows.width) if device.type == "cpu" else windows.width  # few shapes for graphs
         self._offset_B = torch.from_numpy(offset_B).to(device)
         self._slot_B = torch.arange(len(blocks_B), device=device)
-        self._hidden_B11W = (torch.arange(self.width, device=device) > self._offset_B[:, None])[:, None, None]
-        """Positions of the window after the token."""
         deep = [row for row, blocks in enumerate(blocks_B) if blocks]
         self._deep = sorted(deep, key=lambda row: (*map(id, blocks_B[row]),))
         """The rows with blocks, those that share some next to each other."""
@@ -65,8 +67,13 @@ class DecodeBatch:
         self._depth = max(map(len, rows), default=0)
         self._runs = [(level, *run) for level in range(self._depth) for run in _runs(rows, level)]
 
+    @functools.cached_property
+    def _hidden_B11W(self) -> Tensor:
+        """Positions of the window after the token."""
+        return (torch.arange(self.width) > self._offset_B[:, None])[:, None, None]
+
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._windows.layers[layer]
+        keys, values = self.windows.layers[layer]
         keys[self._slot_B, :, self._offset_B] = key[:, :, 0]
         values[self._slot_B, :, self._offset_B] = value[:, :, 0]
         count = len(self._blocks)
@@ -100,7 +107,7 @@ class DecodeBatch:
             flat[:, part, level * BLOCK : (level + 1) * BLOCK] = _product(query[:, part], keys.transpose(1, 2))
         scores[..., past:] = scores_BGRW[deep].transpose(0, 1)
         weights = torch.softmax(scores, -1)
-        result = query.new_zeros(heads, rows * repeats, self._windows.layers[layer][1].shape[-1])
+        result = query.new_zeros(heads, rows * repeats, self.windows.layers[layer][1].shape[-1])
         for level, first, end in self._runs:
             values = self._blocks[deep[first]][level].layers[layer][1]
             part = slice(first * repeats, end * repeats)
@@ -111,23 +118,51 @@ class DecodeBatch:
         return weights_BGRW, result.view(heads, rows, repeats, -1).transpose(0, 1)
 
     @property
-    def length(self) -> int:
-        """Positions of the padded keys and values."""
-        return max((len(blocks) for blocks in self._blocks), default=0) * BLOCK + self.width
+    def is_in_store(self) -> bool:
+        """Whether `update` reads only windows and the store."""
+        return not self._elsewhere
+
+    @property
+    def indices(self) -> list[Tensor]:
+        """Where `update` reads and writes."""
+        return [self._slot_B, self._offset_B, self._places_BL]
+
+    @property
+    def keys_BT(self) -> np.ndarray:
+        """Positions of the keys of `update`: those in blocks, then those in windows."""
+        begin_B1 = BLOCK * np.array([len(blocks) for blocks in self._blocks])[:, None]
+        past_T, window_T = np.arange(self._depth * BLOCK), np.arange(self.width)
+        past_BT = np.where(past_T < begin_B1, past_T, HIDDEN)
+        return np.concatenate([past_BT, begin_B1 + window_T], 1)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        windows = self._store(layer, key, value)
-        if not self._deep:
-            return windows
-        padded = []
-        for which, window in enumerate(windows):
-            tensor = window.new_zeros(*window.shape[:2], self.length, window.shape[3])
-            for row, blocks in enumerate(self._blocks):
-                parts = [*(block.layers[layer][which] for block in blocks), window[row]]
-                together = torch.cat(parts, 1) if blocks else parts[0]
-                tensor[row, :, : together.shape[1]] = together
-            padded.append(tensor)
-        return padded[0], padded[1]
+        keys, values = self._store(layer, key, value)
+        if self._deep:
+            keys, values = (torch.cat([self._past(layer, i, new), new], 2) for i, new in enumerate((keys, values)))
+        return keys, values
+
+    def _past(self, layer: int, which: int, window_BGWD: Tensor) -> Tensor:
+        """The keys (`which` 0) or values (1) in blocks, all rows as long as the deepest."""
+        count, heads, _, size = window_BGWD.shape
+        past = window_BGWD.new_zeros(count, heads, self._depth, BLOCK, size)
+        if (store := self.windows.layout.store) is not None:
+            past.copy_(store.layers[layer][which][self._places_BL].transpose(1, 2))
+        for row, level, block in self._elsewhere:
+            past[row, :, level] = block.layers[layer][which]
+        return past.flatten(2, 3)
+
+    @functools.cached_property
+    def _places_BL(self) -> Tensor:
+        places_BL = np.zeros((len(self._blocks), self._depth), np.int64)
+        for row, blocks in enumerate(self._blocks):
+            places_BL[row, : len(blocks)] = [block.place for block in blocks]
+        return torch.from_numpy(places_BL).to(self.windows.layout.device)
+
+    @functools.cached_property
+    def _elsewhere(self) -> list[tuple[int, int, Block]]:
+        """The blocks that are not in the store: (row, level, block)."""
+        every = ((row, level, block) for row, own in enumerate(self._blocks) for level, block in enumerate(own))
+        return [each for each in every if not each[2].place]
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import nn
 from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.inference.batch_shapes import BatchShapes
-from insitu.backend.inference.kv_pool import BLOCK, KVPool
+from insitu.backend.inference.kv_pool import BLOCK, BlockStore, KVPool, Layout
 from insitu.backend.inference.sampler import (
     LATEST,
     Deliver,
@@ -134,9 +135,17 @@ class Engine(Sampler):
         if room < self.max_length:
             self.max_length = room
             self.length_limit = f"kv_memory is {readable_bytes(limit)}, and a token takes {readable_bytes(token)}"
+        if self._loaded.device.type != "cpu":
+            self._shapes.layout = self._with_store(self._shapes.layout, limit)
         self.pool = KVPool(limit, min(options.prefix_bytes, limit))
         size = readable_bytes(limit)
         logger.info("keys and values: %s, %d tokens; at most %d in a sequence", size, limit // token, self.max_length)
+
+    def _with_store(self, layout: Layout, limit: int) -> Layout:
+        """A store for the blocks of as many sequences as run together, of one version, and of earlier prompts."""
+        block_bytes = BLOCK * layout.token_bytes
+        most = self.options.max_batch * -(-self.max_length // BLOCK) + self.options.prefix_bytes // block_bytes
+        return replace(layout, store=BlockStore(layout, min(most, limit // block_bytes)))
 
     async def close(self) -> None:
         """The compute thread is closed by its owner."""

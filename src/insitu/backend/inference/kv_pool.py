@@ -11,9 +11,10 @@ Shapes: S slots, H heads of keys, W positions of a window, D head size.
 import math
 import mmap
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ class Layout:
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
+    store: "BlockStore | None" = field(default=None, compare=False)
+    """Where full blocks lie; None: each in its own memory."""
 
     @property
     def token_bytes(self) -> int:
@@ -64,14 +67,39 @@ class Layout:
         return torch.frombuffer(mmap.mmap(-1, count * self.dtype.itemsize), dtype=self.dtype)
 
 
+class BlockStore:
+    """Full blocks in one tensor for each layer's keys and values, from which a batch's are read by index at once.
+
+    A GPU takes longer to start a copy for each of them than to copy them. Block 0 stays zero.
+    """
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self.layers = layout.empty(count + 1, length=BLOCK)
+        self._free = list(range(count, 0, -1))
+
+    def place(self, block: "Block") -> int:
+        """A place for a block as long as it exists; 0 if there is none."""
+        if not self._free:
+            return 0
+        place = self._free.pop()
+        weakref.finalize(block, self._free.append, place).atexit = False
+        return place
+
+
 class Block:
     """Keys and values (H, length, D) of each layer for up to `BLOCK` tokens; `logits_V` after the last of a prompt.
 
-    `users` are the sequences that need it.
+    `place` is that in the layout's store, 0 if it is not there. `users` are the sequences that need it.
     """
 
     def __init__(self, layout: Layout, length: int) -> None:
-        self.layers = layout.empty(length=length)
+        self.place, store = 0, layout.store
+        if store is not None and length == BLOCK:
+            self.place = store.place(self)
+        if store is not None and self.place:
+            self.layers = [(keys[self.place], values[self.place]) for keys, values in store.layers]
+        else:
+            self.layers = layout.empty(length=length)
         self.length = length
         self.size = length * layout.token_bytes
         self.logits_V: Tensor | None = None
@@ -176,6 +204,8 @@ class Windows:
         self.layout = layout
         self.slots = self.width = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self.moves = 0
+        """How often they got other memory."""
 
     @property
     def size(self) -> int:
@@ -186,6 +216,7 @@ class Windows:
         if slots <= self.slots and length <= self.width:
             return
         old, size = self.layers, min(slots, self.slots)
+        self.moves += 1
         self.slots = max(self.slots, 1 << (slots - 1).bit_length())
         self.width = max(self.width, next(width for width in _WIDTHS if width >= length))
         self.layers = self.layout.empty(self.slots, length=self.width)
@@ -197,6 +228,7 @@ class Windows:
         """No sequence is running: frees the memory, unless it is little."""
         if self.size > _KEPT_WHEN_IDLE:
             self.slots, self.width, self.layers = 0, 0, []
+            self.moves += 1
 
     def load(self, slot: int, block: Block) -> None:
         """Copies a block to the beginning of a window."""

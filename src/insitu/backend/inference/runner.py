@@ -13,7 +13,8 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from insitu.backend.attention import attend_to_trees
-from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
+from insitu.backend.inference.batches import HIDDEN, Batch, DecodeBatch, PrefillBatch, Span
+from insitu.backend.inference.cuda_graphs import DecodeGraphs
 from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
 
@@ -23,24 +24,20 @@ def next_span(prompt_length: int, done: int) -> tuple[int, int]:
     return done, min(prompt_length, done + BLOCK)
 
 
-_HIDDEN = 1 << 40
-"""A position after all others."""
-
-
 class _Layer(CacheLayerMixin):
-    """A layer of the cache that transformers' attention uses."""
+    """A layer of the cache that gives transformers' attention the keys and values of a batch."""
 
     is_initialized = True
 
-    def __init__(self, cache: "_BatchCache", number: int) -> None:
+    def __init__(self, batch: Batch, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache, self._number = cache, number
+        self._batch, self._number = batch, number
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the keys and values lie in blocks and windows."""
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.batch.update(self._number, key_states, value_states)
+        return self._batch.update(self._number, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -50,15 +47,6 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-class _BatchCache(Cache):
-    """Gives transformers' attention the keys and values of `batch`."""
-
-    batch: Batch
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
 
 
 class _Shapes:
@@ -104,6 +92,7 @@ class Runner:
         self.selects_logits = "logits_to_keep" in parameters
         if attends_here:
             attend_to_trees(model.base_model)
+        self._graphs = DecodeGraphs() if self.device.type == "cuda" else None
 
     @property
     def can_attend_here(self) -> bool:
@@ -114,7 +103,8 @@ class Runner:
     def layout(self) -> Layout:
         """What the model stores for each token, as a forward pass shows."""
         shapes = _Shapes()
-        self._forward(shapes, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), torch.zeros(1, 1), [0])
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._forward(shapes, zero, zero, zero)
         layers = tuple(shapes.layers[number] for number in range(self._num_layers))
         return Layout(layers, shapes.dtype, self.device)
 
@@ -133,26 +123,37 @@ class Runner:
         positions[0, :total] = np.concatenate([np.arange(span.start, span.end) for span in spans])
         last = (np.cumsum(lengths) - 1).tolist()
         last += last[:1] * (logits - len(last))
-        return self._forward(PrefillBatch(spans), tokens, positions, torch.empty(0), last)[0, : len(spans)]
+        inputs = self._placed(tokens, positions, np.empty(0), np.array(last))
+        return self._forward(PrefillBatch(spans), *inputs)[0, : len(spans)]
 
     def _prefill_padded(self, spans: Sequence[Span]) -> torch.Tensor:
         start, longest = spans[0].start, max(span.block.length for span in spans)
         tokens, positions = np.zeros((2, len(spans), longest), np.int64)
-        keys_BT = np.full((len(spans), start + longest), _HIDDEN)  # of padding
+        keys_BT = np.full((len(spans), start + longest), HIDDEN)  # of padding
         keys_BT[:, :start] = np.arange(start)
         for row, span in enumerate(spans):
             tokens[row, -span.block.length :] = span.tokens[start : span.end]
             positions[row, -span.block.length :] = np.arange(start, span.end)
             keys_BT[row, -span.block.length :] = np.arange(start, span.end)
-        return self._forward(PrefillBatch(spans), tokens, positions, torch.from_numpy(keys_BT), [longest - 1])[:, 0]
+        inputs = self._placed(tokens, positions, keys_BT, np.array([longest - 1]))
+        return self._forward(PrefillBatch(spans), *inputs)[:, 0]
 
     def decode(
         self, windows: Windows, blocks_B: Sequence[Sequence[Block]], token_B: np.ndarray, position_B: np.ndarray
     ) -> torch.Tensor:
-        """Logits (B, V) after one more token in each of the first B slots, at `position_B`."""
+        """Logits (B, V) after one more token in each of the first B slots, at `position_B`.
+
+        On a GPU they are overwritten by the next step.
+        """
         batch = DecodeBatch(windows, blocks_B, position_B)
-        keys = torch.empty(0) if self.attends_here else torch.arange(batch.length)[None]
-        return self._forward(batch, token_B[:, None], position_B[:, None], keys, [0])[:, 0]
+        keys_BT = np.empty(0) if self.attends_here else batch.keys_BT
+        inputs = self._placed(token_B[:, None], position_B[:, None], keys_BT)
+        if self._graphs is None:
+            return self._forward(batch, *inputs)[:, 0]
+        return self._graphs.run(self._forward, batch, *inputs)[:, 0]
+
+    def _placed(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
 
     def _masks(self, keys_BT: torch.Tensor, queries_BC: torch.Tensor) -> Any:
         """The mask of all layers, or one for each layer type; keys and queries are positions."""
@@ -169,22 +170,23 @@ class Runner:
         return masks if self._by_layer_type else masks[self._masks_of[0]]
 
     def _forward(
-        self, batch: Any, tokens_BC: np.ndarray, position_BC: np.ndarray, keys_BT: torch.Tensor, last: list[int]
+        self,
+        batch: Any,
+        input_ids_BC: torch.Tensor,
+        position_ids_BC: torch.Tensor,
+        keys_BT: torch.Tensor,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of the columns `last` of each row."""
-        position_ids = torch.from_numpy(position_BC).to(self.device)
+        """Logits of some columns of each row, None: of all; `keys_BT` are positions."""
         options: dict[str, Any]
         if self.attends_here:  # a 4-D mask is passed on unchanged, and none is needed
             no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
             options = {"attention_mask": no_mask, "use_cache": False, "cached": batch}
         else:
-            cache = _BatchCache(self._num_layers)
-            cache.batch = batch
-            masks = self._masks(keys_BT.to(self.device), position_ids)
+            cache = Cache(layers=[_Layer(batch, number) for number in range(self._num_layers)])
+            masks = self._masks(keys_BT, position_ids_BC)
             options = {"attention_mask": masks, "use_cache": True, self._cache_name: cache}
-        columns = torch.tensor(last, device=self.device)
-        if self.selects_logits:
+        if self.selects_logits and columns is not None:
             options["logits_to_keep"] = columns
-        input_ids = torch.from_numpy(tokens_BC).to(self.device)
-        logits: torch.Tensor = self.module(input_ids=input_ids, position_ids=position_ids, **options).logits
-        return logits if self.selects_logits else logits[:, columns]
+        logits: torch.Tensor = self.module(input_ids=input_ids_BC, position_ids=position_ids_BC, **options).logits
+        return logits if self.selects_logits or columns is None else logits[:, columns]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 
 from insitu.backend.compute import Parked, in_another_thread
@@ -201,8 +202,12 @@ class Learner:
                     except StopIteration as end:
                         return end.value
                 yield progress
-        except BaseException:  # an interrupted job leaves invalid state, except while it is open; re-raised
+        except BaseException as error:  # an interrupted job leaves invalid state, except while it is open; re-raised
             self._state = self._state if not parts.closed else None
+            if isinstance(error, torch.OutOfMemoryError):
+                takes = f"training.micro_batch_tokens ({settings.micro_batch_tokens})"
+                helps = f"lower {takes}, or set gradient_checkpointing or lora"
+                raise BackendError(f"the GPU has too little memory for this job: {helps}; {error}") from error
             raise
         finally:
             self._is_training = False
