@@ -223,14 +223,22 @@ def step_row(scale: Scale, model: Path, name: str, shape: learner.Shape, groups:
     return f"| {' | '.join(cells)} |"
 
 
+def say(found: Any) -> Any:
+    """A GPU is lent for minutes: what has been measured must not be lost when they are over."""
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
 def section(scale: Scale, shapes: dict[str, learner.Shape], groups: int, rounds: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model", scale)
         found = asyncio.run(measure(scale, model, folder / "out"))
+        say(found)
         gc.collect()
         torch.cuda.empty_cache()  # the steps are taken by other processes
-        steps = "\n".join(step_row(scale, model, name, shape, groups, rounds) for name, shape in shapes.items())
+        rows = [say(step_row(scale, model, name, shape, groups, rounds)) for name, shape in shapes.items()]
+        steps = "\n".join(rows)
     trained = f"LoRA of rank {LORA.rank}" if scale.lora else "all weights"
     return f"""### {found.parameters / 1e6:.0f} M parameters, {scale.dtype}, {trained}
 

@@ -178,7 +178,7 @@ def test_a_job_that_runs_out_of_memory_fails_and_the_next_one_trains(folders, tm
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     result, _ = train(learner, rows)
-    assert result.metrics["trained_tokens"] > 0
+    assert result.version == 1
 
 
 def insitu(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -196,10 +196,8 @@ def test_a_whole_run_learns_resumes_and_exports(tmp_path: Path) -> None:
     config.write_text(text.replace("runs/tic_tac_toe", str(out)))
     checked = insitu("validate", config)
     assert checked.returncode == 0, checked.stderr
-    print(checked.stdout)
     done = insitu("finetune", config, "--override", "finetuning.num_epochs", 4)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout[-3000:])
     resumed = insitu("finetune", config, "--override", "finetuning.num_epochs", 6, "--resume")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     history = json.loads((out / "validation_history.json").read_text())

@@ -48,6 +48,7 @@ class DecodeGraphs:
             self._place = place
             self._graphs.clear()
             self._seen.clear()
+            self._memory = torch.cuda.graph_pool_handle()  # the last one went with its graphs
         read = [*inputs, *batch.indices]
         shapes = tuple(tensor.shape for tensor in read)
         if shapes not in self._seen:  # the first one also prepares what must not be prepared in a capture
