@@ -237,7 +237,7 @@ test-models: $(VENV)/.installed-dev
 test-real: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/with_real
 
-# With a torch for the GPU in the environment: on a machine with one, pip installs it unless constraints.txt is changed.
+# Needs a torch for the GPU in the environment; without a GPU its tests are skipped.
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/with_gpu
 

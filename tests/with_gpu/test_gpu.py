@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from test_engine import asks, params, running
 from test_learner import make_rows, train
 from tiny_models import save_tiny_model
 
-from insitu.backend.inference.kv_pool import BLOCK
+from insitu.backend.inference.batches import Span
+from insitu.backend.inference.kv_pool import BLOCK, Block, BlockStore, Windows
+from insitu.backend.inference.runner import Runner
 from insitu.backend.inference.sampler import GenerationRequest
 from insitu.backend.learner.batches import Row, collate
 from insitu.backend.learner.learner import Learner
@@ -56,11 +59,8 @@ async def test_logprobs_are_those_of_the_plain_model_on_the_cpu(folders, kind: s
     tokens = 60 if kind != "gpt2" else 20
     load = [(prompt, params(seed, tokens, temperature=0.7)) for prompt in prompts for seed in range(3)]
     async with running(loaded, max_batch=256, prefill_tokens=8192) as engine:
-        assert kind == "gpt2" or engine._shapes.layout.store is not None
         pieces = await engine.complete([GenerationRequest(prompt, one) for prompt, one in load])
         assert engine.pool.used == engine.pool.unused, "nothing is left behind"
-        graphs = [scheduler._runner._graphs for group in engine.schedulers.values() for scheduler in group]
-        assert all(each.works and len(each) > 0 for each in graphs)
     module = load_model(str(folders[kind]), "cpu", "float32").module
     for (prompt, _), piece in zip(load, pieces, strict=True):
         ids = [*prompt, *(token.id for token in piece.tokens)]
@@ -69,6 +69,37 @@ async def test_logprobs_are_those_of_the_plain_model_on_the_cpu(folders, kind: s
         expected = expected.gather(-1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0]
         allowed = 2e-4 if dtype == "float32" else 0.15
         assert [token.logprob for token in piece.tokens] == pytest.approx(expected.tolist(), abs=allowed)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_replayed_steps_are_those_computed_one_by_one(folders, kind: str) -> None:
+    """Of rows with and without blocks; also once the windows lie elsewhere."""
+    runner = Runner(load_model(str(folders[kind]), "cuda", "bfloat16").module)
+    layout = runner.layout()
+    layout = replace(layout, store=BlockStore(layout, 4))
+    windows, blocks_B, rng = Windows(layout), [], random.Random(0)
+    for row, length in enumerate((2 * BLOCK + 9, 7, BLOCK + 50)):
+        prompt, blocks = [rng.randrange(256) for _ in range(length)], []
+        for start in range(0, length, BLOCK):
+            block = Block(layout, min(BLOCK, length - start))
+            runner.prefill([Span(prompt, start, tuple(blocks), block)])
+            blocks.append(block)
+        windows.ensure(4, blocks[-1].length)
+        windows.load(row, blocks.pop())
+        blocks_B.append(blocks)
+    position_B = np.array([2 * BLOCK + 9, 7, BLOCK + 50])
+    for width in (64, 128):
+        windows.ensure(4, width)
+        logits = [runner.decode(windows, blocks_B, np.array([3, 4, 5]), position_B).clone() for _ in range(3)]
+        assert torch.equal(logits[0], logits[1])
+        assert torch.equal(logits[0], logits[2])
+        other = [runner.decode(windows, blocks_B, np.array([6, 7, 8]), position_B).clone() for _ in range(2)]
+        assert torch.equal(other[0], other[1])
+        assert not torch.equal(other[0], logits[0])
+        assert runner.graphs is not None
+        assert runner.graphs.works
+        assert len(runner.graphs) == 1
 
 
 async def test_many_requests_at_once_finish_and_the_memory_is_used_again(folders) -> None:

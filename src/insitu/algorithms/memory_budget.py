@@ -26,8 +26,10 @@ SMALL_MODEL = 5_000_000
 """Parameters below which a CPU's operations are too short to be split over threads."""
 KV_SHARE = 0.5
 """Default of `kv_memory`, as a share of what the rest leaves free."""
+KV_BLOCK = 256
+"""Tokens whose keys and values lie together; a sequence takes whole blocks."""
 KV_MARGIN = 1024
-"""Tokens for which the default has room beside one request: the sampler takes whole blocks, and logits."""
+"""Tokens for which the default has room beside one request, for a prompt that is computed meanwhile, and logits."""
 LOGIT_COPIES, SAMPLED_COPIES = 5, 4
 """Float32 tensors of the size of these logits at the peak, in training and in sampling."""
 SMALL_MICRO_BATCH, SHORT_REQUEST = 256, 1024
@@ -146,7 +148,8 @@ class MemoryBudget:
 
     @property
     def kv_request(self) -> int:
-        return self.kv_token * self.workload.request_tokens
+        """The last block is never full."""
+        return self.kv_token * KV_BLOCK * (self.workload.request_tokens // KV_BLOCK + 1)
 
     @property
     def kv_wanted(self) -> int:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Tokens of a full block."""
+from insitu.algorithms.memory_budget import KV_BLOCK
+
+BLOCK = KV_BLOCK
 _WIDTHS = (64, 128, BLOCK)
 """Widths of windows."""
 _KEPT_WHEN_IDLE = 64 * 2**20

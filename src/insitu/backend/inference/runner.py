@@ -92,7 +92,7 @@ class Runner:
         self.selects_logits = "logits_to_keep" in parameters
         if attends_here:
             attend_to_trees(model.base_model)
-        self._graphs = DecodeGraphs() if self.device.type == "cuda" else None
+        self.graphs = DecodeGraphs() if self.device.type == "cuda" else None
 
     @property
     def can_attend_here(self) -> bool:
@@ -148,9 +148,9 @@ class Runner:
         batch = DecodeBatch(windows, blocks_B, position_B)
         keys_BT = np.empty(0) if self.attends_here else batch.keys_BT
         inputs = self._placed(token_B[:, None], position_B[:, None], keys_BT)
-        if self._graphs is None:
+        if self.graphs is None:
             return self._forward(batch, *inputs)[:, 0]
-        return self._graphs.run(self._forward, batch, *inputs)[:, 0]
+        return self.graphs.run(self._forward, batch, *inputs)[:, 0]
 
     def _placed(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

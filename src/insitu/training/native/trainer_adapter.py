@@ -83,7 +83,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         started, folder = None, self._full_config.working_dir / run_config.output_dir / BACKEND_FOLDER
         if self.config.model is not None and self._process is None:
             started = await asyncio.to_thread(self._starting_point, folder, self.config.model)
-            plan = await asyncio.to_thread(self.memory_plan)  # it reads the dataset
+            plan = await asyncio.to_thread(self.memory_plan)  # it may read the dataset
             kv_memory = plan.kv_limit if plan is not None else None
             more = {**started, "kv_memory": kv_memory, "output_dir": folder}
             arguments = self.config.backend_arguments(self._full_config, **more)
@@ -186,6 +186,11 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def memory_plan(self) -> MemoryPlan | None:
+        return self._memory_plan
+
+    @cached_property
+    def _memory_plan(self) -> MemoryPlan | None:
+        """Of the time before the backend starts: the header and the backend have the same."""
         return plan_memory(self.config, self._builder) if self.config.model is not None else None
 
     def training_settings(self) -> dict[str, Any]:
