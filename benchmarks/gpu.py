@@ -248,7 +248,7 @@ def section(scale: Scale, shapes: dict[str, learner.Shape], groups: int, rounds:
 | `insitu backend` over HTTP, {CONCURRENCY} at a time | {found.backend:.0f} tokens/s |
 | ratio | {found.backend / found.generate:.2f} |
 | a prompt of {LONG_PROMPT} tokens after 200 short ones, with 16 sampled tokens | {found.long_seconds:.2f} s |
-| peak memory in it above that before | {found.long_memory / 1e9:.2f} GB |
+| what it took at most beside the store | {found.long_memory / 1e9:.2f} GB |
 | one GRPO step of 64 episodes of {scale.tokens} tokens, LoRA | {found.step_seconds:.1f} s |
 | peak memory in it | {found.step_memory:.1f} GB |
 | mean absolute gap between sampled and learner's logprobs | {found.metrics["logprob_gap"]:.1e} |
@@ -265,11 +265,11 @@ def report(
     groups: int = learner.GROUPS,
     rounds: int = learner.ROUNDS,
 ) -> str:
-    """The section `gpu` of RESULTS.md."""
+    """Sections of RESULTS.md."""
     sections = "\n\n".join(section(scale, shapes, groups, rounds) for scale in scales)
     on_gpu = torch.cuda.is_available()
     note = "" if on_gpu else "\n\nNo GPU was at hand: these figures are a CPU's, and the GPU's are missing."
-    return f"""## On a GPU
+    return f"""## Sampling and training on a GPU
 
 Randomly initialised Qwen2 models. Steps beside TRL are over {groups} groups of {learner.GENERATIONS} rows in the shapes
 of the section on TRL, medians of {rounds}, without writing a checkpoint; tokens/s are those of the rows, padding not

@@ -1,7 +1,8 @@
 """Whole runs of examples/real_model, `insitu finetune` beside TRL's GRPOTrainer: seconds, memory, time to a score.
 
-Both train on the same rows and rewards with as many generations, tokens and steps, from the command to its end. The
-memory is that of all processes at one time. `pool` has the growth of a backend's memory by requests.
+Both train on rows of the same file, each in its own order, with the same rewards and as many generations, tokens and
+steps, from the command to its end. The memory is that of all processes at one time. `pool` has the growth of a
+backend's memory by requests.
 """
 
 import asyncio

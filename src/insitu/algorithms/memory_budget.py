@@ -148,7 +148,7 @@ class MemoryBudget:
 
     @property
     def kv_request(self) -> int:
-        """The last block is never full."""
+        """In whole blocks: a full last one is followed by another."""
         return self.kv_token * KV_BLOCK * (self.workload.request_tokens // KV_BLOCK + 1)
 
     @property

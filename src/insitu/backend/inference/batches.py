@@ -20,8 +20,6 @@ from insitu.backend.attention import causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
 _LEAST_ROWS = 3
-HIDDEN = 1 << 40
-"""A position after all others: no token attends to it."""
 
 
 class Span(NamedTuple):
@@ -125,31 +123,34 @@ class DecodeBatch:
     @property
     def indices(self) -> list[Tensor]:
         """Where `update` reads and writes."""
-        return [self._slot_B, self._offset_B, self._places_BL]
+        return [self._slot_B, self._offset_B, self._places_BL, self._window_BW]
 
     @property
-    def keys_BT(self) -> np.ndarray:
-        """Positions of the keys of `update`: those in blocks, then those in windows."""
-        begin_B1 = BLOCK * np.array([len(blocks) for blocks in self._blocks])[:, None]
-        past_T, window_T = np.arange(self._depth * BLOCK), np.arange(self.width)
-        past_BT = np.where(past_T < begin_B1, past_T, HIDDEN)
-        return np.concatenate([past_BT, begin_B1 + window_T], 1)
+    def length(self) -> int:
+        """Positions of the padded keys and values."""
+        return self._depth * BLOCK + self.width
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._store(layer, key, value)
-        if self._deep:
-            keys, values = (torch.cat([self._past(layer, i, new), new], 2) for i, new in enumerate((keys, values)))
-        return keys, values
+        return (self._padded(layer, 0, keys), self._padded(layer, 1, values)) if self._deep else (keys, values)
 
-    def _past(self, layer: int, which: int, window_BGWD: Tensor) -> Tensor:
-        """The keys (`which` 0) or values (1) in blocks, all rows as long as the deepest."""
+    def _padded(self, layer: int, which: int, window_BGWD: Tensor) -> Tensor:
+        """The keys (`which` 0) or values (1) of each row by position: its blocks, then its window."""
         count, heads, _, size = window_BGWD.shape
-        past = window_BGWD.new_zeros(count, heads, self._depth, BLOCK, size)
+        padded_BGTD = window_BGWD.new_zeros(count, heads, self.length, size)
+        blocks = padded_BGTD[:, :, : self._depth * BLOCK].unflatten(2, (self._depth, BLOCK))
         if (store := self.windows.layout.store) is not None:
-            past.copy_(store.layers[layer][which][self._places_BL].transpose(1, 2))
+            blocks.copy_(store.layers[layer][which][self._places_BL].transpose(1, 2))
         for row, level, block in self._elsewhere:
-            past[row, :, level] = block.layers[layer][which]
-        return past.flatten(2, 3)
+            blocks[row, :, level] = block.layers[layer][which]
+        padded_BGTD.transpose(1, 2)[self._slot_B[:, None], self._window_BW] = window_BGWD.transpose(1, 2)
+        return padded_BGTD
+
+    @functools.cached_property
+    def _window_BW(self) -> Tensor:
+        """The positions of the windows."""
+        begin_B = BLOCK * np.array([len(blocks) for blocks in self._blocks])
+        return torch.from_numpy(begin_B[:, None] + np.arange(self.width)).to(self.windows.layout.device)
 
     @functools.cached_property
     def _places_BL(self) -> Tensor:

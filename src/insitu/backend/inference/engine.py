@@ -56,6 +56,8 @@ MAX_SCHEDULERS = 4
 """Per weight version; more would wait for the interpreter's lock."""
 TRAINED_COPIES = 5
 """Copies of all weights in float32 that training takes: weights, gradients, the optimizer's two, the served version."""
+STORE_TOKENS = 2**18
+"""Tokens for which a GPU's memory is taken at the start; blocks beyond them are read one by one."""
 DEFAULT_KV_BYTES = 2**31
 """Where the system does not say what is free."""
 PREFIX_AFFINITY = 8
@@ -142,10 +144,12 @@ class Engine(Sampler):
         logger.info("keys and values: %s, %d tokens; at most %d in a sequence", size, limit // token, self.max_length)
 
     def _with_store(self, layout: Layout, limit: int) -> Layout:
-        """A store for the blocks of as many sequences as run together, of one version, and of earlier prompts."""
+        """A store for the blocks of as many sequences as run together, and of earlier prompts, beside all windows."""
         block_bytes = BLOCK * layout.token_bytes
-        most = self.options.max_batch * -(-self.max_length // BLOCK) + self.options.prefix_bytes // block_bytes
-        return replace(layout, store=BlockStore(layout, min(most, limit // block_bytes)))
+        most = self.options.max_batch * (self.max_length // BLOCK) + self.options.prefix_bytes // block_bytes
+        beside_windows = limit // block_bytes - self.options.max_batch
+        count = min(most, max(beside_windows, limit // block_bytes // 2), STORE_TOKENS // BLOCK)
+        return replace(layout, store=BlockStore(layout, count))
 
     async def close(self) -> None:
         """The compute thread is closed by its owner."""

@@ -2,8 +2,8 @@
 
 A sequence's tokens are cut at multiples of `BLOCK`. Each full block of a prompt is stored once, for all sequences whose
 prompts begin with the same tokens. What follows the last full block lies in the sequence's window, where its tokens are
-added; a full window becomes a block of the sequence alone. So memory follows the tokens that are there, and is given
-back to the system.
+added; a full window becomes a block of the sequence alone. So on a CPU memory follows the tokens that are there, and is
+given back to the system; on a GPU the memory of most full blocks is taken at the start (`BlockStore`).
 
 Shapes: S slots, H heads of keys, W positions of a window, D head size.
 """
@@ -80,9 +80,10 @@ class BlockStore:
 
     def place(self, block: "Block") -> int:
         """A place for a block as long as it exists; 0 if there is none."""
-        if not self._free:
+        try:
+            place = self._free.pop()
+        except IndexError:
             return 0
-        place = self._free.pop()
         weakref.finalize(block, self._free.append, place).atexit = False
         return place
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from insitu.backend.attention import attend_to_trees
-from insitu.backend.inference.batches import HIDDEN, Batch, DecodeBatch, PrefillBatch, Span
+from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
 from insitu.backend.inference.cuda_graphs import DecodeGraphs
 from insitu.backend.inference.kv_pool import BLOCK, Block, LayerShape, Layout, Windows
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, text_config
@@ -22,6 +22,10 @@ from insitu.backend.model import ATTENTION_LAYERS, layer_types, sliding_window, 
 def next_span(prompt_length: int, done: int) -> tuple[int, int]:
     """(start, end) of the span after the first `done` tokens, which are full blocks."""
     return done, min(prompt_length, done + BLOCK)
+
+
+_HIDDEN = 1 << 40
+"""A position after all others."""
 
 
 class _Layer(CacheLayerMixin):
@@ -92,7 +96,7 @@ class Runner:
         self.selects_logits = "logits_to_keep" in parameters
         if attends_here:
             attend_to_trees(model.base_model)
-        self.graphs = DecodeGraphs() if self.device.type == "cuda" else None
+        self.graphs = DecodeGraphs(type(model), self.device) if self.device.type == "cuda" else None
 
     @property
     def can_attend_here(self) -> bool:
@@ -129,7 +133,7 @@ class Runner:
     def _prefill_padded(self, spans: Sequence[Span]) -> torch.Tensor:
         start, longest = spans[0].start, max(span.block.length for span in spans)
         tokens, positions = np.zeros((2, len(spans), longest), np.int64)
-        keys_BT = np.full((len(spans), start + longest), HIDDEN)  # of padding
+        keys_BT = np.full((len(spans), start + longest), _HIDDEN)  # of padding
         keys_BT[:, :start] = np.arange(start)
         for row, span in enumerate(spans):
             tokens[row, -span.block.length :] = span.tokens[start : span.end]
@@ -146,11 +150,17 @@ class Runner:
         On a GPU they are overwritten by the next step.
         """
         batch = DecodeBatch(windows, blocks_B, position_B)
-        keys_BT = np.empty(0) if self.attends_here else batch.keys_BT
+        keys_BT = np.empty(0) if self.attends_here else np.arange(batch.length)[None]
         inputs = self._placed(token_B[:, None], position_B[:, None], keys_BT)
         if self.graphs is None:
             return self._forward(batch, *inputs)[:, 0]
         return self.graphs.run(self._forward, batch, *inputs)[:, 0]
+
+    def rest(self, windows: Windows) -> None:
+        """No sequence is running: gives back what decoding steps keep."""
+        windows.release()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def _placed(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

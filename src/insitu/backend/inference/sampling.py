@@ -23,8 +23,10 @@ _WEYL = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
-_FEW = 256
-"""The most likely tokens among which `top_p` is tried first."""
+_LIKELY, _SMALL_VOCABULARY = 1e-4, 256
+"""Probability of the tokens among which `top_p` is tried first, and a vocabulary that is sorted as a whole."""
+_SHIFT, _LEAST_EXPONENT = 17, 97
+"""The magnitude of a probability leaves out this many bits of a float32; those below 2**-30 have the same."""
 
 
 class SamplingMetadata(NamedTuple):
@@ -143,7 +145,7 @@ def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         return logits_BV.argmax(dim=-1)
     probs_BV = torch.softmax(logits_BV, dim=-1)
     uniform_B = uniforms(metadata.seed_B, metadata.index_B)
-    tokens_B, left = _draw_of_best(probs_BV, metadata, uniform_B)
+    tokens_B, left = _draw_of_nucleus(probs_BV, metadata, uniform_B)
     if len(left) == len(probs_BV):
         tokens_B = _inverse(truncated(probs_BV, metadata), uniform_B)
     elif len(left):
@@ -154,26 +156,73 @@ def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     return tokens_B
 
 
-def _draw_of_best(
+class _Candidates:
+    """The chosen entries of some rows, padded: K are those of a row, in the order of the tokens."""
+
+    def __init__(self, probs_RV: np.ndarray, chosen_RV: np.ndarray) -> None:
+        row_N, token_N = np.divmod(np.flatnonzero(chosen_RV), probs_RV.shape[1])
+        count_R = np.bincount(row_N, minlength=len(probs_RV))
+        column_N = np.arange(len(row_N)) - (np.cumsum(count_R) - count_R)[row_N]
+        self.token_RK = np.zeros((len(probs_RV), max(1, count_R.max())), np.int64)
+        self.probs_RK = np.zeros(self.token_RK.shape, probs_RV.dtype)
+        self.token_RK[row_N, column_N] = token_N
+        self.probs_RK[row_N, column_N] = probs_RV[row_N, token_N]
+
+    def cut(self, before_R: np.ndarray, mass_R: np.ndarray) -> np.ndarray:
+        """Sets those outside the smallest set of most likely tokens with a mass to 0; `before_R` lies in likelier ones.
+
+        Returns the rows whose mass is reached.
+        """
+        order_RK = np.argsort(-self.probs_RK, axis=1, kind="stable")
+        sorted_RK = np.take_along_axis(self.probs_RK, order_RK, 1).astype(np.float64)
+        total_RK = before_R[:, None] + np.cumsum(sorted_RK, axis=1)
+        is_cut_RK = np.empty_like(order_RK, dtype=bool)
+        np.put_along_axis(is_cut_RK, order_RK, total_RK - sorted_RK >= mass_R[:, None], 1)
+        self.probs_RK[is_cut_RK] = 0
+        return total_RK[:, -1] >= mass_R
+
+
+def _draw_of_nucleus(
     probs_BV: torch.Tensor, metadata: SamplingMetadata, uniform_B: np.ndarray
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Tokens of the rows whose `top_p` is found among few tokens, without sorting a large vocabulary; the other rows.
+    """Tokens of the rows with `top_p` alone, found without sorting a large vocabulary; the other rows.
 
-    They are the ones that `truncated` gives.
+    They are the ones that `truncated` gives. Most rows have their mass in tokens that are likely. Of the others, the
+    masses by magnitude tell in which magnitude the last kept token lies. A GPU sorts fast enough.
     """
-    vocab_size, is_plain = probs_BV.shape[-1], metadata.top_p_B < 1
+    is_plain = metadata.top_p_B < 1
     for values_B in (metadata.min_p_B, metadata.top_k_B):
         is_plain = is_plain if values_B is None else is_plain & (values_B <= 0)
-    if not is_plain.any() or vocab_size <= _FEW:
-        return probs_BV.new_zeros(len(probs_BV), dtype=torch.long), np.arange(len(probs_BV))
-    best_BK, token_BK = probs_BV.topk(_FEW, dim=-1)
-    mass_B1 = torch.from_numpy(metadata.top_p_B).to(probs_BV.device)[:, None]
-    before_BK = best_BK.double().cumsum(dim=-1) - best_BK.double()
-    token_BK, order_BK = token_BK.sort(dim=-1)
-    kept_BK = torch.where(before_BK < mass_B1, best_BK, 0.0).gather(-1, order_BK)
-    index_B = _inverse(kept_BK, uniform_B)
-    is_found = is_plain & (before_BK[:, -1] >= mass_B1[:, 0]).cpu().numpy()
-    return token_BK.gather(-1, index_B[:, None])[:, 0], np.flatnonzero(~is_found)
+    tokens_B = probs_BV.new_zeros(len(probs_BV), dtype=torch.long)
+    if not is_plain.any() or probs_BV.device.type != "cpu" or probs_BV.shape[-1] <= _SMALL_VOCABULARY:
+        return tokens_B, np.arange(len(probs_BV))
+    rows, nothing_B = np.flatnonzero(is_plain), np.zeros(len(probs_BV))
+    probs, mass_B = probs_BV.numpy(), metadata.top_p_B
+    likely = _Candidates(probs, probs >= _LIKELY)
+    is_reached = likely.cut(nothing_B, mass_B)
+    kept_BK = torch.from_numpy(likely.probs_RK)
+    tokens_B[:] = torch.from_numpy(likely.token_RK).gather(-1, _inverse(kept_BK, uniform_B)[:, None])[:, 0]
+    if len(flat := rows[~is_reached[rows]]):
+        kept_RV = _nucleus_of_flat(probs_BV[flat], mass_B[flat])
+        tokens_B[flat] = _inverse(kept_RV, uniform_B[flat])
+    return tokens_B, np.flatnonzero(~is_plain)
+
+
+def _nucleus_of_flat(probs_RV: torch.Tensor, mass_R: np.ndarray) -> torch.Tensor:
+    """`truncated` for rows whose `top_p` holds many tokens."""
+    # The leading bits of a positive float grow with it: its exponent, and the first bits of its mantissa.
+    magnitude_RV = (probs_RV.view(torch.int32) >> _SHIFT).sub_(_LEAST_EXPONENT << (23 - _SHIFT)).clamp_(min=0)
+    sizes = len(probs_RV), 1 + (127 - _LEAST_EXPONENT << 23 - _SHIFT)
+    masses_RM = probs_RV.new_zeros(sizes, dtype=torch.float64)
+    masses_RM.scatter_add_(1, magnitude_RV.long(), probs_RV.double())
+    above_RM = masses_RM.flip(1).cumsum(1).flip(1)  # of a magnitude and the greater ones
+    last_R = (above_RM >= torch.from_numpy(mass_R)[:, None]).sum(1) - 1
+    before_R = (above_RM - masses_RM).gather(1, last_R.clamp(min=0)[:, None])[:, 0].numpy()
+    magnitudes, last = magnitude_RV.numpy(), last_R.numpy()[:, None]
+    within = _Candidates(probs_RV.numpy(), magnitudes == last)
+    within.cut(before_R, mass_R)
+    kept_RV = torch.where(magnitude_RV > last_R[:, None], probs_RV, 0.0)
+    return kept_RV.scatter_add_(1, torch.from_numpy(within.token_RK), torch.from_numpy(within.probs_RK))
 
 
 def _inverse(probs_BV: torch.Tensor, uniform_B: np.ndarray) -> torch.Tensor:

@@ -132,6 +132,7 @@ class Scheduler:
             self._give_back(sequence)
         self.waiting.clear()
         self.prefilling, self.running = [], []
+        self._runner.rest(self._windows)
         self._windows = Windows(self._shapes.layout)
 
     def drop_aborted(self) -> None:
@@ -167,7 +168,7 @@ class Scheduler:
         if self.running:
             outputs += self._decode()
         if self.idle:
-            self._windows.release()
+            self._runner.rest(self._windows)
 
     def _admit(self) -> None:
         """Takes waiting sequences while there are slots and room for them; the others stay in their order."""

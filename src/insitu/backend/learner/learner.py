@@ -205,9 +205,8 @@ class Learner:
         except BaseException as error:  # an interrupted job leaves invalid state, except while it is open; re-raised
             self._state = self._state if not parts.closed else None
             if isinstance(error, torch.OutOfMemoryError):
-                takes = f"training.micro_batch_tokens ({settings.micro_batch_tokens})"
-                helps = f"lower {takes}, or set gradient_checkpointing or lora"
-                raise BackendError(f"the GPU has too little memory for this job: {helps}; {error}") from error
+                problem = f"the GPU has too little memory for this job; {_takes_less(settings)} take less"
+                raise BackendError(f"{problem}: {error}") from error
             raise
         finally:
             self._is_training = False
@@ -384,3 +383,13 @@ class Learners:
             problem = f"the model {weights.policy} was deleted"
             raise RequestRefused(problem, status=404, param="model", code="model_not_found")
         return learner, learner.version if weights.version is None else weights.version
+
+
+def _takes_less(settings: TrainingSettings) -> str:
+    """The keys of a file that lower the memory of a job."""
+    keys = [f"training.micro_batch_tokens below {settings.micro_batch_tokens}", "a lower kv_memory"]
+    if not settings.gradient_checkpointing:
+        keys.append("training.gradient_checkpointing")
+    if settings.lora is None:
+        keys.append("training.lora")
+    return ", ".join(keys[:-1]) + " and " + keys[-1]
