@@ -21,7 +21,7 @@ from insitu.config import EvalGeneralConfig, GeneralConfig
 from insitu.config.keys import fields_not_in_file, models_of
 from insitu.registry import Kind, registry
 from insitu.schemas.backend_processes import MemorySize
-from insitu.schemas.components import ComponentRef
+from insitu.schemas.components import ComponentRef, FunctionGroupBaseConfig
 from insitu.schemas.finetuning import FinetuneConfig
 
 _TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
@@ -55,6 +55,7 @@ One YAML file describes the agent, its evaluation, and its training. These rules
 | `general` | the seed, and modules to import |
 | `llms` | models, by name |
 | `functions`, `workflow` | your code: functions by name, and the one to run on each row |
+| `function_groups` | functions that are configured together, by the name of the group |
 | `eval` | dataset, limits, and evaluators by name |
 | `ttc_strategies` | test-time compute strategies, by name |
 | `trajectory_builders`, `trainer_adapters`, `trainers` | the three replaceable parts of training, by name |
@@ -164,6 +165,9 @@ def page() -> str:
         "configuration classes. `workflow` is one such block: the function to run on each row. Two types are built in,",
         "for [external agents](../guides/external-agents.md).\n",
         *components(reg.FUNCTION),
+        *section("`function_groups`", FunctionGroupBaseConfig, "function_groups.NAME"),
+        "\nThe other keys of a group are the fields of your configuration class, which `register_function_group`",
+        "registers ([functions as tools](../guides/extend.md#functions-as-tools)).\n",
         *section("`eval.general`", EvalGeneralConfig, "eval.general"),
         "## `eval.general.dataset`\n",
         *components(reg.DATASET),

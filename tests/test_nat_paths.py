@@ -27,21 +27,22 @@ NAMES = {
     "nat.data_models.intermediate_step": """IntermediateStep IntermediateStepPayload IntermediateStepType
         IntermediateStepState IntermediateStepCategory StreamEventData TTCEventData TraceMetadata UsageInfo""",
     "nat.data_models.invocation_node": "InvocationNode",
-    "nat.data_models.component_ref": """LLMRef FunctionRef TrainerRef TrainerAdapterRef TrajectoryBuilderRef
-        TTCStrategyRef""",
-    "nat.data_models.function": "FunctionBaseConfig",
+    "nat.data_models.component_ref": """LLMRef FunctionRef FunctionGroupRef TrainerRef TrainerAdapterRef
+        TrajectoryBuilderRef TTCStrategyRef""",
+    "nat.data_models.function": "FunctionBaseConfig FunctionGroupBaseConfig",
     "nat.data_models.evaluator": "EvalInput EvalInputItem EvaluatorBaseConfig",
     "nat.data_models.evaluate_runtime": "EvaluationRunConfig EvaluationRunOutput",
     "nat.data_models.ttc_strategy": "TTCStrategyBaseConfig",
     "nat.builder.builder": "Builder EvalBuilder",
     "nat.builder.workflow_builder": "WorkflowBuilder",
     "nat.builder.context": "Context",
+    "nat.builder.function": "Function FunctionGroup",
     "nat.builder.function_info": "FunctionInfo",
     "nat.builder.framework_enum": "LLMFrameworkEnum",
     "nat.builder.evaluator": "EvaluatorInfo",
     "nat.builder.intermediate_step_manager": "IntermediateStepManager",
-    "nat.cli.register_workflow": """register_function register_llm_provider register_evaluator register_trainer
-        register_trainer_adapter register_trajectory_builder register_ttc_strategy""",
+    "nat.cli.register_workflow": """register_function register_function_group register_llm_provider register_evaluator
+        register_trainer register_trainer_adapter register_trajectory_builder register_ttc_strategy""",
     "nat.eval.config": "EvaluationRunOutput EvaluationRunConfig",
     "nat.eval.evaluate": "EvaluationRun EvaluationRunConfig",
     "nat.eval.evaluator.evaluator_model": "EvalInput EvalInputItem EvalOutput EvalOutputItem",

@@ -145,6 +145,59 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
     assert [m["role"] for m in server.requests[-1]["messages"]] == ["user", "assistant", "tool"]
 
 
+def test_an_agent_with_a_group_of_tools(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
+    """The group's block chooses its functions; a function of it can also be named alone."""
+    file = {
+        "llms": clerk(server),
+        "functions": {
+            "look": {"_type": "desk_look"},
+            "agent": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": ["goods", "look", "other.close"]},
+            "tidy": {"_type": "desk_tidy"},
+            "words": {"_type": "desk_words"},
+        },
+        "function_groups": {
+            "goods": {"_type": "desk_shop", "prices": {"tea": 2.5}, "include": ["products", "price"]},
+            "other": {"_type": "desk_shop"},
+        },
+        "workflow": {"_type": "answer_desk", "tidy": "tidy", "words": "words", "answerer": "agent"},
+        "eval": {"general": DESK["eval"]["general"], "evaluators": {"audit": {"_type": "desk_record_audit"}}},
+    }
+    write(file)
+    write([{"id": 1, "question": "Tool", "topic": "tools"}], "rows.jsonl")
+    code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
+    assert code == 0, err
+    names = [tool["function"]["name"] for tool in server.requests[-1]["tools"]]
+    assert names == ["goods__products", "goods__price", "look", "other__close"]
+    price = server.requests[-1]["tools"][1]["function"]
+    assert price["description"] == "The price of so many pieces of a product."
+    assert price["parameters"]["required"] == ["product"]
+    assert price["parameters"]["properties"]["count"]["default"] == 1
+
+    def agent(name: str) -> dict[str, Any]:
+        return {"functions": {**file["functions"], "agent": {**file["functions"]["agent"], "tool_names": [name]}}}
+
+    def goods(**keys: list[str]) -> dict[str, Any]:
+        return {"function_groups": {**file["function_groups"], "goods": {"_type": "desk_shop", **keys}}}
+
+    problems = {
+        "include": goods(include=["x"]),
+        "both": goods(include=["price"], exclude=["close"]),
+        "member": agent("goods.x"),
+        "name": agent("good"),
+    }
+    expected = {
+        "include": "function_groups.goods.include: 'x' does not exist; available: price, products, close",
+        "both": "function_groups.goods: include and exclude cannot both be given",
+        "member": "the function of group goods 'x' does not exist; available: products, price",
+        "name": "'good' does not exist (did you mean 'goods'?)",
+    }
+    for problem, change in problems.items():
+        write({**file, **change})
+        code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
+        assert code != 0
+        assert expected[problem] in err, err
+
+
 def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any]:
     return {
         **DESK,

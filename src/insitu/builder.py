@@ -3,10 +3,11 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from insitu.registry import (
     EXECUTOR,
     FRAMEWORK_GROUP,
     FUNCTION,
+    FUNCTION_GROUP,
     LLM,
     TRAINER,
     TRAINER_ADAPTER,
@@ -29,7 +31,13 @@ from insitu.registry import (
     not_found,
     registry,
 )
-from insitu.schemas.components import WORKFLOW, LLMFrameworkEnum, TTCStrategyBaseConfig, TypedBaseModel
+from insitu.schemas.components import (
+    WORKFLOW,
+    FunctionBaseConfig,
+    LLMFrameworkEnum,
+    TTCStrategyBaseConfig,
+    TypedBaseModel,
+)
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
 
@@ -80,6 +88,21 @@ def _naming(where: str, config: TypedBaseModel) -> Iterator[None]:
         raise PluginError(f"{where} (_type: {config.type}) could not be built: {describe_error(error)}") from error
 
 
+def _of_framework(framework: str, where: str, what: str) -> EntryPoint:
+    """The entry point of a framework, whose module can be imported."""
+    if framework not in frameworks():
+        raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
+    point = entry_points(group=FRAMEWORK_GROUP)[framework]
+    try:
+        point.load()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{where} is requested as a {what} of {framework}, which needs the package {error.name!r}: "
+            f"{install_command(framework.replace('_', '-'))} in the clone of insitu"
+        ) from error
+    return point
+
+
 class Builder:
     """Builds each block on first use and keeps it alive until `aclose`.
 
@@ -120,6 +143,15 @@ class Builder:
         self._live.clear()
         await self._stack.aclose()
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.startswith(("get_", "add_")):
+            there = ", ".join(sorted(each for each in dir(type(self)) if each.startswith(name[:4])))
+            message = (
+                f"the builder has no {name}: that part of the toolkit does not exist in insitu; available: {there}"
+            )
+        raise AttributeError(message)
+
     def block(self, kind: Kind, name: str) -> TypedBaseModel:
         added = self._added.get((kind.section, name))
         return added if added is not None else self.config.block(kind, name)
@@ -127,7 +159,7 @@ class Builder:
     @contextmanager
     def _adding(self, kind: Kind, name: str, config: TypedBaseModel) -> Iterator[None]:
         """Keeps the block unless the body fails."""
-        if (kind.section, name) in self._added or name in self.config.names(kind):
+        if name in self.names(kind):
             raise ConfigError(f"{kind.section}.{name} exists already; add a block under a new name")
         self._added[kind.section, name] = config
         try:
@@ -207,8 +239,31 @@ class Builder:
         return await self._once(key, lambda: self._make(EXECUTOR, "", EXECUTOR.section, config))
 
     async def get_function(self, name: str) -> Any:
-        """The function of a block under `functions`; `<workflow>` is the block `workflow`."""
+        """The function of a block, or of a group as GROUP.NAME or GROUP__NAME; `<workflow>` is the block `workflow`."""
+        if name != WORKFLOW and name not in self.names(FUNCTION):
+            for separator in (".", "__"):
+                group, _, own = name.partition(separator)
+                if own and group in self.names(FUNCTION_GROUP):
+                    return (await self.get_function_group(group)).function(own)
         return await self.get(FUNCTION, name)
+
+    async def get_functions(self, names: Iterable[str]) -> list[Any]:
+        return [await self.get_function(name) for name in names]
+
+    async def get_function_group(self, name: str) -> Any:
+        return await self.get(FUNCTION_GROUP, name)
+
+    def get_workflow_config(self) -> FunctionBaseConfig:
+        """The block `workflow`."""
+        return self.config.workflow
+
+    def get_output_dir(self) -> Path:
+        """The folder of the run, or of the evaluation."""
+        return self.config.run_dir if self.config.finetuning.enabled else self.config.eval.folder
+
+    def names(self, kind: Kind) -> list[str]:
+        """The blocks of the file and those that were added."""
+        return [*self.config.names(kind), *(name for section, name in self._added if section == kind.section)]
 
     async def get_workflow(self) -> Any:
         return await self.get(FUNCTION, WORKFLOW)
@@ -221,19 +276,37 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            if framework not in frameworks():
-                raise ConfigError(not_found(f"llms.{name}: the framework", framework, frameworks()))
-            point = entry_points(group=FRAMEWORK_GROUP)[framework]
-            try:
-                make_llm = point.load()
-            except ModuleNotFoundError as error:
-                raise ConfigError(
-                    f"llms.{name} is requested as a model of {framework}, which needs the package {error.name!r}: "
-                    f"{install_command(framework.replace('_', '-'))} in the clone of insitu"
-                ) from error
-            return make_llm(llm)
+            return _of_framework(framework, f"llms.{name}", "model").load()(llm)
 
         return await self._once((f"llms as {framework}", name), wrap)
+
+    async def get_llms(self, names: Iterable[str], wrapper_type: LLMFrameworkEnum | str | None = None) -> list[Any]:
+        return [await self.get_llm(name, wrapper_type) for name in names]
+
+    async def get_tool(self, name: str, wrapper_type: LLMFrameworkEnum | str) -> Any:
+        """A function as that framework's tool, whose calls are steps TOOL_START and TOOL_END."""
+        return await self._tool(await self.get_function(name), wrapper_type)
+
+    async def get_tools(self, tool_names: Iterable[str], wrapper_type: LLMFrameworkEnum | str) -> list[Any]:
+        """The tools of functions and of all functions of groups, in this order."""
+        functions: list[Any] = []
+        for name in tool_names:
+            if name in self.names(FUNCTION_GROUP):
+                functions += (await self.get_function_group(name)).functions.values()
+            else:
+                functions.append(await self.get_function(name))
+        return [await self._tool(function, wrapper_type) for function in functions]
+
+    async def _tool(self, function: Any, wrapper_type: LLMFrameworkEnum | str) -> Any:
+        framework, where = str(wrapper_type).lower(), f"functions.{function.name}"
+
+        async def wrap() -> Any:
+            module = import_module(_of_framework(framework, where, "tool").module)
+            if not hasattr(module, "make_tool"):
+                raise ConfigError(f"{where} is requested as a tool of {framework}, for which insitu makes no tools")
+            return module.make_tool(function)
+
+        return await self._once((f"tools of {framework}", function.name), wrap)
 
     async def get_evaluator(self, name: str) -> EvaluatorInfo:
         return await self.get(EVALUATOR, name)
@@ -301,6 +374,7 @@ class Builder:
 
     add_llm, get_llm_config = _adder(LLM), _config_getter(LLM)
     add_function, get_function_config = _adder(FUNCTION), _config_getter(FUNCTION)
+    add_function_group, get_function_group_config = _adder(FUNCTION_GROUP), _config_getter(FUNCTION_GROUP)
     add_evaluator, get_evaluator_config = _adder(EVALUATOR), _config_getter(EVALUATOR)
     get_ttc_strategy_config = _config_getter(TTC_STRATEGY)
     add_trajectory_builder = _adder(TRAJECTORY_BUILDER)

@@ -45,6 +45,8 @@ from insitu.training.jobs import JobAdapter as JobAdapter
 from insitu.training.logs import suppress_logs as suppress_logs
 from insitu.training.trackers import Step as Step, Table as Table, TrackedRun as TrackedRun, Tracker as Tracker
 from insitu.workflow.context import Context as Context
+from insitu.workflow.function_groups import FunctionGroup as FunctionGroup
+from insitu.workflow.function_groups import register_function_group as register_function_group
 from insitu.workflow.functions import Function as Function, FunctionInfo as FunctionInfo
 from insitu.workflow.functions import register_function as register_function
 from insitu.workflow.llms import ModelClient as ModelClient

@@ -28,6 +28,7 @@ from insitu.schemas.components import (
     DatasetBaseConfig,
     ExecutorBaseConfig,
     FunctionBaseConfig,
+    FunctionGroupBaseConfig,
     LLMBaseConfig,
     TTCStrategyBaseConfig,
     TypedBaseModel,
@@ -79,6 +80,7 @@ def _built_in() -> dict[str, dict[str, str]]:
 
 LLM = Kind("llms", LLMBaseConfig)
 FUNCTION = Kind("functions", FunctionBaseConfig)
+FUNCTION_GROUP = Kind("function_groups", FunctionGroupBaseConfig)
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig, replaceable=True)
 DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
 EXECUTOR = Kind("general.executor", ExecutorBaseConfig)
@@ -87,7 +89,18 @@ TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
 TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
 TRAINER = Kind("trainers", TrainerConfig)
 
-KINDS = (LLM, FUNCTION, EVALUATOR, DATASET, EXECUTOR, TTC_STRATEGY, TRAJECTORY_BUILDER, TRAINER_ADAPTER, TRAINER)
+KINDS = (
+    LLM,
+    FUNCTION,
+    FUNCTION_GROUP,
+    EVALUATOR,
+    DATASET,
+    EXECUTOR,
+    TTC_STRATEGY,
+    TRAJECTORY_BUILDER,
+    TRAINER_ADAPTER,
+    TRAINER,
+)
 
 Finish = Callable[[str, Any, Any], Any]
 """Turns what a factory yielded into the live object: `finish(name, config, yielded)`."""

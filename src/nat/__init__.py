@@ -20,6 +20,7 @@ PATHS = {
     "nat.builder.context": "insitu.workflow.context",
     "nat.builder.evaluator": "insitu.schemas.evaluation",
     "nat.builder.framework_enum": "insitu.schemas.components",
+    "nat.builder.function": "insitu.workflow.function_groups",
     "nat.builder.function_info": "insitu.workflow.functions",
     "nat.builder.intermediate_step_manager": "insitu.workflow.context",
     "nat.builder.workflow_builder": "insitu.builder",

@@ -18,12 +18,17 @@ the framework has them, and otherwise provides an object for the agent's constru
     with tools.around(name, arguments) as returned:      from a hook that wraps the run
         returned(await proceed())                        or with error=..., if the framework caught one
 
+`builder.get_tools(names, wrapper_type=NAME)` calls `make_tool(function)`, which returns the framework's tool over a
+`FunctionTool`.
+
 A module may also have two functions for plain agents (`insitu.agents`): `ask_agent(agent, question)` returns the answer
 of the framework's agent object, and `with_model(agent, model)` a copy of it with another model.
 
 Model calls are recorded as LLM_ steps automatically. `push` is for frameworks that report more about them.
 """
 
+import asyncio
+import inspect
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +36,14 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from pydantic import BaseModel
+
+from insitu.capture.ledger import current_call_site
 from insitu.gateway.translation import translating_transport
+from insitu.schemas.steps import IntermediateStepCategory as Category
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient, http_library, lasting
 
 if TYPE_CHECKING:
@@ -150,6 +160,62 @@ class ToolSteps(RunSteps):
             self.end(run_id, error=error)
             raise
         self.end(run_id, *results[-1])
+
+
+_PLAIN = (str, int, float, dict, list)
+"""Answers that every framework takes as they are; others become text, by the function's converters or as JSON."""
+
+
+class FunctionTool:
+    """A function of the file as a model calls it: with the fields of `schema`, one at a time.
+
+    `run` is an asynchronous function, `blocking` one for threads; both have the tool's name, description and signature,
+    from which some frameworks make the tool. A call is a TOOL_ step, pushed here unless the framework has pushed one.
+    """
+
+    def __init__(self, function: Function, framework: str) -> None:
+        steps, loop = ToolSteps(framework), asyncio.get_running_loop()
+        self.name = function.name.replace(".", "__")
+        self.description = function.description or function.name
+        self.schema: type[BaseModel] = function.input_schema
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            scope = current_scope()
+            around = scope.step_manager.innermost(current_call_site.get()) if scope is not None else None
+            if around is not None and around.category is Category.TOOL:
+                return plain(await function.ainvoke(arguments))
+            with steps.around(self.name, arguments) as returned:
+                answer = plain(await function.ainvoke(arguments))
+                returned(answer)
+                return answer
+
+        def plain(answer: Any) -> Any:
+            return answer if answer is None or isinstance(answer, _PLAIN) else function.text(answer)
+
+        def blocking(*args: Any, **kwargs: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(run(*args, **kwargs), loop).result()
+
+        signature = self._signature()
+        for made in (run, blocking):
+            made.__name__ = made.__qualname__ = self.name
+            made.__doc__ = self.description
+            made.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+            made.__signature__ = signature  # type: ignore[union-attr]
+        self.run, self.blocking = run, blocking
+
+    def _signature(self) -> inspect.Signature:
+        parameters = []
+        for name, field in self.schema.model_fields.items():
+            default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(name, kind, default=default, annotation=field.annotation))
+        return inspect.Signature(sorted(parameters, key=lambda each: each.default is not inspect.Parameter.empty))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of its arguments."""
+        return self.schema.model_json_schema()
 
 
 class Returned(Protocol):

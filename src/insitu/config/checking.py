@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
 SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
+_CALLABLE = (reg.FUNCTION.section, reg.FUNCTION_GROUP.section)
 _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,
@@ -222,5 +223,10 @@ class Validator:
     def _exists(self, where: str, section: str, name: str | None) -> None:
         minus = "-" * (section == "eval.evaluators" and str(name).startswith("-"))
         names = sorted(minus + n for s, n in self.present if s == section and n != WORKFLOW)
+        if section in _CALLABLE:  # a plugin's reference to one of them may be to any
+            groups = sorted(n for s, n in self.present if s == reg.FUNCTION_GROUP.section)
+            names = [*dict.fromkeys([*names, *groups])]
+            if name is not None and any(name.startswith(f"{group}{mark}") for group in groups for mark in (".", "__")):
+                return  # what a group has is known once it is built
         if name is not None and name not in names:
             self.problems.append(not_found(f"{where}:", name, names) + f" under {section}")

@@ -93,6 +93,21 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
         """Raises ValueError if the block names a column that the dataset does not have."""
 
 
+class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):
+    """A block of the section `function_groups`: functions that are configured together."""
+
+    include: list[str] = Field(default_factory=list)
+    """The functions of the group that exist; none: all but those of `exclude`."""
+    exclude: list[str] = Field(default_factory=list)
+    """The functions of the group that do not exist."""
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Self:
+        if self.include and self.exclude:
+            raise ValueError("include and exclude cannot both be given")
+        return self
+
+
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""
 
@@ -124,7 +139,11 @@ class LLMRef(ComponentRef, section="llms"):
 
 
 class FunctionRef(ComponentRef, section="functions"):
-    """A key of `functions`."""
+    """A key of `functions`, or `GROUP.NAME` for a function of a group."""
+
+
+class FunctionGroupRef(ComponentRef, section="function_groups"):
+    """A key of `function_groups`."""
 
 
 class EvaluatorRef(ComponentRef, section="eval.evaluators"):

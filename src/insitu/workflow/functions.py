@@ -256,6 +256,10 @@ class Function:
                 async for piece in pieces:
                     yield piece if to_type is None else self._convert(piece, to_type, "streams")
 
+    def text(self, answer: Any) -> str:
+        """An answer of this function as text. Raises WorkflowError if it cannot be converted."""
+        return str(self._convert(answer, str, "answers"))
+
     async def _collect(self, stream: AsyncIterator[Any]) -> Any:
         """Joins a stream: text is concatenated, a single piece is the answer, else the list of pieces is."""
         if self._info.stream_to_single_fn is not None:

@@ -14,11 +14,13 @@ from google.adk.models.llm_request import LlmRequest
 from google.adk.models.llm_response import LlmResponse
 from google.adk.plugins.base_plugin import BasePlugin
 from google.adk.runners import InMemoryRunner
+from google.adk.tools.function_tool import FunctionTool as ADKTool
 from google.genai.types import Content, Part
 
-from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
 from insitu.integrations.frameworks import ModelSteps
 from insitu.workflow.context import current_scope
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _MODELS, _TOOLS = ModelSteps("adk"), ToolSteps("adk")
@@ -28,6 +30,11 @@ def make_llm(llm: ModelClient) -> LiteLlm:
     """For `LlmAgent(model=...)`."""
     timeout = {} if llm.config.timeout is None else {"timeout": llm.config.timeout}
     return _ReportingLlm(model=f"openai/{llm.model}", client=async_client(llm), **timeout)
+
+
+def make_tool(function: Function) -> ADKTool:
+    """For `LlmAgent(tools=...)`."""
+    return ADKTool(FunctionTool(function, "adk").run)
 
 
 async def ask_agent(agent: BaseAgent, question: Any) -> str:

@@ -9,8 +9,10 @@ from typing import Any
 
 from agno.agent import Agent
 from agno.models.openai.like import OpenAILike
+from agno.tools.function import Function as AgnoTool
 
-from insitu.agents.frameworks import ToolSteps, async_client, sync_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client, sync_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("agno")
@@ -19,6 +21,18 @@ _TOOLS = ToolSteps("agno")
 def make_llm(llm: ModelClient) -> OpenAILike:
     """For `Agent(model=...)`."""
     return OpenAILike(id=llm.model, client=sync_client(llm), async_client=async_client(llm))
+
+
+def make_tool(function: Function) -> AgnoTool:
+    """For `Agent(tools=...)`."""
+    tool = FunctionTool(function, "agno")
+    return AgnoTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        entrypoint=tool.run,
+        skip_entrypoint_processing=True,
+    )
 
 
 async def ask_agent(agent: Agent, question: Any) -> Any:

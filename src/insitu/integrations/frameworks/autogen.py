@@ -9,10 +9,12 @@ from typing import Any
 
 from autogen_agentchat.base import TaskRunner
 from autogen_core.models import ModelFamily
+from autogen_core.tools import FunctionTool as AutoGenTool
 from autogen_core.tools import StaticStreamWorkbench, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from insitu.agents.frameworks import ToolSteps, async_http
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_http
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("autogen")
@@ -36,6 +38,12 @@ def make_llm(llm: ModelClient) -> OpenAIChatCompletionClient:
         max_retries=llm.client.max_retries,
         http_client=async_http(llm),
     )
+
+
+def make_tool(function: Function) -> AutoGenTool:
+    """For `AssistantAgent(tools=...)` and workbenches."""
+    tool = FunctionTool(function, "autogen")
+    return AutoGenTool(tool.run, description=tool.description, name=tool.name)
 
 
 async def ask_agent(agent: TaskRunner, question: Any) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 from crewai import Agent
 from crewai.hooks import ToolCallHookContext, register_after_tool_call_hook, register_before_tool_call_hook
 from crewai.llms.providers.openai.completion import OpenAICompletion
+from crewai.tools.base_tool import BaseTool, Tool
 
-from insitu.agents.frameworks import ToolSteps, async_client, sync_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client, sync_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("crewai")
@@ -33,6 +35,12 @@ def make_llm(llm: ModelClient) -> OpenAICompletion:
     # Its http_client parameter cannot serve both the sync and the async client.
     model._client, model._async_client = sync_client(llm), async_client(llm)
     return model
+
+
+def make_tool(function: Function) -> BaseTool:
+    """For `Agent(tools=...)`. CrewAI runs tools in threads."""
+    tool = FunctionTool(function, "crewai")
+    return Tool(name=tool.name, description=tool.description, args_schema=tool.schema, func=tool.blocking)
 
 
 async def ask_agent(agent: Any, question: Any) -> Any:

@@ -11,13 +11,15 @@ from uuid import UUID
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
+from langchain_core.tools import StructuredTool
 from langchain_core.tracers.context import register_configure_hook
 from langchain_openai import ChatOpenAI
 
-from insitu.agents.frameworks import ToolSteps, push
+from insitu.agents.frameworks import FunctionTool, ToolSteps, push
 from insitu.capture.transport import recording_transport
 from insitu.integrations.frameworks import ModelSteps
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, UsageInfo
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient, http_library
 
 _ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
@@ -39,6 +41,14 @@ def make_llm(llm: ModelClient) -> ChatOpenAI:
         http_client=sync_client,
         use_responses_api=False,
         **params,
+    )
+
+
+def make_tool(function: Function) -> StructuredTool:
+    """For `ToolNode` and `bind_tools`."""
+    tool = FunctionTool(function, "langchain")
+    return StructuredTool.from_function(
+        coroutine=tool.run, name=tool.name, description=tool.description, args_schema=tool.schema
     )
 
 

@@ -19,12 +19,14 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.instrumentation.events.span import SpanDropEvent
 from llama_index.core.instrumentation.span_handlers import NullSpanHandler
 from llama_index.core.tools import BaseTool
+from llama_index.core.tools import FunctionTool as LlamaIndexTool
 from llama_index.core.tools.types import BaseToolAsyncAdapter
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import PrivateAttr
 
-from insitu.agents.frameworks import ToolSteps, async_http, sync_http
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_http, sync_http
 from insitu.integrations.frameworks import ModelSteps
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _MODELS, _TOOLS = ModelSteps("llama_index"), ToolSteps("llama_index")
@@ -49,6 +51,14 @@ def make_llm(llm: ModelClient) -> OpenAILike:
         max_retries=llm.client.max_retries,
         http_client=sync_http(llm),
         async_http_client=async_http(llm),
+    )
+
+
+def make_tool(function: Function) -> LlamaIndexTool:
+    """For `FunctionAgent(tools=...)`."""
+    tool = FunctionTool(function, "llama_index")
+    return LlamaIndexTool.from_defaults(
+        async_fn=tool.run, name=tool.name, description=tool.description, fn_schema=tool.schema
     )
 
 

@@ -6,17 +6,30 @@ exception is reported in full only if the tool has a custom `failure_error_funct
 model and traces.
 """
 
+import json
 from typing import Any
 
 from agents import Agent, FunctionSpanData, OpenAIChatCompletionsModel, Runner, TracingProcessor, add_trace_processor
+from agents import FunctionTool as AgentsTool
 
-from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 
 def make_llm(llm: ModelClient) -> OpenAIChatCompletionsModel:
     """For `Agent(model=...)`."""
     return OpenAIChatCompletionsModel(model=llm.model, openai_client=async_client(llm))
+
+
+def make_tool(function: Function) -> AgentsTool:
+    """For `Agent(tools=...)`."""
+    tool = FunctionTool(function, "openai_agents")
+
+    async def invoke(_context: Any, arguments: str) -> Any:
+        return await tool.run(**json.loads(arguments or "{}"))
+
+    return AgentsTool(tool.name, tool.description, tool.parameters, invoke, strict_json_schema=False)
 
 
 async def ask_agent(agent: Agent[Any], question: Any) -> Any:

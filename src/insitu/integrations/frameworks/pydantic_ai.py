@@ -7,13 +7,14 @@ agent = Agent(model, capabilities=[ToolReports()])
 from copy import copy
 from typing import Any
 
-from pydantic_ai import Agent, RunContext, ToolDefinition
+from pydantic_ai import Agent, RunContext, Tool, ToolDefinition
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("pydantic_ai")
@@ -22,6 +23,12 @@ _TOOLS = ToolSteps("pydantic_ai")
 def make_llm(llm: ModelClient) -> OpenAIChatModel:
     """For `Agent(model, ...)`."""
     return OpenAIChatModel(llm.model, provider=OpenAIProvider(openai_client=async_client(llm)))
+
+
+def make_tool(function: Function) -> Tool[None]:
+    """For `Agent(tools=...)`."""
+    tool = FunctionTool(function, "pydantic_ai")
+    return Tool.from_schema(tool.run, tool.name, tool.description, tool.parameters)
 
 
 async def ask_agent(agent: Agent[None, Any], question: Any) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 from semantic_kernel.agents import ChatCompletionAgent
 from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
 from semantic_kernel.filters import FunctionInvocationContext
+from semantic_kernel.functions import KernelFunction, KernelFunctionFromMethod, kernel_function
 
-from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("semantic_kernel")
@@ -21,6 +23,13 @@ _TOOLS = ToolSteps("semantic_kernel")
 def make_llm(llm: ModelClient) -> OpenAIChatCompletion:
     """For `Kernel(services=...)` and `ChatCompletionAgent(service=...)`; its service_id is the key under `llms`."""
     return OpenAIChatCompletion(ai_model_id=llm.model, service_id=llm.name, async_client=async_client(llm))
+
+
+def make_tool(function: Function) -> KernelFunction:
+    """For `ChatCompletionAgent(plugins=...)` and `Kernel.add_function`."""
+    tool = FunctionTool(function, "semantic_kernel")
+    method = kernel_function(name=tool.name, description=tool.description)(tool.run)
+    return KernelFunctionFromMethod(method, plugin_name="functions")
 
 
 async def ask_agent(agent: ChatCompletionAgent, question: Any) -> str:

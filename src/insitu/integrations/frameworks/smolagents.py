@@ -12,7 +12,8 @@ from typing import Any
 
 from smolagents import MultiStepAgent, OpenAIModel, Tool
 
-from insitu.agents.frameworks import ToolSteps, sync_http
+from insitu.agents.frameworks import FunctionTool, ToolSteps, sync_http
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("smolagents")
@@ -25,6 +26,30 @@ def make_llm(llm: ModelClient) -> OpenAIModel:
     return _AutoToolChoiceModel(
         llm.model, api_base=str(client.base_url), api_key=client.api_key, client_kwargs=client_kwargs
     )
+
+
+def make_tool(function: Function) -> Tool:
+    """For `ToolCallingAgent(tools=...)`; its calls are steps without `ReportingTool`."""
+    return _FunctionTool(FunctionTool(function, "smolagents"))
+
+
+class _FunctionTool(Tool):
+    skip_forward_signature_validation = True
+
+    def __init__(self, tool: FunctionTool) -> None:
+        super().__init__()
+        self.name, self.description, self.output_type = tool.name, tool.description, "any"
+        properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
+        self.inputs = {
+            name: {
+                "type": each.get("type", "any"),
+                "description": each.get("description", name),
+                **({} if name in required else {"nullable": True}),
+            }
+            for name, each in properties.items()
+        }
+        self.forward = tool.blocking
+        self.is_initialized = True
 
 
 async def ask_agent(agent: MultiStepAgent, question: Any) -> Any:

@@ -7,10 +7,12 @@ agent = Agent(model, tools=[look], hooks=[ToolReports()])
 from typing import Any
 
 from strands import Agent
+from strands import tool as strands_tool
 from strands.hooks import AfterToolCallEvent, BeforeToolCallEvent, HookProvider, HookRegistry
 from strands.models.openai import OpenAIModel
 
-from insitu.agents.frameworks import ToolSteps, async_client
+from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
+from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
 _TOOLS = ToolSteps("strands")
@@ -19,6 +21,13 @@ _TOOLS = ToolSteps("strands")
 def make_llm(llm: ModelClient) -> OpenAIModel:
     """For `Agent(model=...)`. Strands streams unless configured with `update_config(stream=False)`."""
     return OpenAIModel(client=async_client(llm), model_id=llm.model)
+
+
+def make_tool(function: Function) -> Any:
+    """For `Agent(tools=...)`."""
+    tool = FunctionTool(function, "strands")
+    schema = {"json": tool.parameters}
+    return strands_tool(name=tool.name, description=tool.description, inputSchema=schema)(tool.run)
 
 
 async def ask_agent(agent: Agent, question: Any) -> str:

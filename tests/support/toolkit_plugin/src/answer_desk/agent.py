@@ -6,7 +6,7 @@ from nat.builder.builder import Builder
 from nat.builder.framework_enum import LLMFrameworkEnum
 from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import register_function
-from nat.data_models.component_ref import FunctionRef, LLMRef
+from nat.data_models.component_ref import FunctionGroupRef, FunctionRef, LLMRef
 from nat.data_models.function import FunctionBaseConfig
 from pydantic import Field
 
@@ -19,31 +19,19 @@ class DeskAgentConfig(FunctionBaseConfig, name="desk_agent"):
     """Answers with the help of tools."""
 
     llm_name: LLMRef = Field(description="The model that decides.")
-    tool_names: list[FunctionRef] = Field(default_factory=list, description="Functions it may call.")
+    tool_names: list[FunctionRef | FunctionGroupRef] = Field(
+        default_factory=list, description="Functions and groups of functions it may call."
+    )
     recursion_limit: int = Field(default=8, description="Most steps through the graph.")
 
 
 @register_function(config_type=DeskAgentConfig, framework_wrappers=[LLMFrameworkEnum.LANGCHAIN])
 async def desk_agent(config: DeskAgentConfig, builder: Builder):
     from langchain_core.messages import HumanMessage
-    from langchain_core.tools import BaseTool, StructuredTool
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 
-    async def as_tool(ref: FunctionRef) -> BaseTool:
-        function = await builder.get_function(ref)
-
-        async def call(**arguments) -> str:
-            return await function.ainvoke(arguments, to_type=str)
-
-        return StructuredTool.from_function(
-            coroutine=call,
-            name=ref,
-            description=function.description,
-            args_schema=function.input_schema,
-        )
-
-    tools = [await as_tool(ref) for ref in config.tool_names]
+    tools = await builder.get_tools(config.tool_names, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
     llm = await builder.get_llm(config.llm_name, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
     model = llm.bind_tools(tools)
 
