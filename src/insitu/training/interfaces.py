@@ -114,6 +114,11 @@ class TrainerAdapter(ABC):
         return None
 
     @property
+    def starts_backend(self) -> bool:
+        """Whether `initialize` starts a backend, which can take minutes."""
+        return False
+
+    @property
     def backend_pid(self) -> int | None:
         """The process of the backend, if the adapter has started it; its weights are of no use to anybody else."""
         return None

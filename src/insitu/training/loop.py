@@ -38,6 +38,7 @@ from insitu.training.metrics import (
     EpochResult,
     collected_metrics,
     likely_causes,
+    metrics_of_run,
     selection_metrics,
     teaches_nothing,
     untrained_causes,
@@ -100,7 +101,8 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
             self.run_id, self.reward_history = progress.run_id, [*progress.rewards]
         self._plot = RewardPlot(self.store.path / files.PLOT)
         plan = self.trainer_adapter.memory_plan()
-        self.report.notes([*([plan.summary()] if plan is not None else []), "starting the backend ..."])
+        starting = ["starting the backend ..."] * self.trainer_adapter.starts_backend
+        self.report.notes([*([plan.summary()] if plan is not None else []), *starting])
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         await checks.check_versions(self, self._full_config, self._staleness, pinned=self._batches.pinned)
@@ -367,8 +369,7 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         return self.validation.history if self.validation else []
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        last = self.results[max(self.results)].metrics if self.results else {}
-        return {"run_id": run_id, "rewards": self.reward_history, "validations": self._validations, "last": last}
+        return metrics_of_run(run_id, self.results, self.reward_history, self._validations)
 
     async def _conclude(self, statuses: list[TrainingJobStatus]) -> None:
         """Draws the plot and prints the summary. Raises InsituError if no epoch trained, or a validation failed."""

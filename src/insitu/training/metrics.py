@@ -237,3 +237,13 @@ def share_of(count: int, total: int, what: str) -> str:
 def _same_answers(group: Group) -> bool:
     answers = [[call.message for call in trained_calls([trajectory])] for trajectory in group]
     return all(answer == answers[0] for answer in answers)
+
+
+def metrics_of_run(
+    run_id: str, results: Mapping[int, EpochResult], rewards: Sequence[Any], validations: Sequence[Any]
+) -> dict[str, Any]:
+    """What `Trainer.get_metrics` returns: `jobs` are the statuses of the epochs' jobs, `last` the newest metrics."""
+    jobs = [job for _, each in sorted(results.items()) if (job := each.metrics["job"]) is not None]
+    last = results[max(results)].metrics if results else {}
+    totals = {"run_id": run_id, "total_epochs": len(rewards), "jobs": jobs}
+    return totals | {"rewards": rewards, "validations": validations, "last": last}

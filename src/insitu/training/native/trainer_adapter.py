@@ -185,6 +185,10 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def starts_backend(self) -> bool:
+        return self.config.model is not None
+
     def memory_plan(self) -> MemoryPlan | None:
         return self._memory_plan
 
