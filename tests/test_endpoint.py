@@ -394,6 +394,7 @@ async def test_plain_requests(config: Config) -> None:
         _, second = await post(f"{address}/generate", {"input": {"do": "plain"}})
         assert (status, list(first)) == (200, ["value"])
         assert first != second  # an ordinary request has no seed
+        assert (await post(f"{address}/generate", {"input_message": {"do": "plain"}}))[0] == 200
         packed = gzip.compress(json.dumps({"input": {"do": "plain"}}).encode())
         assert (await post(f"{address}/generate", packed, headers={"Content-Encoding": "gzip"}))[0] == 200
         status, failed = await post(f"{address}/generate", {"input": {"do": "raise", "say": "oh no"}})

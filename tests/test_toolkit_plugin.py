@@ -146,9 +146,16 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
 
 
 def test_an_agent_with_a_group_of_tools(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
-    """The group's block chooses its functions; a function of it can also be named alone."""
+    """The group's block chooses its functions; a function of it can also be named alone.
+
+    The file has what the toolkit's have: what means nothing here is one warning.
+    """
+    model = {**clerk(server)["clerk"], "num_retries": 0, "request_timeout": 30}
+    del model["max_retries"]
     file = {
-        "llms": clerk(server),
+        "general": {"use_uvloop": True, "telemetry": {"logging": {"console": {"_type": "console"}}}},
+        "embedders": {"small": {"_type": "nim", "model_name": "e5"}},
+        "llms": {"clerk": model},
         "functions": {
             "look": {"_type": "desk_look"},
             "agent": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": ["goods", "look", "other.close"]},
@@ -160,12 +167,22 @@ def test_an_agent_with_a_group_of_tools(installed: Path, server: FakeOpenAI, wri
             "other": {"_type": "desk_shop"},
         },
         "workflow": {"_type": "answer_desk", "tidy": "tidy", "words": "words", "answerer": "agent"},
-        "eval": {"general": DESK["eval"]["general"], "evaluators": {"audit": {"_type": "desk_record_audit"}}},
+        "eval": {
+            "general": {
+                "output": {"dir": "out", "cleanup": True},
+                "dataset": {"_type": "jsonl", "file_path": "rows.jsonl"},
+                "profiler": {"base_metrics": True},
+            },
+            "evaluators": {"audit": {"_type": "desk_record_audit"}},
+        },
     }
     write(file)
     write([{"id": 1, "question": "Tool", "topic": "tools"}], "rows.jsonl")
     code, _, err = nat(tmp_path, "eval", "--config_file", "config.yml", sites=(installed,))
     assert code == 0, err
+    unused = "embedders, general.telemetry, general.use_uvloop, eval.general.profiler, eval.general.output.cleanup"
+    assert err.count("without effect") == 1
+    assert f"config.yml: {unused}: without effect in insitu" in err
     names = [tool["function"]["name"] for tool in server.requests[-1]["tools"]]
     assert names == ["goods__products", "goods__price", "look", "other__close"]
     price = server.requests[-1]["tools"][1]["function"]

@@ -1,5 +1,6 @@
 """The check of every key of a parsed file, which raises all its problems together."""
 
+import copy
 import logging
 import os
 import re
@@ -30,6 +31,14 @@ logger = logging.getLogger(__name__)
 _COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
 SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
 _CALLABLE = (reg.FUNCTION.section, reg.FUNCTION_GROUP.section)
+_WITHOUT_EFFECT = {
+    "": ("authentication", "embedders", "memory", "middleware", "object_stores", "optimizer", "retrievers"),
+    "general": ("front_end", "telemetry", "use_uvloop"),
+    "eval.general": ("profiler", "workflow_alias"),
+    "eval.general.output": ("cleanup",),
+}
+"""Keys of the toolkit's files, by section, that do not change what runs here. A component that asks for what a section
+would hold is told that it does not exist."""
 _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,
@@ -59,7 +68,7 @@ class Validator:
         self.from_environment: dict[str, str] = {}
 
     def run(self, contents: dict[str, Any]) -> Config:
-        data = expand(contents, self.problems, self.from_environment)
+        data = self._with_effect(expand(contents, self.problems, self.from_environment))
         remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
         if unrecognised := remember_settings(data):
             warn_once(_UNRECOGNISED.format(file=self.path, keys=", ".join(unrecognised)))
@@ -101,6 +110,21 @@ class Validator:
         self._references(config)
         self._fail_if_any()
         return config
+
+    def _with_effect(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The contents without the keys that have no effect here, which a warning lists."""
+        data, found = copy.deepcopy(data), []
+        for where, keys in _WITHOUT_EFFECT.items():
+            node: Any = data
+            for part in filter(None, where.split(".")):
+                node = node.get(part) if isinstance(node, dict) else None
+            for key in keys if isinstance(node, dict) else ():
+                if key in node:
+                    del node[key]
+                    found.append(f"{where}.{key}".lstrip("."))
+        if found:
+            warn_once(f"{self.path}: {', '.join(found)}: without effect in insitu")
+        return data
 
     def _with_component(self, section: Any, node: Any, key: str, kind: Kind) -> Any:
         """A section whose key in the file, `node`, holds a component without a name, with that checked."""

@@ -2,7 +2,7 @@
 
     POST /v1/episodes   attempts at episodes: lines of JSON both ways, while the client stays (`attempt_records`)
     GET  /v1/episodes   protocol version, configuration file and llms
-    POST /generate      {"input": ...} -> {"value": ...}
+    POST /generate      {"input": ...}, or {"input_message": ...} -> {"value": ...}
     GET  /health
 
 A request is cancelled when its client disconnects. The HTTP server has an event loop and a thread, the workflows have
@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
@@ -64,7 +64,7 @@ _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    input: Any
+    input: Any = Field(validation_alias=AliasChoices("input", "input_message"))
 
 
 class WorkflowService:

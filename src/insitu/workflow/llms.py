@@ -25,7 +25,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from pydantic import Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr
 
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
@@ -96,10 +96,10 @@ class SamplingConfig(LLMBaseConfig):
     override_sampling: bool = False
     """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
     agent's take precedence, and these are used for what it does not send."""
-    timeout: float | None = Field(default=None, gt=0)
-    """Request timeout in seconds; none: the OpenAI client's default of 600."""
-    max_retries: int = Field(default=2, ge=0)
-    """Retries of a request after a transient error."""
+    timeout: float | None = Field(default=None, gt=0, validation_alias=AliasChoices("timeout", "request_timeout"))
+    """Request timeout in seconds (or `request_timeout`); none: the OpenAI client's default of 600."""
+    max_retries: int = Field(default=2, ge=0, validation_alias=AliasChoices("max_retries", "num_retries"))
+    """Retries of a request after a transient error (or `num_retries`)."""
 
     def params(self) -> dict[str, Any]:
         """The request's parameters; those that the OpenAI client does not know are in `extra_body`."""
