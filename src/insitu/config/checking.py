@@ -68,11 +68,12 @@ class Validator:
         self.from_environment: dict[str, str] = {}
 
     def run(self, contents: dict[str, Any]) -> Config:
-        data = self._with_effect(expand(contents, self.problems, self.from_environment))
+        data = expand(contents, self.problems, self.from_environment)
         remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
         if unrecognised := remember_settings(data):
             warn_once(_UNRECOGNISED.format(file=self.path, keys=", ".join(unrecognised)))
         self._fail_if_any()
+        data = self._with_effect(data)
         for key in data:
             if key not in SECTIONS:
                 self.problems.append(not_found("section", str(key), SECTIONS))
