@@ -488,12 +488,12 @@ async def test_prompt_and_completion_end_at_the_maximum_length(folders):
 # --- drawing -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_one_sentence(temperature: float) -> None:
-    logits = torch.randn(3, 20)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)])
+def test_logits_that_are_not_finite_are_one_sentence(temperature: float, top_p: float) -> None:
+    logits = torch.randn(3, 2000)
     logits[1] = torch.nan
     with pytest.raises(BackendError, match="the model's logits are not finite"):
-        sample(logits, draws(3, temperature))
+        sample(logits, draws(3, temperature, top_p))
 
 
 def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> SamplingMetadata:

@@ -211,8 +211,9 @@ def _draw_of_nucleus(
 def _nucleus_of_flat(probs_RV: torch.Tensor, mass_R: np.ndarray) -> torch.Tensor:
     """`truncated` for rows whose `top_p` holds many tokens."""
     # The leading bits of a positive float grow with it: its exponent, and the first bits of its mantissa.
-    magnitude_RV = (probs_RV.view(torch.int32) >> _SHIFT).sub_(_LEAST_EXPONENT << (23 - _SHIFT)).clamp_(min=0)
-    sizes = len(probs_RV), 1 + (127 - _LEAST_EXPONENT << 23 - _SHIFT)
+    most = 127 - _LEAST_EXPONENT << 23 - _SHIFT  # of 1; NaN is above
+    magnitude_RV = (probs_RV.view(torch.int32) >> _SHIFT).sub_(_LEAST_EXPONENT << (23 - _SHIFT)).clamp_(0, most)
+    sizes = len(probs_RV), 1 + most
     masses_RM = probs_RV.new_zeros(sizes, dtype=torch.float64)
     masses_RM.scatter_add_(1, magnitude_RV.long(), probs_RV.double())
     above_RM = masses_RM.flip(1).cumsum(1).flip(1)  # of a magnitude and the greater ones
