@@ -84,6 +84,9 @@ class TrajectoryBuilder(ABC):
 class TrainerAdapter(ABC):
     """Submits trajectories to a training backend and tracks its jobs."""
 
+    starts_backend = False
+    """Whether `initialize` starts a backend, which can take minutes."""
+
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
         self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # documented: None before initialize
@@ -112,11 +115,6 @@ class TrainerAdapter(ABC):
     def memory_plan(self) -> MemoryPlan | None:
         """What the backend that the adapter starts needs of this machine; None if there is none, or it is unknown."""
         return None
-
-    @property
-    def starts_backend(self) -> bool:
-        """Whether `initialize` starts a backend, which can take minutes."""
-        return False
 
     @property
     def backend_pid(self) -> int | None:

@@ -74,6 +74,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._loaded_versions: int | None = None
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
+        self.starts_backend = adapter_config.model is not None
         if adapter_config.model is not None:
             adapter_config.check_formats(resolve_model(adapter_config.model, self._builder), self._full_config)
 
@@ -184,10 +185,6 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    @property
-    def starts_backend(self) -> bool:
-        return self.config.model is not None
 
     def memory_plan(self) -> MemoryPlan | None:
         return self._memory_plan
