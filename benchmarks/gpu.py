@@ -3,7 +3,7 @@
     python benchmarks/gpu.py             the tables
     python benchmarks/run.py gpu         the same into RESULTS.md; of one model: gpu.500M, gpu.7B
 
-The models are randomly initialised. Without a GPU the same script takes two of a few million parameters, so that it is
+The models are randomly initialised. Without a GPU the same script takes one of a few million parameters, so that it is
 known to run; only the figures of a GPU say anything about one. TRL's steps need a Python that has TRL: see learner.py.
 """
 

@@ -1,5 +1,6 @@
 """What plugin packages use at run time, by the documented paths: steps, context, functions, evaluation, strategies."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from nat.builder.builder import Builder, EvalBuilder
 from nat.builder.context import Context
 from nat.builder.evaluator import EvaluatorInfo
 from nat.builder.framework_enum import LLMFrameworkEnum
+from nat.builder.function import Function
 from nat.builder.function_info import FunctionInfo
 from nat.builder.workflow_builder import WorkflowBuilder
 from nat.cli.register_workflow import register_evaluator, register_function
@@ -37,6 +39,8 @@ from nat.eval.evaluator.evaluator_model import EvalOutput, EvalOutputItem
 from nat.experimental.test_time_compute.models.stage_enums import PipelineTypeEnum, StageTypeEnum
 from nat.experimental.test_time_compute.models.ttc_item import TTCItem
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from insitu.agents.frameworks import FunctionTool
 
 Type = IntermediateStepType
 
@@ -334,3 +338,20 @@ def test_candidates_and_the_kinds_of_strategies() -> None:
     assert TTCItem().model_dump(exclude_none=True) == {}
     assert {s.value for s in StageTypeEnum} == {"search", "editing", "scoring", "selection", "custom"}
     assert {p.value for p in PipelineTypeEnum} == {"planning", "tool_use", "agent_execution", "custom"}
+
+
+async def test_a_part_of_the_toolkit_that_is_not_here_is_named() -> None:
+    builder = Builder()
+    with pytest.raises(AttributeError, match=r"has no get_embedder: that part .* available: get_evaluator, .*get_tools"):
+        await builder.get_embedder("small", wrapper_type=LLMFrameworkEnum.LANGCHAIN)
+    assert not hasattr(builder, "get_embedder")
+
+
+async def test_a_blocking_tool_answers_in_a_thread_and_refuses_to_block_its_loop() -> None:
+    async def look(at: str, times: int = 1) -> str:
+        return f"blue {at}" * times
+
+    tool = FunctionTool(Function("look", None, FunctionInfo.from_fn(look)), "smolagents")
+    assert await asyncio.to_thread(tool.blocking, "sky", times=2) == "blue skyblue sky"
+    with pytest.raises(RuntimeError, match=r"look blocks the event loop: run the agent by asyncio\.to_thread"):
+        tool.blocking("sky")

@@ -29,6 +29,7 @@ Model calls are recorded as LLM_ steps automatically. `push` is for frameworks t
 
 import asyncio
 import inspect
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,7 +175,7 @@ class FunctionTool:
     """
 
     def __init__(self, function: Function, framework: str) -> None:
-        steps, loop = ToolSteps(framework), asyncio.get_running_loop()
+        steps, loop, thread = ToolSteps(framework), asyncio.get_running_loop(), threading.get_ident()
         self.name = function.name.replace(".", "__")
         self.description = function.description or function.name
         self.schema: type[BaseModel] = function.input_schema
@@ -194,6 +195,8 @@ class FunctionTool:
             return answer if answer is None or isinstance(answer, _PLAIN) else function.text(answer)
 
         def blocking(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:  # it would wait for itself
+                raise RuntimeError(f"the tool {self.name} blocks the event loop: run the agent by asyncio.to_thread")
             return asyncio.run_coroutine_threadsafe(run(*args, **kwargs), loop).result()
 
         signature = self._signature()

@@ -37,8 +37,8 @@ _WITHOUT_EFFECT = {
     "eval.general": ("profiler", "workflow_alias"),
     "eval.general.output": ("cleanup",),
 }
-"""Keys of the toolkit's files, by section, that do not change what runs here. A component that asks for what a section
-would hold is told that it does not exist."""
+"""Keys of the toolkit's files, by section, that change nothing here. A component that asks the builder for a part of
+these sections gets an error."""
 _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,

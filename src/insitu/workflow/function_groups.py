@@ -22,7 +22,7 @@ from insitu.workflow.functions import Function as Function  # `nat.builder.funct
 
 
 class FunctionGroup:
-    """Functions by name. Of those that were added, the file's `include` or `exclude` chooses the ones that exist."""
+    """Functions by name, of which `include` or `exclude` of the block chooses some."""
 
     def __init__(self, *, config: FunctionGroupBaseConfig, instance_name: str | None = None) -> None:
         self.config = config
@@ -55,7 +55,10 @@ class FunctionGroup:
 
     @property
     def functions(self) -> dict[str, Function]:
-        """Those that the file chooses, by their names in the group. Raises ConfigError for names that do not exist."""
+        """The chosen functions, by their names in the group.
+
+        Raises ConfigError if `include` or `exclude` names a function that does not exist.
+        """
         for key in ("include", "exclude"):
             for name in getattr(self.config, key):
                 if name not in self._added:

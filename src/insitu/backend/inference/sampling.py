@@ -188,7 +188,7 @@ def _draw_of_nucleus(
     """Tokens of the rows with `top_p` alone, found without sorting a large vocabulary; the other rows.
 
     They are the ones that `truncated` gives. Most rows have their mass in tokens that are likely. Of the others, the
-    masses by magnitude tell in which magnitude the last kept token lies. A GPU sorts fast enough.
+    masses by magnitude tell in which magnitude the last kept token lies. A GPU sorts all rows instead.
     """
     is_plain = metadata.top_p_B < 1
     for values_B in (metadata.min_p_B, metadata.top_k_B):

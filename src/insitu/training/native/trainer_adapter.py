@@ -191,7 +191,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     @cached_property
     def _memory_plan(self) -> MemoryPlan | None:
-        """Of the time before the backend starts: the header and the backend have the same."""
+        """Computed once, before the backend starts: the header and the backend get the same figures."""
         return plan_memory(self.config, self._builder) if self.config.model is not None else None
 
     def training_settings(self) -> dict[str, Any]:
