@@ -342,7 +342,7 @@ def test_candidates_and_the_kinds_of_strategies() -> None:
 
 async def test_a_part_of_the_toolkit_that_is_not_here_is_named() -> None:
     builder = Builder()
-    with pytest.raises(AttributeError, match=r"has no get_embedder: that part .* available: get_evaluator, .*get_tools"):
+    with pytest.raises(AttributeError, match=r"has no get_embedder: .* available: get_evaluator, .*get_tools"):
         await builder.get_embedder("small", wrapper_type=LLMFrameworkEnum.LANGCHAIN)
     assert not hasattr(builder, "get_embedder")
 
