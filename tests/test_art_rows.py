@@ -14,6 +14,7 @@ from insitu.errors import RequestRefused
 from insitu.integrations.art.server.rows import ArtBatch, build_batch
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtGroups, ArtModel, parse
+from insitu.schemas.training_jobs import KLSettings
 
 DATA = Path(__file__).parent / "data/art"
 VECTORS = json.loads((DATA / "vectors.json").read_text())
@@ -239,6 +240,23 @@ def test_what_is_asked_arrives():
     assert plan.ignored == ("engine_args.tensor_parallel_size", "init_args.load_in_4bit", "plot_tensors")
 
 
+def test_the_kl_penalty_of_each_release():
+    """A term of the loss up to 0.5.16; later ones shape the advantages, from the weights that training started from."""
+    assert plan_of({"beta": 0.1}).settings.kl == KLSettings(beta=0.1, estimator="k3")
+    shaped = KLSettings(beta=0.1, estimator="k1", in_reward=True)
+    newest = {"kl_penalty_reference_step": 0, "kl_penalty_source": "sample", "kl_penalty_step_lag": None}
+    for dev in ({}, newest):
+        plan = plan_of({"kl_penalty_coef": 0.1, "optimizer_save_interval": 5, "final_training_step": None}, dev)
+        assert plan.settings.kl == shaped
+        assert plan.settings.reference == "initial"
+
+
+def test_the_losses_that_newer_clients_name():
+    """They send the older key too, with the same meaning."""
+    assert plan_of(dev_config={"loss_fn": "ppo"}).settings.objective == "clip"
+    assert plan_of(dev_config={"loss_fn": "cispo", "ppo": False}).settings.objective == "cispo"
+
+
 def test_a_null_bound_is_the_other_one():
     assert plan_of(dev_config={"epsilon": 2.0, "epsilon_high": None}).settings.cispo_cap == 3.0
     assert plan_of(dev_config={"epsilon": 2.0}).settings.cispo_cap == 5.0
@@ -247,7 +265,11 @@ def test_a_null_bound_is_the_other_one():
 @pytest.mark.parametrize(
     ("config", "dev", "internal", "named"),
     [
-        ({"kl_penalty_coef": 0.1}, {}, {}, r"kl_penalty_coef .* set beta, .*art<0\.5\.17"),
+        ({"kl_penalty_coef": 0.1, "beta": 0.1}, {}, {}, r"kl_penalty_coef is 0\.1; allowed: 0 with beta"),
+        ({"kl_penalty_coef": 0.1}, {"kl_penalty_step_lag": 2}, {}, "kl_penalty_step_lag is 2"),
+        ({"kl_penalty_coef": 0.1}, {"kl_penalty_reference_step": 3}, {}, "kl_penalty_reference_step is 3; allowed: 0"),
+        ({"kl_penalty_coef": -0.1}, {}, {}, "kl_penalty_coef is -0.1"),
+        ({}, {"loss_fn": "dro"}, {}, "loss_fn is 'dro'"),
         ({"learning_rat": 1}, {}, {}, "learning_rat is not a training setting"),
         ({"learning_rate": "fast"}, {}, {}, "learning_rate is 'fast'"),
         ({"learning_rate": True}, {}, {}, "learning_rate is True"),

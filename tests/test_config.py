@@ -11,12 +11,19 @@ import plain_parts
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from insitu.builder import Builder
 from insitu.config import load_config
 from insitu.config.keys import models_of
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry
-from insitu.schemas.finetuning import CurriculumLearningConfig
+from insitu.schemas.components import WritableModel
+from insitu.schemas.finetuning import (
+    CurriculumLearningConfig,
+    FinetuneConfig,
+    FinetuneRunConfig,
+    RewardFunctionConfig,
+)
 from insitu.schemas.parts import Part
 
 SECRET = "sk-very-secret"
@@ -105,7 +112,44 @@ def test_the_blocks_of_built_in_components_are_frozen(kind: Kind) -> None:
         registration = registry.find(kind, name)
         assert registration is not None
         models = _models(registration.config_type) - {Part}  # the adapter adds digests to a copy
-        assert all(model.model_config.get("frozen") for model in models), name
+        kept = [model for model in models if not issubclass(model, WritableModel)]  # those are frozen with their file
+        assert all(model.model_config.get("frozen") for model in kept), name
+
+
+async def test_a_component_may_write_to_its_block_and_the_file_stays_as_it_was(write: Any) -> None:
+    """Lists too; a second component that asks for the block has its own copy."""
+    data = {
+        "llms": {"m": {"_type": "openai", "model_name": "fake", "base_url": "http://127.0.0.1:1", "stop": ["a"]}},
+        "finetuning": {"reward_function": {"name": "r"}},
+        "eval": {"evaluators": {"r": {"_type": "exact_match"}}},
+        "trajectory_builders": {"b": {"_type": "insitu_traj_builder"}},
+    }
+    config = load_config(write(data))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.finetuning.reward_function.name = "other"  # type: ignore[union-attr]
+    async with Builder(config) as builder:
+        made: Any = builder.get_trajectory_builder_config("b")
+        made.num_generations, made.reward.name = 5, "other"
+        asked: Any = builder.get_llm_config("m")
+        asked.stop.append("b")
+        assert (made.num_generations, made.reward.name, asked.stop) == (5, "other", ["a", "b"])
+        again: Any = builder.get_trajectory_builder_config("b")
+        assert (again.num_generations, again.reward.name) == (8, "r")
+    block: Any = config.block(LLM, "m")
+    assert block.stop == ["a"]
+
+
+def test_what_is_built_in_python_is_written_to() -> None:
+    run = FinetuneConfig(reward_function=RewardFunctionConfig(name="r"))
+    run.num_epochs, run.reward_function.name, run.curriculum_learning.enabled = 7, "s", True  # type: ignore[union-attr]
+    assert (run.num_epochs, run.reward_function, run.curriculum_learning.enabled) == (
+        7,
+        RewardFunctionConfig(name="s"),
+        True,
+    )
+    request = FinetuneRunConfig()
+    request.config_file = "a.yml"
+    assert (request.config_file, request.override) == ("a.yml", ())
 
 
 def test_an_override_does_not_reach_what_an_alias_shares() -> None:

@@ -89,9 +89,9 @@ DEFAULTS: list[tuple[type[BaseModel], dict[str, Any], dict[str, Any]]] = [
     ),
     (
         FinetuneRunConfig,
-        {"config_file": "c.yml"},
+        {},
         {
-            **NO_VALUE(("dataset", "endpoint", "validation_dataset", "validation_config_file")),
+            **NO_VALUE(("config_file", "dataset", "endpoint", "validation_dataset", "validation_config_file")),
             "result_json_path": "$",
             "endpoint_timeout": 300,
             "override": (),

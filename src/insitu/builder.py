@@ -37,6 +37,7 @@ from insitu.schemas.components import (
     LLMFrameworkEnum,
     TTCStrategyBaseConfig,
     TypedBaseModel,
+    writable,
 )
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
@@ -56,7 +57,7 @@ def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[A
 def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     def get_config(self: "Builder", name: str) -> TypedBaseModel:
         """A block as configured. The result may also be awaited."""
-        return self.block(kind, name)
+        return writable(self.block(kind, name))
 
     return get_config
 
@@ -209,8 +210,8 @@ class Builder:
     async def _build(self, kind: Kind, name: str) -> Any:
         where = "workflow" if name == WORKFLOW else f"{kind.section}.{name}"
         block = self.block(kind, name)
-        if block is self.config.blocks.get((kind.section, name)) and not block.model_config.get("frozen"):
-            block = block.model_copy()  # a plugin may write to its blocks, but not to the checked file
+        if block is self.config.blocks.get((kind.section, name)):
+            block = writable(block)  # a plugin may write to its blocks, but not to the checked file
         return await self._make(kind, name, where, block)
 
     async def _make(self, kind: Kind, name: str, where: str, config: TypedBaseModel) -> Any:

@@ -6,7 +6,7 @@ what it answers. Token ids are those of characters; a text completion has its pr
     "slow 0.5"       after half a second                  "fail 2"        500 for the first two attempts with this text
     "status 400"     that status                          "tool"          a tool call
     "hang up"        closes the connection                "stall"         streams one piece, then nothing
-    "gzip"           compressed
+    "gzip"           compressed                           "seeded"        "echo: " and the seed of the request
     anything else    "echo: " and that text, one token a character
 """
 
@@ -23,7 +23,8 @@ from waiting import hang
 class FakeOpenAI:
     """`requests` are the bodies received, in order. `token_ids`, `logprobs` False: a server that cannot give them.
 
-    `tokens_as_ids`: the tokens of its logprobs are `token_id:N`, as ART's servers write them.
+    `tokens_as_ids`: the tokens of its logprobs are `token_id:N`, as ART's servers write them. A request with one of the
+    keys `refuses` is a 400, as OpenAI's API answers it.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class FakeOpenAI:
         logprobs: bool = True,
         policy_version: int | None = 3,
         tokens_as_ids: bool = False,
+        refuses: tuple[str, ...] = (),
     ) -> None:
+        self.refuses = refuses
         self.tokens_as_ids = tokens_as_ids
         self.token_ids, self.logprobs, self.policy_version = token_ids, logprobs, policy_version
         self.requests: list[dict[str, Any]] = []
@@ -89,6 +92,11 @@ class FakeOpenAI:
         body = await request.json()
         self.requests.append(body)
         self.connections.add(request.transport)
+        for key in self.refuses:
+            if body.get(key):
+                message = f"Unrecognized request argument supplied: {key}"
+                error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+                return web.json_response({"error": error}, status=400)
         text = texts_of(body)[0]
         word, _, number = text.partition(" ")
         if word == "slow":
@@ -119,7 +127,8 @@ class FakeOpenAI:
         return head
 
     def _choice(self, body: dict[str, Any], text: str, index: int, number: int) -> dict[str, Any]:
-        answer = f"echo: {text}" if number == 0 else f"echo {number}: {text}"
+        said = str(body.get("seed")) if text == "seeded" else text
+        answer = f"echo: {said}" if number == 0 else f"echo {number}: {said}"
         if "prompt" in body:
             choice = {"index": index, "text": answer, "finish_reason": "stop", "logprobs": None}
             self._add_tokens(body, choice, answer)

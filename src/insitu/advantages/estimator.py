@@ -18,7 +18,7 @@ from insitu.advantages.credit import (
 )
 from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import GREEDY_TEMPERATURE, DropReason, ModelCall, TrainingRow
-from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import GROUP_KEY, Trajectory, TrajectoryCollection
 
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -57,6 +57,8 @@ def sampling_problem(call: ModelCall) -> str | None:
     """
     if (problem := truncation(call.sampling)) is not None:
         return problem
+    if call.token_ids is None:  # its log-probabilities are not trained on
+        return None
     divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
     return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
 
@@ -214,9 +216,9 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
 
 
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
-    """A copy with training rows; the trajectory itself if the backend computes its advantages."""
+    """A copy with training rows; the trajectory itself if the backend computes its advantages, or trains no tokens."""
     numbers = {index: advantage for index, advantage in advantages.items() if advantage is not None}
-    if not numbers:
+    if not numbers or any(trajectory.calls[index].token_ids is None for index in numbers):
         return trajectory
     return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, numbers, trajectory.id or "")})
 
@@ -228,14 +230,20 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
         if not any(t.rows for t in group):
             estimated = call_advantages(group, AdvantageConfig())
             group = [_with_rows(t, of_calls) for t, of_calls in zip(group, estimated, strict=True)]
-        rows += [row for t in group for row in t.rows]
+        for trajectory in group:
+            lacking = [k for k in trajectory.trained_calls if trajectory.calls[k].token_ids is None]
+            if lacking and not trajectory.rows:
+                call = trajectory.calls[lacking[0]].index
+                raise TrajectoryError(f"episode {trajectory.id}: call {call} is trained but has no token ids")
+            rows += trajectory.rows
     return rows
 
 
 def rows_by_part(collection: TrajectoryCollection) -> list[list[TrainingRow]]:
     """The rows of each part of the epoch's job: a single one, unless the parts of all groups are planned."""
     planned = collection.parts or {}
-    part_of = [planned.get(str((group[0].metadata or {}).get("row_id"))) for group in collection.trajectories]
+    abouts = [group[0].metadata or {} for group in collection.trajectories]
+    part_of = [planned.get(str(about.get(GROUP_KEY, about.get("row_id")))) for about in abouts]
     numbers = [number for number in part_of if number is not None]
     if not planned or len(numbers) < len(part_of) or sorted(numbers) != numbers:
         return [training_rows(collection)]

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import DropReason
-from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import GROUP_KEY, CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def subsample(examples: Sequence[str], fraction: float, epoch: int, seed: int) -
     return random.Random(int.from_bytes(digest, "big")).sample(sorted(examples), size)
 
 
-_ID_KEYS = ("row_id", "example_id", "id")
+_ID_KEYS = (GROUP_KEY, "row_id", "example_id", "id")
 
 
 class CurriculumState(BaseModel):
@@ -145,7 +145,7 @@ def example_ids(collection: TrajectoryCollection) -> list[str]:
     for index, group in enumerate(collection.trajectories):
         example = _example_id(group) if group else f"(empty group {index})"
         if example is None:
-            required = f"the metadata of its trajectories must contain one of {', '.join(_ID_KEYS)}"
+            required = f"the metadata of its trajectories must contain one of {', '.join(_ID_KEYS[1:])}"
             raise TrajectoryError(f"group {index} has no example id: {required}")
         if example in seen:
             problem = f"groups {seen[example]} and {index} both belong to example {example!r}"

@@ -28,7 +28,7 @@ from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
-from insitu.wire.connection import choice_tokens, parse_lenient_json
+from insitu.wire.connection import choice_tokens, parse_lenient_json, sent_logprobs
 from insitu.wire.http_format import (
     COMPACT,
     JSON,
@@ -49,6 +49,9 @@ _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools
 _SHAPING = ("logprobs_processed", "structured_outputs")
 """Says of a choice whether the request changed its logprobs, and by which grammar of forced calls."""
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
+_NEEDED_FROM = {"token ids": Needs.TOKEN_IDS, "logprobs": Needs.LOGPROBS}
+_OPTIONS = {"token ids": "return_token_ids", "logprobs": "logprobs"}
+_REFUSALS = frozenset((400, 422))
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
 _HINTS = {
@@ -124,6 +127,8 @@ class Recorder:
     """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
     """The part of them that no evaluator requested: by threads that do not know their episode, for example."""
+    refused: set[str] = field(default_factory=set)
+    """What the server refuses to return, of `_OPTIONS`: it is not requested again."""
     _warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -133,6 +138,15 @@ class Recorder:
         level, self._warned = logging.INFO if self._warned else logging.WARNING, True
         message = "a model call was %s because %s had ended; is a background task still running?"
         logger.log(level, message, what, ledger.name)
+
+    def note_refusal(self, missing: str, response: bytes) -> None:
+        """From now on, requests are sent without an option that the server refuses. Warns the first time."""
+        with self._lock:
+            is_known = missing in self.refused
+            self.refused.add(missing)
+        if not is_known:
+            text, llm = response[:300].decode(errors="replace"), f"llms.{self.llm}: " if self.llm else ""
+            logger.warning("%s%s gives no %s (%s); training goes on without them", llm, self.server, missing, text)
 
     def begin(self, method: str, path: str, content: bytes, site: CallSite | None = None) -> "Exchange | None":
         """Starts recording a request made at `site` (default: the current call site); None if it is not recorded.
@@ -191,7 +205,8 @@ class Exchange:
         self._strips_token_ids = not body.get("return_token_ids")
         # text completions may request `logprobs: 0`: those of the sampled tokens only
         self._strips_logprobs = not logprobs and (request.route == CHAT or logprobs is None or logprobs is False)
-        is_compact = self._is_trained and self._strips_logprobs and not self.streamed
+        self._keeps_entries = ledger.needs is Needs.GIVEN
+        is_compact = self._is_trained and self._strips_logprobs and not (self.streamed or self._keeps_entries)
         self.headers = {"Accept": f"{COMPACT}, {JSON}"} if is_compact else {}
         """Headers of the request instead of the agent's."""
         self._num_choices = len(request.prompts) * request.n
@@ -209,6 +224,8 @@ class Exchange:
             if self._strips_logprobs:
                 body["logprobs"] = True if request.route == CHAT else 0
             body["return_token_ids"] = True
+            for missing in recorder.refused:
+                self._leave_out(missing)
             bridges = recorder.bridges_tokens and request.route == CHAT
             if bridges and (earlier := ledger.continued(body["messages"], recorder.llm)) is not None:
                 body[_BRIDGE] = {"token_ids": earlier.all_token_ids, "num_messages": len(earlier.messages) + 1}
@@ -217,6 +234,24 @@ class Exchange:
         self._stream = StreamAssembler(self._strip) if self.streamed else None
         self._started_at = time.time()
         self.content = orjson.dumps(body)
+
+    def must_resend(self, status: int, content: bytes) -> bool:
+        """Whether the server refused what only insitu requested and training can do without.
+
+        The request, now without it, must then be sent again; its response is the one to `complete`.
+        """
+        missing = self._rejected_option(content) if self._is_trained and status in _REFUSALS else None
+        if missing is None or self._ledger.needs >= _NEEDED_FROM[missing]:
+            return False
+        self._recorder.note_refusal(missing, content)
+        self._leave_out(missing)
+        self.content = orjson.dumps(self._body)
+        return True
+
+    def _leave_out(self, missing: str) -> None:
+        """Removes from the request what only insitu requests."""
+        if self._strips_token_ids if missing == "token ids" else self._strips_logprobs:
+            self._body.pop(_OPTIONS[missing], None)
 
     def complete(self, status: int, headers: Mapping[str, str], content: bytes) -> bytes:
         """Records a response that was not streamed; returns the body without the fields that only insitu requested."""
@@ -255,9 +290,10 @@ class Exchange:
     def _rejected_option(self, error: bytes) -> str | None:
         """What only insitu requested, if the error is about that; other bad requests are the agent's."""
         about = error_param(error)  # the text may quote what the agent has sent
-        if self._strips_token_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
+        asks_ids = self._strips_token_ids and "return_token_ids" in self._body
+        if asks_ids and (about == "return_token_ids" if about else b"return_token_ids" in error):
             return "token ids"
-        ours = self._strips_logprobs and not self._body.get("top_logprobs")
+        ours = self._strips_logprobs and "logprobs" in self._body and not self._body.get("top_logprobs")
         return "logprobs" if ours and (about == "logprobs" if about else _NAMES_LOGPROBS.search(error)) else None
 
     def feed(self, chunk: bytes) -> bytes:
@@ -331,6 +367,7 @@ class Exchange:
             if not isinstance(message, dict | None):
                 raise TypeError(f"the message is a JSON {type(message).__name__}")
             token_ids, logprobs = choice_tokens(choice)
+            is_sent = self._is_trained and (self._keeps_entries or token_ids is None)
             shaping = {k: choice[k] for k in _SHAPING if choice.get(k)} if choice.get(_SHAPING[0]) is True else {}
             call = ModelCall(
                 index=index,
@@ -353,6 +390,7 @@ class Exchange:
                 error=error,
                 logprobs_temperature=choice.get("logprobs_temperature"),
                 tool_call_malformed=choice.get("tool_call_malformed") is True,
+                sent_logprobs=sent_logprobs(choice.get("logprobs")) if is_sent else None,
                 weights=weights if isinstance(weights := response.get("weights"), str) else None,
             )
             calls.append(call)
@@ -365,6 +403,8 @@ class Exchange:
                 problem = f"returned {name} as a JSON {type(values).__name__}; expected a list"
                 raise self._capture_error(f"{self._source} {problem}")
         if logprobs is None:
+            if self._ledger.needs is Needs.GIVEN:
+                return
             raise self._missing_error("logprobs", "did not return them")
         if call.token_ids is None or call.prompt_token_ids is None:
             if self._ledger.needs is Needs.TOKEN_IDS:

@@ -61,9 +61,12 @@ class _RecordingTransport:
         async with AsyncExitStack() as cleanup:
             try:
                 session = self._session_of_this_loop(cleanup)
-                answer = await session.request(**_arguments(request, content, exchange))
-                streams = exchange is None or (exchange.streamed and answer.status < 400)
-                received = b"" if streams else await answer.read()
+                while True:
+                    answer = await session.request(**_arguments(request, content, exchange))
+                    streams = exchange is None or (exchange.streamed and answer.status < 400)
+                    received = b"" if streams else await answer.read()
+                    if exchange is None or not exchange.must_resend(answer.status, received):
+                        break
             except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
                 self._fail(exchange, request, error)
             left_out = _left_out(request, answer.status, answer.headers)
@@ -86,11 +89,13 @@ class _RecordingTransport:
         headers = [pair for pair in request.headers.raw if pair[0].lower() not in (*_REWRITTEN, b"accept-encoding")]
         if accept := exchange.headers.get("Accept"):
             headers = [*(pair for pair in headers if pair[0].lower() != b"accept"), (b"Accept", accept.encode())]
-        request = self.http.Request(
-            request.method, request.url, headers=headers, content=exchange.content, extensions=request.extensions
-        )
+        to, extensions = (request.method, request.url), request.extensions
         try:
-            answer = self._sync_transport.handle_request(request)
+            while True:
+                request = self.http.Request(*to, headers=headers, content=exchange.content, extensions=extensions)
+                answer = self._sync_transport.handle_request(request)
+                if answer.status_code < 400 or not exchange.must_resend(answer.status_code, answer.read()):
+                    break
             left_out = _left_out(request, answer.status_code, answer.headers)
             if exchange.streamed and answer.status_code < 400:
                 for name in left_out & {b"location"}:

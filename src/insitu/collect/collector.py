@@ -11,7 +11,17 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -56,7 +66,8 @@ class Plan:
     `finished` are episodes of these members that an earlier process has run. `recorded` are groups of an earlier run,
     used as they are instead of running `members`. `rewarded`: each episode needs a reward, and becomes a trajectory.
     `pairs` turns a group into one of preference pairs. `purpose` is added to the names of episodes that the run waits
-    for. `budget`: the episodes of a row begin in waves, and other rows may take the place of some. `teacher` is called
+    for. `group_of`: the id of the group of each row that shares one with others; any other row has its own, with its
+    id. `budget`: the episodes of a row begin in waves, and other rows may take the place of some. `teacher` is called
     with each scored episode that has a reward.
     """
 
@@ -74,6 +85,7 @@ class Plan:
     finished: Sequence[Episode] = ()
     recorded: AsyncIterable[list[Episode]] | None = None
     purpose: str = ""
+    group_of: Mapping[str, str] = field(default_factory=dict)
     budget: Budget | None = None
     teacher: Teach | None = None
 
@@ -83,31 +95,38 @@ class Plan:
         reserve = self.budget.reserve if self.budget is not None else ()
         return {str(row.id): row for row in (*(row for row, _ in self.members), *reserve)}
 
+    def group_id(self, row_id: str) -> str:
+        return self.group_of.get(row_id, row_id)
+
     def trained_reward(self, episode: Episode) -> float | None:
         """The reward of an episode with calls to train."""
         return episode.reward if episode.reward is not None and self.trained.of(episode) else None
 
     def parts(self) -> dict[str, int] | None:
-        """The part of the epoch's training job that each row belongs to, by row id; None if there is only one.
+        """The part of the epoch's training job that each group belongs to, by its id; None if there is only one.
 
         Parts are runs of rows in the order in which they are trained. They are planned, so they do not depend on what
         the episodes turn out to be.
         """
-        row_ids = sorted({str(row.id) for row, _ in self.members})
-        if not row_ids or (self.budget is not None and self.budget.reserve):
+        group_ids = sorted({self.group_id(str(row.id)) for row, _ in self.members})
+        if not group_ids or (self.budget is not None and self.budget.reserve):
             return None
-        size = max(-(-PART_EPISODES * len(row_ids) // len(self.members)), -(-len(row_ids) // MAX_PARTS))
-        return {row_id: number // size for number, row_id in enumerate(row_ids)} if size < len(row_ids) else None
+        size = max(-(-PART_EPISODES * len(group_ids) // len(self.members)), -(-len(group_ids) // MAX_PARTS))
+        return {name: number // size for number, name in enumerate(group_ids)} if size < len(group_ids) else None
 
     def group(self, episodes: Sequence[Episode]) -> GroupRecord:
         """The group of a row whose episodes are complete."""
-        group = scored_group(episodes, self.trained, rewarded=self.rewarded)
+        shared = self.group_of.get(episodes[0].key.row_id)
+        group = scored_group(episodes, self.trained, rewarded=self.rewarded, shared=shared)
         return group if self.pairs is None else self.pairs(group)
 
 
 @dataclass
 class _Group:
-    """A group in progress: the planned row at a position (`number` 0), or the row of a later try there."""
+    """A group in progress: the planned row at a position (`number` 0), or the row of a later try there.
+
+    Of a group of several rows, `row` is the first.
+    """
 
     row: EvalInputItem
     position: int
@@ -128,20 +147,26 @@ class PlayedGroup(NamedTuple):
 class Rollouts(Iterator[Member]):
     """Yields the episodes that may begin now; `add` each that has ended, after which more may begin.
 
-    `reward_of` is the reward of an episode, None if it is not trained.
+    `reward_of` is the reward of an episode, None if it is not trained. `group_id` is the id of the group of a row; with
+    a budget, each row has its own.
     """
 
     def __init__(
-        self, members: Sequence[Member], budget: Budget | None, reward_of: Callable[[Episode], float | None]
+        self,
+        members: Sequence[Member],
+        budget: Budget | None,
+        reward_of: Callable[[Episode], float | None],
+        group_id: Callable[[str], str] = str,
     ) -> None:
+        self._group_id = group_id
         self._budget = budget
         self._reward_of = reward_of
         self._ready: deque[Member] = deque()
         self.groups: dict[str, _Group] = {}
-        """Those that have not ended, by row id."""
+        """Those that have not ended, by id."""
         first = budget.waves[0] if budget is not None else None
         for row, generation in members:
-            group = self.groups.setdefault(str(row.id), _Group(row, len(self.groups)))
+            group = self.groups.setdefault(group_id(str(row.id)), _Group(row, len(self.groups)))
             group.generations.append(generation)
             if first is None or group.begun < first:
                 group.begun += 1
@@ -154,7 +179,8 @@ class Rollouts(Iterator[Member]):
 
     def add(self, episode: Episode) -> PlayedGroup | None:
         """The group of an episode that has ended, if it was the group's last."""
-        group = self.groups[episode.key.row_id]
+        group_id = self._group_id(episode.key.row_id)
+        group = self.groups[group_id]
         group.episodes.append(episode)
         if len(group.episodes) < group.begun:
             return None
@@ -165,7 +191,7 @@ class Rollouts(Iterator[Member]):
         if not is_silent and group.begun < len(group.generations):
             self._begin_wave(group)
             return None
-        del self.groups[episode.key.row_id]
+        del self.groups[group_id]
         replacement = self._begin_replacement(group) if is_silent else None
         saved = len(group.generations) - len(group.episodes)
         return PlayedGroup(group.episodes, saved, str(replacement.row.id) if replacement is not None else None)
@@ -203,7 +229,7 @@ async def collect(
                     on_episode(episode)
             yield plan.group(group)
         return
-    rollouts = Rollouts(plan.members, plan.budget, plan.trained_reward)
+    rollouts = Rollouts(plan.members, plan.budget, plan.trained_reward, plan.group_id)
     async with aclosing(_run_episodes(rollouts, plan, builder, run)) as episodes:
         async for episode in episodes:  # each has an outcome: every group becomes complete
             if on_episode is not None:

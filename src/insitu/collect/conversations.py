@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, ModelCall
-from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection, text_content
+from insitu.schemas.finetuning import (
+    GROUP_KEY,
+    EpisodeItem,
+    EpisodeItemRole,
+    Trajectory,
+    TrajectoryCollection,
+    text_content,
+)
+from insitu.wire.connection import chat_entries
 from insitu.wire.http_format import format_token_id
 
 Messages = list[dict[str, Any]]
@@ -56,7 +64,8 @@ _CALL_FIELDS = (
 def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -> dict[str, Any]:
     """A message's `logprobs` as OpenAI's API returns them, with the call that sampled it; empty if they are unknown.
 
-    `tokens` are the texts of the sampled tokens, used if their ids are unknown.
+    The entries are those that the server sent if the call has them, with `token_ids` beside them if they are known.
+    `tokens` are the texts of the sampled tokens, used if there are neither such entries nor ids.
 
         {"content": [{"token": "token_id:7", "logprob": -0.1, "bytes": None, "top_logprobs": []}], "refusal": None,
          "call": {"model": "policy", "prompt_token_ids": [1, 5, 9], "policy_version": 3, ...}}
@@ -66,22 +75,16 @@ def call_logprobs(call: ModelCall | None, tokens: Iterable[str] | None = None) -
     """
     if call is None or not call.logprobs:
         return {}
+    fields = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
+    if call.sent_logprobs is not None:
+        ids = {} if call.token_ids is None else {"token_ids": call.token_ids}
+        return {"content": call.sent_logprobs, "refusal": None, **ids, "call": fields}
     texts = [""] * len(call.logprobs) if tokens is None else [*tokens]
     if call.token_ids is not None:
         texts = [*map(format_token_id, call.token_ids)]
     if len(texts) != len(call.logprobs):
         return {}
-    fields = {name: value for name in _CALL_FIELDS if (value := getattr(call, name)) is not None}
-    return {**chat_logprobs(texts, call.logprobs), "call": fields}
-
-
-def chat_logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
-    """`logprobs` of a choice of a chat, as OpenAI's API returns them."""
-    entries = zip(tokens, logprobs, strict=True)
-    content: list[dict[str, Any]] = [
-        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []} for token, logprob in entries
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": chat_entries(texts, call.logprobs), "refusal": None, "call": fields}
 
 
 def conversations(calls: Sequence[ModelCall]) -> Iterator[list[Turn]]:
@@ -180,8 +183,8 @@ def _normalized_tool_call(call: dict[str, Any]) -> tuple[Any, ...]:
 class GroupRecord(NamedTuple):
     """A completed group: all its episodes, and the trajectories of those that can be trained.
 
-    `saved` episodes were not played, as the rewards of the others are equal; `replaced_by` is the row that was played
-    instead.
+    `row_id` is that of its row; of a group of several rows, that of the first in the dataset. `saved` episodes were not
+    played, as the rewards of the others are equal; `replaced_by` is the row that was played instead.
     """
 
     row_id: str
@@ -192,14 +195,19 @@ class GroupRecord(NamedTuple):
     replaced_by: str | None = None
 
 
-def scored_group(episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded: bool = True) -> GroupRecord:
+def scored_group(
+    episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded: bool = True, shared: str | None = None
+) -> GroupRecord:
     """The group of a row's episodes. Each has a trajectory, or is counted in `dropped` by its reason.
 
-    Without rewards there are no trajectories, and only failed episodes are counted.
+    Without rewards there are no trajectories, and only failed episodes are counted. `shared` is the id of a group that
+    may have several rows.
     """
-    group = GroupRecord(episodes[0].key.row_id, sorted(episodes, key=attrgetter("key.generation")), [], Counter())
+    row_id = shared or episodes[0].key.row_id
+    group = GroupRecord(row_id, sorted(episodes, key=attrgetter("key.member")), [], Counter())
+    about = {GROUP_KEY: shared} if shared is not None else {}
     for episode in group.episodes:
-        trajectory = _trajectory(episode, trained) if rewarded and episode.reward is not None else None
+        trajectory = _trajectory(episode, trained, about) if rewarded and episode.reward is not None else None
         if trajectory is not None:
             group.trajectories.append(trajectory)
         elif rewarded or episode.outcome is not EpisodeStatus.OK:
@@ -207,8 +215,11 @@ def scored_group(episodes: Sequence[Episode], trained: TrainedCalls, *, rewarded
     return group
 
 
-def _trajectory(episode: Episode, trained: TrainedCalls) -> Trajectory | None:
-    """An episode with a reward as a trajectory; None, with the reason set, if it has no trained call."""
+def _trajectory(episode: Episode, trained: TrainedCalls, about: Mapping[str, str]) -> Trajectory | None:
+    """An episode with a reward as a trajectory; None, with the reason set, if it has no trained call.
+
+    `about` is added to its metadata.
+    """
     positions = trained.of(episode)
     if not positions:
         if episode.reason is None:
@@ -224,6 +235,7 @@ def _trajectory(episode: Episode, trained: TrainedCalls) -> Trajectory | None:
         shaped_rewards=steps,
         metadata={
             "row_id": episode.key.row_id,
+            **about,
             "generation": episode.key.generation,
             "rewarded_functions": episode.rewarded_functions,
             "scores": episode.scores,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -318,3 +318,12 @@ def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:
         return [read_step(record) for record in steps or []]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {key} must be a list of intermediate steps: {error}") from error
+
+
+def equal_rows(rows: Iterable[EvalInputItem]) -> dict[str, str]:
+    """For each row, by id, the id of the first with the same question and answer."""
+    first: dict[str, str] = {}
+    contents = (
+        (row, json.dumps([row.input_obj, row.expected_output_obj], sort_keys=True, default=str)) for row in rows
+    )
+    return {str(row.id): first.setdefault(content, str(row.id)) for row, content in contents}

@@ -52,7 +52,9 @@ def item_tokens(item: EpisodeItem) -> ItemTokens | None:
     tokens, logprobs = sampled_tokens(fields)
     if not logprobs:
         return None
-    return ItemTokens([str(token) for token in tokens], parse_token_ids(tokens), logprobs, fields.get("call") or {})
+    ids = parse_token_ids(tokens) or fields.get("token_ids")
+    ids = ids if ids and len(ids) == len(logprobs) else None
+    return ItemTokens([str(token) for token in tokens], ids, logprobs, fields.get("call") or {})
 
 
 def _plain(logprobs: Any) -> Any:

@@ -33,6 +33,8 @@ def requested_config(request: RunRequest) -> Config:
         if request.override:
             raise ConfigError("overrides apply to a file, not to a loaded configuration")
         return changed_config(source, request.values) if request.values else source
+    if source is None:
+        raise ConfigError("config_file is missing: name the file, or pass a loaded configuration")
     path = Path(source)  # type: ignore[arg-type]  # documented as open
     data = read_settings(path)
     for key, text in request.override:

@@ -21,7 +21,7 @@ from insitu.config.yaml_loader import expand, value_type
 from insitu.disk.files import file_name_problem
 from insitu.errors import ConfigError
 from insitu.registry import Kind, not_found, registry
-from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.parts import key_of
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
@@ -99,10 +99,10 @@ class Validator:
         section = data.get("finetuning")
         if isinstance(section, dict) and section.pop("run_configuration", None) is not None:
             self._unused("finetuning.run_configuration", "the command line")
-        finetuning = self._model(FinetuneConfig, section, "finetuning") or FinetuneConfig()
+        finetuning = frozen(self._model(FinetuneConfig, section, "finetuning") or FinetuneConfig())
         reward = {"reward": finetuning.reward_function}
         blocks = {
-            key: block.model_copy(update=reward) if takes_reward(type(block)) else block
+            key: frozen(block.model_copy(update=reward) if takes_reward(type(block)) else block)
             for key, block in self.blocks.items()
         }
         variables = frozenset(self.from_environment.values())

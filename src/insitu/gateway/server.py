@@ -284,16 +284,20 @@ class Gateway:
         url = f"{base_url}/{translation.route}"
         headers: Any = {"Content-Type": JSON, "Authorization": credentials, **exchange.headers}
         timeout = client_timeout(_CONNECT_TIMEOUT, llm.config.timeout or _READ_TIMEOUT)
-        content = proxy.payload(exchange.content)
         try:
-            async with self._session.post(
-                url, data=content, headers=headers, allow_redirects=False, timeout=timeout
-            ) as answer:
-                if exchange.streamed and answer.status < 300:  # redirects are not followed
-                    return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
-                received = exchange.complete(answer.status, answer.headers, await answer.read())
-                if exchange.parse_error is not None:
-                    raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.parse_error}")
+            while True:
+                content = proxy.payload(exchange.content)
+                async with self._session.post(
+                    url, data=content, headers=headers, allow_redirects=False, timeout=timeout
+                ) as answer:
+                    if exchange.streamed and answer.status < 300:  # redirects are not followed
+                        return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
+                    received = await answer.read()
+                if not exchange.must_resend(answer.status, received):
+                    break
+            received = exchange.complete(answer.status, answer.headers, received)
+            if exchange.parse_error is not None:
+                raise aiohttp.ClientPayloadError(f"its response is not a completion: {exchange.parse_error}")
         except BaseException as error:  # also a cancellation is a failed attempt; re-raised
             exchange.fail(type(error).__name__, by_server=isinstance(error, aiohttp.ClientError))
             raise

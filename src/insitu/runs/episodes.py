@@ -183,8 +183,9 @@ class RecordedGroups:
     def read(self, row: sqlite3.Row) -> RecordedGroup:
         """Never raises for what is in the files."""
         problems, stored, files = Problems(), stored_group(row), self.files
-        attempt, part = problems.attempt, f"/{row['epoch']}/{row['row_id']}/"
+        attempt = problems.attempt
         line: dict[str, Any] | None = attempt(lambda: self.index.line(GROUPS, row), None)
+        part = f"/{row['epoch']}/" + ("" if (line or {}).get("rows") else f"{row['row_id']}/")
         records: list[dict[str, Any]] = attempt(lambda: [*files.episode_records([stored])], [])
         calls: dict[str, list[ModelCall]] = attempt(lambda: files.calls(stored), {})
         settings: dict[str, Any] = attempt(files.settings, {})
@@ -224,12 +225,18 @@ class RecordedGroups:
 
     def same_row(self, row_id: str) -> list[sqlite3.Row]:
         """The groups of a row in all epochs."""
-        return self.index.select("SELECT * FROM groups WHERE row_id = ? ORDER BY epoch, id", (row_id,))
+        return self._groups_of(row_id)
 
     def _find(self, epoch: int, row_id: str) -> sqlite3.Row | None:
         """The last one, as a run has at most one group of a row in an epoch."""
-        query = "SELECT * FROM groups WHERE row_id = ? AND epoch = ? ORDER BY id DESC LIMIT 1"
-        return next(iter(self.index.select(query, (row_id, epoch))), None)
+        return next(reversed(self._groups_of(row_id, epoch)), None)
+
+    def _groups_of(self, row_id: str, epoch: int | None = None) -> list[sqlite3.Row]:
+        """The groups with this id or, if there are none, those that this row is in with others."""
+        own, shared = "row_id = ?", "id IN (SELECT group_id FROM episodes WHERE row_id = ?)"
+        at, values = ("", (row_id,)) if epoch is None else (" AND epoch = ?", (row_id, epoch))
+        queries = (f"SELECT * FROM groups WHERE {which}{at} ORDER BY epoch, id" for which in (own, shared))
+        return next((rows for query in queries if (rows := [*self.index.select(query, values)])), [])
 
     def _names(self, table: str, column: str, condition: str = "", *values: Any) -> list[str]:
         query = f"SELECT DISTINCT {column} FROM {table} {condition} ORDER BY id LIMIT {_NAMED}"

@@ -211,8 +211,9 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
     prompts: list[Any] = [call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls]
     for index, call in enumerate(calls):
         record = {"episode": episode, **dict(zip(_CALL_FIELDS, _call_values(call), strict=True))}
-        if call.teacher_logprobs is None:
-            del record["teacher_logprobs"]
+        for name in ("teacher_logprobs", "sent_logprobs"):
+            if record[name] is None:
+                del record[name]
         messages, prompt = call.messages, prompts[index]
         for earlier in range(index - 1, -1, -1):
             before, start = calls[earlier], prompts[earlier]

@@ -181,6 +181,7 @@ class RunStore:
         group = {
             "epoch": epoch,
             "row_id": record.row_id,
+            **({"rows": rows} if len(rows := {e.key.row_id: None for e in record.episodes}) > 1 else {}),
             "num_episodes": len(record.episodes),
             "episodes": [t.id for t in record.trajectories],
             "rewards": [t.reward for t in record.trajectories],

@@ -10,11 +10,13 @@ The `name` of a configuration class is the `_type` of its YAML block:
 
 from collections.abc import Callable, Collection, Generator
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import core_schema
+from pydantic_core import InitErrorDetails, core_schema
+
+T = TypeVar("T")
 
 WORKFLOW = "<workflow>"
 """The name under which the block `workflow` is built and targeted."""
@@ -36,7 +38,48 @@ def _is_block(field: FieldInfo | None) -> bool:
     return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
-class TypedBaseModel(BaseModel):
+_FROZEN = "_frozen"
+
+
+class WritableModel(BaseModel):
+    """A model of the documents, which plugins may write to. What belongs to a checked file is `frozen`.
+
+    Assigning to a field of a frozen one raises pydantic's ValidationError.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _FROZEN in self.__dict__:
+            error = InitErrorDetails(type="frozen_instance", loc=(name,), input=value)
+            raise ValidationError.from_exception_data(type(self).__name__, [error])
+        super().__setattr__(name, value)
+
+
+def frozen(value: T) -> T:
+    """The object, after it and the models in it were frozen."""
+    for part in value if isinstance(value, list | tuple) else ():
+        frozen(part)
+    if isinstance(value, WritableModel):
+        value.__dict__[_FROZEN] = True
+        for name in type(value).model_fields:
+            frozen(value.__dict__.get(name))
+    return value
+
+
+def writable(value: T) -> T:
+    """A copy in which models, lists and dicts can be changed; other values are shared."""
+    copied: Any = value
+    if isinstance(value, WritableModel):
+        copied = value.model_copy()
+        copied.__dict__.pop(_FROZEN, None)
+        copied.__dict__.update({name: writable(part) for name, part in copied.__dict__.items()})
+    elif isinstance(value, list):
+        copied = [*map(writable, value)]
+    elif isinstance(value, dict):
+        copied = {key: writable(each) for key, each in value.items()}
+    return cast(T, copied)
+
+
+class TypedBaseModel(WritableModel):
     """A configuration block: `_type` in YAML is `type` in Python.
 
     Unknown keywords are ignored in Python, which plugins rely on; `config` rejects unknown keys in YAML.
@@ -53,8 +96,6 @@ class TypedBaseModel(BaseModel):
         super().__init_subclass__(**kwargs)
         if name is not None:
             cls.registered_name = name
-            if cls.__module__.startswith("insitu."):  # a plugin may write to its blocks: it gets copies of them
-                cls.model_config = cls.model_config | {"frozen": True}
 
     @model_validator(mode="before")
     @classmethod

@@ -77,7 +77,8 @@ class ModelCall:
     functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is missing or
     incomplete, and `tool_call_malformed` that its text has tool calls that the server could not parse.
     `teacher_logprobs` are those of the sampled tokens under a teacher, if the trainer has one; None for a
-    token that the teacher has no room for.
+    token that the teacher has no room for. `sent_logprobs` (C) are the entries that the server sent (`token`, `bytes`,
+    `logprob`, `top_logprobs`), for training that needs what is `GIVEN`, or if there are no token ids.
     """
 
     index: int
@@ -102,6 +103,7 @@ class ModelCall:
     weights: str | None = None
     tool_call_malformed: bool = False
     teacher_logprobs: list[float | None] | None = None
+    sent_logprobs: list[dict[str, Any]] | None = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -142,8 +144,13 @@ class TrainingRow(BaseModel):
 
 
 class Needs(IntEnum):
-    """What training needs of each call that it trains; each includes those before it."""
+    """What training needs of each call that it trains: `GIVEN`, or a level that includes those before it.
 
+    With `GIVEN` the server is asked for everything, what it does not give may be missing, and the tokens and
+    alternatives that it sends are kept.
+    """
+
+    GIVEN = 0
     TEXT = 1
     LOGPROBS = 2
     TOKEN_IDS = 3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel
+from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, WritableModel
 from insitu.schemas.steps import IntermediateStep
 
 Row = dict[str, Any]
@@ -99,12 +99,12 @@ class EvalOutput(BaseModel):
     eval_output_items: list[EvalOutputItem] = Field(default_factory=list)
 
 
-class RunRequest(BaseModel):
+class RunRequest(WritableModel):
     """What a command, a call from Python or a plugin asks of a file. It stays beside the checked `Config`."""
 
-    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
 
-    config_file: Path | BaseModel | Any
+    config_file: Path | BaseModel | Any = None
     dataset: str | Path | None = None
     result_json_path: str = "$"
     endpoint: str | None = None
@@ -125,6 +125,7 @@ class RunRequest(BaseModel):
 class EvaluationRunConfig(RunRequest):
     """Options of an evaluation run, from the command line or a plugin."""
 
+    config_file: Path | BaseModel | Any
     skip_workflow: bool = False
     skip_completed_entries: bool = False
     reps: int = Field(default=1, ge=1)

@@ -9,14 +9,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, default_empty_blocks
+from insitu.schemas.components import BaseModelRegistryTag, TypedBaseModel, WritableModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.parts import ShapePart
 
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
+GROUP_KEY = "insitu_group"
+"""In the metadata of a trajectory: the id of its group, if that may have episodes of several rows."""
 ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 """For messages."""
 
@@ -31,7 +33,7 @@ def signed(value: float, sign: int) -> float:
     return value if sign > 0 else 0.0 - value
 
 
-class RewardFunctionConfig(BaseModel):
+class RewardFunctionConfig(WritableModel):
     """The evaluator that provides the reward, and the reward of failed episodes."""
 
     model_config = _DOCUMENTED
@@ -101,7 +103,7 @@ TrajectoryBuilderConfigT = TypeVar("TrajectoryBuilderConfigT", bound=TrajectoryB
 TrainerAdapterConfigT = TypeVar("TrainerAdapterConfigT", bound=TrainerAdapterConfig)
 
 
-class CurriculumLearningConfig(BaseModel):
+class CurriculumLearningConfig(WritableModel):
     """Trains on the easiest examples first and adds the others step by step."""
 
     model_config = _DOCUMENTED
@@ -144,7 +146,7 @@ class FinetuneRunConfig(RunRequest):
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 
-class ValidationConfig(BaseModel):
+class ValidationConfig(WritableModel):
     """A held-out dataset and when to evaluate it."""
 
     model_config = _DOCUMENTED
@@ -172,7 +174,7 @@ class ValidationConfig(BaseModel):
         return self
 
 
-class FinetuneConfig(BaseModel):
+class FinetuneConfig(WritableModel):
     """The section `finetuning`."""
 
     model_config = _DOCUMENTED

@@ -60,7 +60,8 @@ class _Batch:
     errors: Counter[str] = field(default_factory=Counter)
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
     rows: Counter[str] = field(default_factory=Counter)
-    """Finished episodes of each row."""
+    """Finished episodes of each group."""
+    group_id: Callable[[str], str] = str
     complete_groups: int = 0
     spending: Spending | None = None
 
@@ -166,7 +167,7 @@ class BatchCollector:
     def _incomplete_groups(self, batch: _Batch) -> int:
         """Groups of a batch that have begun and are not complete."""
         in_flight = run_of(self.builder).episodes_in_flight
-        begun = batch.rows.keys() | {key.row_id for key in in_flight if key.epoch == batch.epoch}
+        begun = batch.rows.keys() | {batch.group_id(key.row_id) for key in in_flight if key.epoch == batch.epoch}
         return len(begun) - batch.complete_groups
 
     def _planned_version(self, epoch: int) -> int | None:
@@ -213,7 +214,7 @@ class BatchCollector:
         await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather, **recorded})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
-        served = batch.served
+        served, batch.group_id = batch.served, plan.group_id
         journal = self.durable.finished(batch.epoch)
         finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
         if len(finished) < len(journal) and self.durable.progress.submitted_epoch == batch.epoch:
@@ -242,7 +243,7 @@ class BatchCollector:
         def on_episode(episode: Episode) -> None:
             nonlocal ended
             ended += 1
-            batch.rows[episode.key.row_id] += 1
+            batch.rows[plan.group_id(episode.key.row_id)] += 1
             if is_next_waiting:
                 check_begun()
             batch.traffic.add(episode)
@@ -263,7 +264,7 @@ class BatchCollector:
                     batch.spending.add(group.saved, extra)
                     check_begun()
                     self._note_spending(batch)
-                batch.held.append((group, rows.get(group.row_id)))
+                batch.held.append((group, rows.get(group.row_id) or rows.get(group.episodes[0].key.row_id)))
                 batch.complete_groups += 1
                 if batch.is_current:
                     self._write(batch)

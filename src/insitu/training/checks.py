@@ -106,11 +106,7 @@ def check_group_size(trainer: Trainer, builder: TrajectoryBuilder) -> None:
         return
     if getattr(trainer.trainer_config, "teacher", None) is not None:
         return
-    if builder.config.num_generations < 2:
-        raise ConfigError(
-            f"{builder.block}.num_generations is 1, but {trainer.trainer_config.type} compares the episodes of a row "
-            "with one another; allowed: 2 or more"
-        )
+    builder.check_group_size(trainer.trainer_config.type)
 
 
 def check_budget(trainer: Trainer, builder: EpisodesBuilder) -> None:

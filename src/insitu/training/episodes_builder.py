@@ -165,9 +165,20 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         if self.config.episodes_from is not None:  # opened again: the run may have been moved aside for this one
             self.stored = await asyncio.to_thread(open_stored, self._builder, self.block, self.config.episodes_from)
             return
-        request, moved = self._builder.request, self._builder.moved
+        self._rows = await asyncio.to_thread(self.load_rows)
+
+    def load_rows(self) -> list[EvalInputItem]:
+        request = self._builder.request
         path = request.dataset if request is not None else None
-        self._rows = await asyncio.to_thread(load_dataset, self._full_config, path, moved=moved)
+        return load_dataset(self._full_config, path, moved=self._builder.moved)
+
+    def check_group_size(self, trainer: str) -> None:
+        """Raises ConfigError if a trainer that compares episodes of a row gets one of each."""
+        if self.config.num_generations < 2:
+            raise ConfigError(
+                f"{self.block}.num_generations is 1, but {trainer} compares the episodes of a row with one another; "
+                "allowed: 2 or more"
+            )
 
     @property
     def episodes_per_epoch(self) -> int | None:
@@ -254,7 +265,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         if self._evaluates and self._given_builder is None and builder_of_run() is None:
             return TrainedCalls(as_text=True)
         run = self.run_config
-        as_text = self._needs is Needs.TEXT
+        as_text = self._needs <= Needs.TEXT
         return TrainedCalls(run.target_functions, self._full_config.trained_llms(), run.target_model, as_text)
 
     @property

@@ -3,12 +3,13 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
-from insitu.errors import ConfigError
+from insitu.errors import BackendError, ConfigError
+from insitu.schemas.components import writable
 from insitu.schemas.episodes import Needs, TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
@@ -26,6 +27,17 @@ from insitu.training.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
+C = TypeVar("C", TrajectoryBuilderConfig, TrainerAdapterConfig)
+
+
+def _rewarded(config: C, run_config: FinetuneConfig) -> C:
+    """The configuration, which has the run's reward now; a copy if it cannot be written to."""
+    try:
+        config.reward = run_config.reward_function
+    except ValueError:  # frozen, or a class without such a field
+        return config.model_copy(update={"reward": run_config.reward_function})
+    return config
+
 
 class TrajectoryBuilder(ABC):
     """Runs the workflow and turns its episodes into trajectories, grouped by example."""
@@ -36,8 +48,7 @@ class TrajectoryBuilder(ABC):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
-        reward = {"reward": run_config.reward_function}
-        self.trajectory_builder_config = self.trajectory_builder_config.model_copy(update=reward)
+        self.trajectory_builder_config = _rewarded(self.trajectory_builder_config, run_config)
 
     @property
     def episodes_per_epoch(self) -> int | None:
@@ -58,7 +69,7 @@ class TrajectoryBuilder(ABC):
         if request is None:
             raise ConfigError("run_eval() needs finetuning.run_configuration, which the finetune command sets")
         output = await evaluation_runs.EvaluationRun(request.evaluation(training=True)).run_and_evaluate()
-        items = output.eval_input.eval_input_items
+        items = getattr(getattr(output, "eval_input", None), "eval_input_items", ())  # a plugin's may lack them
         if failed := [item for item in items if item.error is not None]:  # a plugin might drop them silently
             counted, first = f"{len(failed)} of {len(items)}", failed[0]
             logger.warning("%s episodes failed; first failure (row %r): %s", counted, first.id, first.error)
@@ -93,7 +104,7 @@ class TrainerAdapter(ABC):
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
-        self.adapter_config = self.adapter_config.model_copy(update={"reward": run_config.reward_function})
+        self.adapter_config = _rewarded(self.adapter_config, run_config)
 
     async def policy_endpoint(self) -> PolicyEndpoint | None:
         """Where the policy being trained is served; None if unknown."""
@@ -101,8 +112,8 @@ class TrainerAdapter(ABC):
 
     @property
     def needs(self) -> Needs:
-        """What a job needs of each call that it trains. The default is all that a builder may ask for."""
-        return Needs.TOKEN_IDS
+        """What a job needs of each call that it trains. The default is what the endpoint gives, which may be text."""
+        return Needs.GIVEN
 
     def training_settings(self) -> dict[str, Any]:
         """The settings of a training job, shown in the header of the run."""
@@ -143,8 +154,13 @@ class TrainerAdapter(ABC):
         ConfigError if that is impossible.
         """
 
-    async def check_settings(self) -> None:  # noqa: B027 - optional
-        """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch."""
+    async def check_settings(self) -> None:
+        """Raises ConfigError if the backend would refuse a job with these settings. Called before the first epoch.
+
+        The default asks whether the backend is healthy.
+        """
+        if not await self.is_healthy():
+            raise BackendError(f"{self.adapter_config.type}: the backend is not healthy; is_healthy() returned false")
 
     @abstractmethod
     async def is_healthy(self) -> bool:
@@ -170,9 +186,13 @@ class TrainerAdapter(ABC):
 class RewardAdapter(TrainerAdapter):
     """Adapter of a backend that computes advantages from rewards, and ignores those sent with the trajectories."""
 
+    needs = Needs.TOKEN_IDS
+
 
 class RowAdapter(TrainerAdapter):
     """Adapter of a backend that trains token rows and keeps the checkpoints of several versions."""
+
+    needs = Needs.TOKEN_IDS
 
     @abstractmethod
     async def submit_rows(
@@ -251,8 +271,8 @@ class Trainer(ABC):
             "total_groups": 0,
             "included_groups": set(),
         }
-        await self.trajectory_builder.initialize(run_config)
-        await self.trainer_adapter.initialize(run_config)
+        await self.trajectory_builder.initialize(writable(run_config))
+        await self.trainer_adapter.initialize(writable(run_config))
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
@@ -290,7 +310,7 @@ class Trainer(ABC):
             raise
         if "error" in metrics:
             failed.append(f"at epoch {epoch}: {metrics['error']}")
-        return metrics
+        return {**metrics, "dataset_type": "validation"}
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int

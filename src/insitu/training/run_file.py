@@ -23,6 +23,8 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
         **selection,
         "on_failure": reward.on_failure if reward else None,
     }
+    if (grouping := getattr(builder, "grouping", None)) is not None:
+        settings["groups"] = grouping
     if (shape := getattr(builder, "shape", None)) is not None:
         settings["reward_shape"] = shape.settings
     if (budget := getattr(builder, "budget", None)) is not None:

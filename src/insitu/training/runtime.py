@@ -31,6 +31,7 @@ from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
+from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
 from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
@@ -77,12 +78,17 @@ async def run_finetuning(runner: Trainer, resume: bool = False) -> list[Training
     return statuses
 
 
-async def finetuning_main(run_config: FinetuneRunConfig, console: Console | None = None) -> list[TrainingJobStatus]:
+async def finetuning_main(
+    run_config: FinetuneRunConfig | Config, console: Console | None = None
+) -> list[TrainingJobStatus]:
     """The command `finetune`, from the file to the last status. Always calls the trainer's `cleanup`.
 
-    Prints progress to `console`, standard output by default. A run that is complete already is not continued.
+    `run_config` may be the checked file itself. Prints progress to `console`, standard output by default. A run that is
+    complete already is not continued.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
+    if isinstance(run_config, Config):
+        run_config = FinetuneRunConfig(config_file=run_config)
     config, request = await prepared(run_config)
     finetuning = config.finetuning
     folder = config.run_dir
@@ -135,7 +141,7 @@ async def ready_run(
                 check_memory(adapter.memory_plan(), free=True)
                 state.needs = adapter.needs
             async with _cleaned_up(trainer, f"trainers.{config.finetuning.trainer}"):
-                await trainer.initialize(config.finetuning.model_copy(update=section))
+                await trainer.initialize(writable(config.finetuning.model_copy(update=section)))
                 if isinstance(adapter, TrainerAdapter):
                     state.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
@@ -353,7 +359,7 @@ async def serve_policy(builder: Builder) -> AsyncIterator[None]:
         return
     adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)
     with TemporaryDirectory(prefix="insitu-") as scratch:
-        await adapter.initialize(finetuning.model_copy(update={"output_dir": Path(scratch)}))
+        await adapter.initialize(writable(finetuning.model_copy(update={"output_dir": Path(scratch)})))
         try:
             async with watched(adapter):
                 yield

@@ -16,7 +16,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -321,6 +321,24 @@ def sampled_tokens(logprobs: Any) -> tuple[list[Any], list[float] | None]:
     if (entries := logprobs.get("content")) is None:
         return logprobs.get("tokens") or [], logprobs.get("token_logprobs")
     return [entry.get("token") for entry in entries], [entry["logprob"] for entry in entries]
+
+
+def sent_logprobs(logprobs: Any) -> list[dict[str, Any]] | None:
+    """The entries of `logprobs` of a choice: those of a chat as they are, those of a text in the same form."""
+    if not isinstance(logprobs, dict):
+        return None
+    if (entries := logprobs.get("content")) is not None:
+        return list(entries)
+    tokens, values = sampled_tokens(logprobs)
+    return chat_entries(tokens, values) if values and len(tokens) == len(values) else None
+
+
+def chat_entries(tokens: Iterable[str], logprobs: Iterable[float]) -> list[dict[str, Any]]:
+    """`logprobs.content` of a choice of a chat, as OpenAI's API returns it."""
+    return [
+        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
 
 
 def choice_tokens(choice: dict[str, Any]) -> tuple[list[int] | None, list[float] | None]:

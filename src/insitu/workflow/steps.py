@@ -17,7 +17,7 @@ from insitu.schemas.steps import (
 
 _CALL_FIELDS = (
     *("model", "llm", "sampling", "finish_reason", "policy_version"),
-    *("prompt_token_ids", "token_ids", "logprobs", "logprobs_temperature"),
+    *("prompt_token_ids", "token_ids", "logprobs", "logprobs_temperature", "sent_logprobs"),
 )
 
 

@@ -2,12 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.advantages.estimator import AdvantageEstimator, estimated_by_backend
 from insitu.builder import Builder
+from insitu.collect.collector import Plan
+from insitu.collect.datasets import equal_rows
+from insitu.errors import ConfigError
 from insitu.integrations.art.config import (
     ARTTrainerAdapterConfig,
     ARTTrainerConfig,
@@ -28,10 +33,41 @@ from insitu.training.loop import LoopTrainer
 class ARTTrajectoryBuilder(EpisodesBuilder):
     """Runs the workflow `num_generations` times per row and groups the episodes by row.
 
-    One asyncio task collects all generations of a run, under one concurrency limit.
+    With one generation, rows with the same question and answer are a group, as in the documents' example. One asyncio
+    task collects all generations of a run, under one concurrency limit.
     """
 
     needs = Needs.LOGPROBS  # ART applies the chat template itself and recovers the sampled tokens from the logprobs
+
+    @property
+    def num_generations(self) -> int:
+        return self.config.num_generations
+
+    @cached_property
+    def _group_of(self) -> dict[str, str]:
+        return equal_rows(self._rows) if self._groups_equal_rows else {}
+
+    @property
+    def _groups_equal_rows(self) -> bool:
+        return self.num_generations == 1 and self.plans_episodes
+
+    @property
+    def grouping(self) -> str | None:
+        """How rows are grouped, for the header of the run; None if each is a group of its own."""
+        groups = {*self._group_of.values()}
+        return f"{len(groups)}, of the {len(self._rows)} rows those with equal question and answer" if groups else None
+
+    def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
+        return replace(super().plan(run_id, epoch, groups, lag), group_of=self._group_of)
+
+    def check_group_size(self, trainer: str) -> None:
+        if not self._groups_equal_rows:
+            super().check_group_size(trainer)
+        elif len({*equal_rows(rows := self.load_rows()).values()}) == len(rows):
+            raise ConfigError(
+                f"{self.block}.num_generations is 1, and no two of the {len(rows)} rows have the same question and "
+                f"answer, but {trainer} compares episodes with one another; allowed: 2 or more"
+            )
 
 
 @register_trainer(config_type=ARTTrainerConfig)

@@ -24,11 +24,6 @@ _ART_TYPES = {
 }
 """Configuration block -> its type in `art.dev`."""
 _SERVER_BLOCKS = ("server_args", "engine_args")
-_KL_PENALTY = {
-    "beta": "set training.kl_penalty_coef for ART's own server; insitu backend needs beta and openpipe-art<0.5.17",
-    "kl_penalty_coef": "set training.beta",
-}
-"""The KL penalty's key up to 0.5.16, and that from 0.5.16 on -> what to do with a release that has only the other."""
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
@@ -106,7 +101,7 @@ class ARTTrainingConfig(BaseModel):
     learning_rate: float = Field(default=5e-5, ge=0)
     """Learning rate of the optimizer."""
     beta: float = Field(default=0.0, ge=0)
-    """KL penalty coefficient. Must be 0.0 from ART 0.5.17 on, whose KL penalty is `kl_penalty_coef`."""
+    """KL penalty coefficient. Releases from 0.5.17 on have it as `kl_penalty_coef`, which it is sent as."""
 
 
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
@@ -163,10 +158,16 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     """
     public, dev = set(art.types.TrainConfig.model_fields), _keys(art.dev.TrainConfig)
     options = training.model_dump()
-    for key in _KL_PENALTY.keys() - public:
-        if value := options.pop(key, None):  # otherwise the default, or the value that has no effect
-            problem = f"training.{key} is {value!r}, but openpipe-art {_release()} has no such option"
-            raise ConfigError(f"trainer_adapters: {problem}; {_KL_PENALTY[key]}")
+    if "beta" not in public and (beta := options.pop("beta")):  # from 0.5.17 on
+        if options.get("kl_penalty_coef"):
+            raise ConfigError(
+                f"trainer_adapters: training.beta is {beta!r}, but training.kl_penalty_coef is the same option in "
+                f"openpipe-art {_release()}: set one of them"
+            )
+        options["kl_penalty_coef"] = beta
+    if "kl_penalty_coef" not in public and (coefficient := options.pop("kl_penalty_coef", None)):
+        problem = f"training.kl_penalty_coef is {coefficient!r}, but openpipe-art {_release()} has no such option"
+        raise ConfigError(f"trainer_adapters: {problem}; set training.beta")
     _check_keys("training", options, public | dev)
     undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
     hints = get_type_hints(art.dev.TrainConfig, localns=undefined)

@@ -13,18 +13,19 @@ render the prompt again from the messages.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
-from insitu.collect.conversations import Turn, chat_logprobs, conversations
+from insitu.collect.conversations import Turn, conversations
 from insitu.collect.recovery import UNTRAINABLE, item_message, item_tokens, recover_calls
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import EpisodeItemRole, Trajectory, TrajectoryCollection
+from insitu.wire.connection import chat_entries
 from insitu.wire.http_format import format_token_id
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
@@ -135,9 +136,13 @@ def _call_choice(call: ModelCall) -> dict[str, Any]:
     if len(ids) != len(logprobs):
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
     message = {"role": "assistant", "content": None, **(call.message or {})}
-    choice = _choice(message, chat_logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
+    choice = _choice(message, _logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
     names = ("prompt_token_ids", "logprobs_temperature")
     return choice | {name: value for name in names if (value := getattr(call, name)) is not None}
+
+
+def _logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
+    return {"content": chat_entries(tokens, logprobs), "refusal": None}
 
 
 def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
@@ -156,4 +161,4 @@ def _item_turn(item: Any) -> dict[str, Any]:
         return message
     texts = sampled.tokens if sampled.token_ids is None else map(format_token_id, sampled.token_ids)
     reason = (item.metadata or {}).get("finish_reason") or sampled.call.get("finish_reason")
-    return _choice(message, chat_logprobs(texts, sampled.logprobs), reason)
+    return _choice(message, _logprobs(texts, sampled.logprobs), reason)

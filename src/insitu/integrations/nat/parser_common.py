@@ -50,7 +50,7 @@ class Completion(ModelCall):
 
 _RECORDED = (
     *("finish_reason", "logprobs", "token_ids", "prompt_token_ids"),
-    *("policy_version", "sampling", "logprobs_temperature"),
+    *("policy_version", "sampling", "logprobs_temperature", "sent_logprobs"),
 )
 """Fields of a Completion that the metadata of a recorded call has."""
 

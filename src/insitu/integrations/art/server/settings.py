@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,11 +13,13 @@ from insitu.schemas.training_jobs import TrainingSettings
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio"), (False,)),
     **dict.fromkeys(("scale_learning_rate_by_reward_std_dev", "trainer_args.adafactor"), (False,)),
-    **dict.fromkeys(("kimi_k2_tau", "kl_penalty_coef", "max_negative_advantage_importance_sampling_weight"), (0,)),
+    **dict.fromkeys(("kimi_k2_tau", "max_negative_advantage_importance_sampling_weight"), (0,)),
+    **dict.fromkeys(("kl_penalty_reference_step",), (0,)),
     **dict.fromkeys(("num_trajectories_learning_rate_multiplier_power", "trainer_args.beta"), (0,)),
     **dict.fromkeys(("trainer_args.label_smoothing_factor", "trainer_args.neftune_noise_alpha"), (0,)),
     **dict.fromkeys(("grad_accumulation_sequences", "trainer_args.gradient_accumulation_steps"), (1,)),
-    **dict.fromkeys(("kl_ref_adapter_path", "moe_routing_replay_bundle", "moe_routing_replay_path"), ()),
+    **dict.fromkeys(("kl_penalty_step_lag", "kl_ref_adapter_path"), ()),
+    **dict.fromkeys(("moe_routing_replay_bundle", "moe_routing_replay_path"), ()),
     **dict.fromkeys(("chat_template", "chat_template_path", "init_args.resize_model_vocab"), ()),
     **dict.fromkeys(("peft_args.layers_to_transform", "peft_args.layers_pattern"), ()),
     **dict.fromkeys(("torchtune_args", "tinker_args", "tinker_native_args", "init_args.rope_scaling"), ({},)),
@@ -32,11 +34,15 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
 INSTEAD = {
-    "kl_penalty_coef": "set beta, which adds a KL penalty to the loss (a key of openpipe-art<0.5.17)",
     "trainer_args.beta": "set beta in the training request",
 }
 """What to do instead of setting an unsupported key."""
-IGNORED_KEYS = frozenset({"logprob_calculation_chunk_size", "plot_tensors"})
+IGNORED_KEYS = frozenset(
+    {
+        *("logprob_calculation_chunk_size", "plot_tensors", "optimizer_save_interval", "final_training_step"),
+        "kl_penalty_source",  # the sampled log-probabilities, or those of the first step's weights: the same policy
+    }
+)
 """Keys of a training request that change how ART computes, but not the result."""
 BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args")
 
@@ -56,9 +62,12 @@ class ArtSettings(BaseModel):
     importance_sampling_level: str = "token"
     precalculate_logprobs: bool = False
     truncated_importance_sampling: float | None = None
-    beta: float = 0.0
+    beta: float = Field(default=0.0, ge=0)
+    kl_penalty_coef: float = Field(default=0.0, ge=0)
     learning_rate: float = 5e-6
     scale_rewards: bool = True
+    loss_fn: Literal["cispo", "ppo"] | None = None
+    normalize_advantages: bool = True
     advantage_balance: float = 0.0
     packed_length: int | None = Field(default=None, alias="packed_sequence_length")
     template_kwargs: dict[str, Any] = Field(default={}, alias="chat_template_kwargs")
@@ -79,7 +88,8 @@ class ArtSettings(BaseModel):
 
         `unbounded`: epsilon_high was sent as null, which means epsilon, not the default.
         """
-        ppo = legacy if self.ppo is None else self.ppo
+        by_name = legacy if self.loss_fn is None else self.loss_fn == "ppo"
+        ppo = by_name if self.ppo is None else self.ppo
         narrow = ppo or legacy
         low, high = self.epsilon, self.epsilon_high
         low = (0.2 if narrow else 1.0) if low is None else low
@@ -119,13 +129,22 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
         **art.objective(model.legacy, "epsilon_high" in dev_config and dev_config["epsilon_high"] is None),
         "old_logprobs": "recomputed" if recomputed else "rollout",  # the sampler's
         "truncated_importance": truncated,
-        "kl": {"beta": art.beta, "estimator": "k3"},
+        "kl": _kl(art),
         "loss_agg_mode": "sequence",
         "betas": (art.adam_beta1, art.adam_beta2),
         "lora": lora if model.config.get("peft_args") else None,
     }
     ignored = _ignored(art.model_extra or {}, request)
     return TrainPlan(_validated(TrainingSettings, settings), art, ignored)
+
+
+def _kl(art: ArtSettings) -> dict[str, Any]:
+    """`beta` is a term of the loss; `kl_penalty_coef`, of newer releases, shapes the advantages of tokens."""
+    if art.beta and art.kl_penalty_coef:
+        raise _refused("kl_penalty_coef", art.kl_penalty_coef, "0 with beta")
+    if art.kl_penalty_coef:
+        return {"beta": art.kl_penalty_coef, "estimator": "k1", "in_reward": True}
+    return {"beta": art.beta, "estimator": "k3"}
 
 
 def _flattened(internal: Mapping[str, Any]) -> dict[str, Any]:

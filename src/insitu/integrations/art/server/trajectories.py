@@ -125,8 +125,9 @@ class _Call(_Body):
 class _Logprobs(_Body):
     content: list[Any] | None = None
     refusal: list[Any] | None = None
+    token_ids: list[Any] | None = None
     call: _Call = _Call()
-    """Where insitu's parser keeps the prompt."""
+    """Where insitu's parser keeps the tokens and the prompt."""
 
 
 class _Choice(_Body):
@@ -141,7 +142,8 @@ class _Choice(_Body):
 def _sampled_message(choice: _Choice) -> ArtMessage:
     """Tokens written as text are not used: the same text may be tokenized in several ways."""
     entries = choice.logprobs.content or choice.logprobs.refusal or []
-    ids = choice.token_ids or parse_token_ids(each.get("token") if isinstance(each, dict) else None for each in entries)
+    tokens = (each.get("token") if isinstance(each, dict) else None for each in entries)
+    ids = choice.token_ids or choice.logprobs.token_ids or parse_token_ids(tokens)
     if not entries or not ids:
         return ArtMessage(choice.message)
     logprobs: list[Any] = [each.get("logprob") if isinstance(each, dict) else None for each in entries]

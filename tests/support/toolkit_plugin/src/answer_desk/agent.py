@@ -10,7 +10,7 @@ from nat.data_models.component_ref import FunctionGroupRef, FunctionRef, LLMRef
 from nat.data_models.function import FunctionBaseConfig
 from pydantic import Field
 
-from .models import Question
+from .models import Question, question_from_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,4 +54,6 @@ async def desk_agent(config: DeskAgentConfig, builder: Builder):
         logger.debug("%d messages", len(state["messages"]))
         return state["messages"][-1].content
 
-    yield FunctionInfo.from_fn(_answer, input_schema=Question, description=_answer.__doc__)
+    yield FunctionInfo.from_fn(
+        _answer, input_schema=Question, description=_answer.__doc__, converters=[question_from_text]
+    )

@@ -1,0 +1,159 @@
+"""The whole project of a package written for the toolkit, with its own training plugin and with the built-in trainer.
+
+The files are as the toolkit's documents write them: an agent of LangGraph with functions and a group as its tools,
+telemetry and a front end, an evaluator that reads what happened. The package writes to its configuration.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import pip_install, read_lines
+from fake_openai import FakeOpenAI, encode, logprob
+from processes import run
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parent / "support/toolkit_plugin"
+MODEL = str(ROOT / "examples/tic_tac_toe/model")
+TOOLS = ["look", "words", "tidy", "shop"]
+
+PROJECT: dict[str, Any] = {
+    "general": {
+        "use_uvloop": True,
+        "telemetry": {"logging": {"console": {"_type": "console", "level": "WARN"}}},
+        "front_end": {"_type": "fastapi", "cors": {"allow_origins": ["*"]}},
+    },
+    "functions": {
+        "look": {"_type": "desk_look", "weather": "rainy"},
+        "words": {"_type": "desk_words"},
+        "tidy": {"_type": "desk_tidy"},
+        "agent": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": TOOLS},
+    },
+    "function_groups": {"shop": {"_type": "desk_shop", "prices": {"tea": 2.5}, "include": ["price", "products"]}},
+    "workflow": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": TOOLS},
+    "eval": {
+        "general": {"output_dir": "out", "dataset": {"_type": "json", "file_path": "rows.json"}},
+        "evaluators": {"use": {"_type": "desk_tool_use", "enough": 1}},
+    },
+}
+OWN = {
+    "trajectory_builders": {"desk": {"_type": "desk_traj_builder", "num_generations": 3}},
+    "trainer_adapters": {"desk": {"_type": "desk_trainer_adapter", "folder": "jobs"}},
+    "trainers": {"desk": {"_type": "desk_trainer"}},
+    "finetuning": {
+        "enabled": True,
+        "trainer": "desk",
+        "trajectory_builder": "desk",
+        "trainer_adapter": "desk",
+        "reward_function": {"name": "use"},
+        "num_epochs": 2,
+        "output_dir": "run",
+    },
+}
+ROWS = [{"id": "a", "question": "tool", "topic": "tools"}, {"id": "b", "question": "seeded", "topic": "seeds"}]
+OPTIONS = ("return_token_ids", "logprobs")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder that pip has installed the package into."""
+    return str(pip_install(PACKAGE, tmp_path_factory.mktemp("plugin")))
+
+
+@pytest.fixture
+def nat(tmp_path: Path, site: str, write: Any) -> Any:
+    """Runs a command with the project's file, changed by `parts`."""
+
+    def command(server: FakeOpenAI | None, name: str, parts: dict[str, Any], *arguments: str) -> tuple[int, str, str]:
+        address = {} if server is None else {"model_name": "fake", "base_url": server.base_url, "max_retries": 0}
+        llms = {"clerk": {"_type": "policy", "max_tokens": 6} if server is None else {"_type": "openai", **address}}
+        write({"llms": llms, **PROJECT, **parts})
+        (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+        done = run(name, "--config_file", "config.yml", *arguments, folder=tmp_path, PYTHONPATH=site, COLUMNS="200")
+        return done.returncode, done.stdout, done.stderr
+
+    return command
+
+
+def test_eval(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
+    code, out, err = nat(server, "eval", {})
+    assert code == 0, err + out
+    assert err.count("without effect") == 1
+    scored = json.loads((tmp_path / "out/use_output.json").read_text())["eval_output_items"]
+    assert [item["reasoning"] for item in scored] == [{"tools": ["look"]}, {"tools": []}]
+    offered = [tool["function"]["name"] for tool in server.requests[0]["tools"]]
+    assert offered == ["look", "words", "tidy", "shop__price", "shop__products"]
+
+
+@pytest.mark.parametrize("refused", [(), OPTIONS[:1], OPTIONS], ids=["everything", "no token ids", "text"])
+def test_its_own_training_gets_what_the_endpoint_gives(nat: Any, tmp_path: Path, refused: tuple[str, ...]) -> None:
+    """Needing text only, it trains at any endpoint; the tokens of one that sends them arrive as they were sent."""
+    with FakeOpenAI(refuses=refused) as server:
+        code, _, err = nat(server, "finetune", OWN)
+        assert code == 0, err
+        again = [set(body) & set(refused) for body in server.requests[-6:]]
+    assert again == [set()] * 6  # it is not asked again for what it refuses
+    warnings = [line for line in err.splitlines() if "training goes on without" in line]
+    assert [kind in "\n".join(warnings) for kind in ("no token ids", "no logprobs")] == [
+        key in refused for key in OPTIONS
+    ]
+    assert len(warnings) == len(refused)
+
+    jobs = [json.loads(line) for line in (tmp_path / "jobs/use.jsonl").read_text().splitlines()]
+    assert Counter((job["about"]["id"], job["about"]["topic"]) for job in jobs) == {
+        ("a", "tools"): 6,
+        ("b", "seeds"): 6,
+    }
+    for job in jobs:
+        said = [item for item in job["episode"] if item["role"] == "assistant"]
+        assert [item["role"] for item in job["episode"]][:2] == ["user", "assistant"]
+        used = float(job["about"]["id"] == "a")
+        assert job["reward"] == pytest.approx(used + len(said[-1]["content"]) % 10 / 100)
+        for item in said:
+            text = item["content"] or "echo: tool"
+            entries = [
+                {"token": c, "logprob": logprob(c), "bytes": [ord(c)], "top_logprobs": []}
+                for c in (text if "logprobs" not in refused else "")
+            ]
+            assert item["logprobs"].get("content", []) == entries
+            assert item["logprobs"].get("token_ids") == (encode(text) if not refused else None)
+
+
+def test_a_plugin_writes_to_what_it_was_given_and_to_nothing_else(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
+    code, _, err = nat(server, "finetune", OWN)
+    assert code == 0, err
+    seen = {"curriculum": True, "num_epochs": 2, "targets": ["<workflow>"], "reward": "use", "episodes": 6}
+    notes = json.loads((tmp_path / "run/desk.json").read_text())
+    assert notes == [{"epoch": 1, "patience": 2, **seen}, {"epoch": 2, "patience": 1, **seen}]
+
+
+def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path: Path) -> None:
+    """Advantages are estimated all the same; an adapter of tokens would have failed at the first call."""
+    built_in = {
+        "trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainers": {"desk": {"_type": "insitu_trainer"}},
+    }
+    with FakeOpenAI(refuses=OPTIONS) as server:
+        code, out, err = nat(server, "finetune", {**OWN, **built_in})
+        assert code == 0, err + out
+    jobs = [json.loads(line) for line in (tmp_path / "jobs/use.jsonl").read_text().splitlines()]
+    assert {job["about"]["row_id"] for job in jobs} == {"b"}
+    metrics = [json.loads(line) for line in (tmp_path / "run/training_metrics.jsonl").read_text().splitlines()]
+    assert [m["num_trajectories"] for m in metrics] == [8, 8]
+    assert all(m["min_reward"] < m["max_reward"] for m in metrics)
+    lines = [line for line in read_lines(tmp_path / "run/advantages.jsonl") if line.get("advantages")]
+    assert {line["episode"].split("/")[2] for line in lines} == {"b"}
+    assert all(any(line["advantages"].values()) for line in lines)
+
+
+def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any, tmp_path: Path) -> None:
+    trainer = {"trainers": {"desk": {"_type": "insitu_trainer"}}}
+    builder = {"trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 2}}}
+    adapter = {"trainer_adapters": {"desk": {"_type": "desk_trainer_adapter", "folder": "jobs", "closed": True}}}
+    with FakeOpenAI() as server:
+        code, _, err = nat(server, "finetune", {**OWN, **trainer, **builder, **adapter})
+        assert server.requests == []
+    assert code == 1
+    assert "desk_trainer_adapter: the backend is not healthy; is_healthy() returned false" in err
