@@ -101,15 +101,22 @@ test-hostile: $(VENV)/.installed-dev .venv-schemathesis/.installed
 	INSITU_FUZZ_REQUESTS=10000 $(BIN)/python -m pytest -s tests/with_schemathesis --confcutdir=tests/with_schemathesis
 
 # An environment for each release of the client; wandb is what its serverless backend cannot do without.
-ART_RELEASES := 0.5.4 0.5.18
+# The newest one needs Python 3.12 and is left out without it.
+PYTHON_ART   ?= $(shell for python in python3.12 python3.13 python3.14 ~/.pyenv/versions/3.1[2-4].*/bin/python3; \
+	do $$python -c '' 2>/dev/null && command -v $$python && break; done)
+ART_NEWEST   := 0.5.23
+ART_RELEASES := 0.5.4 0.5.18 $(if $(PYTHON_ART),$(ART_NEWEST))
 ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
+.venv-art/$(ART_NEWEST)/.installed: ART_PYTHON = $(PYTHON_ART)
+.venv-art/%/.installed: ART_PYTHON = $(BIN)/python
 .venv-art/%/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m venv .venv-art/$*
+	$(ART_PYTHON) -m venv .venv-art/$*
 	.venv-art/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 		-e '.[art]' 'openpipe-art==$*' wandb
 	@touch $@
 
 test-art: $(VENV)/.installed-dev $(ART_STAMPS)
+	@$(if $(PYTHON_ART),,echo "without openpipe-art $(ART_NEWEST), which needs Python 3.12: name one with make PYTHON_ART=...")
 	$(BIN)/python -m pytest tests/with_art --confcutdir=tests/with_art
 
 # An environment for each release of the client, the first with the oldest huggingface-hub that is supported.

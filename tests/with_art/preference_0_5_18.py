@@ -1,6 +1,6 @@
-"""Trains a model to prefer one word, as ART's own examples are written, with the client of 0.5.18.
+"""Trains a model to prefer one word, as ART's own examples are written, with the clients from 0.5.18 on.
 
-    python preference_0_5_18.py http://HOST:PORT BASE_MODEL
+    python preference_0_5_18.py http://HOST:PORT BASE_MODEL RELEASE
 
 Prints the mean reward of each step as a JSON line, and the steps that are left in the end.
 """
@@ -28,7 +28,9 @@ async def rollout(model: art.TrainableModel, prompt: str) -> art.Trajectory:
 
 async def main() -> None:
     backend = art.ServerlessBackend(api_key="key", base_url=f"{sys.argv[1]}/v1")
-    model = art.TrainableModel(name="words-0518", project="preference", base_model=sys.argv[2], report_metrics=[])
+    name = f"words-{sys.argv[3].replace('.', '')}"
+    run_name = {"run_name": name} if "run_name" in art.TrainableModel.model_fields else {}
+    model = art.TrainableModel(name=name, project="preference", base_model=sys.argv[2], report_metrics=[], **run_name)
     await model.register(backend)
     for step in range(await model.get_step(), 30):
         groups = await art.gather_trajectory_groups(

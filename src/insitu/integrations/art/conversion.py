@@ -92,7 +92,7 @@ def art_object(art: Any, trajectory: Trajectory) -> Any:
         problem = f"{'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
         raise TrajectoryError(f"{episode_label(trajectory.id)}: {problem}") from None
     for target, history in zip((converted, *converted.additional_histories), histories, strict=True):
-        target.tools = history["tools"]  # ART reorders their keys, and chat templates print keys in order
+        vars(target)["tools"] = history["tools"]  # ART reorders their keys, and chat templates print keys in order
     return converted
 
 

@@ -119,8 +119,11 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         url = http_url(backend.ip, backend.port)
         self._remote = remote_backend(self._art, url, backend.api_key, backend.read_timeout, backend.retry_timeout)
         self.remote_backend: art.Backend = self._remote
-        self.model: art.TrainableModel = self._art.TrainableModel(
+        model = self._art.TrainableModel
+        run_name = {"run_name": backend.name} if "run_name" in model.model_fields else {}  # from 0.5.20 on
+        self.model: art.TrainableModel = model(
             name=backend.name,
+            **run_name,
             project=backend.project,
             base_model=backend.base_model,
             _internal_config=self._model_internal_config or None,

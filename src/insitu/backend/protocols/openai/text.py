@@ -48,6 +48,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "echo": (False,),
     "suffix": ("",),
+    "nvext": ({"extra_fields": ["engine_data"]},),  # ART's clients from 0.5.20 on ask for it, and do without
 }
 """Unsupported keys, with the values that have no effect and are therefore accepted."""
 
