@@ -126,7 +126,7 @@ async def test_a_run_collects_uploads_trains_and_reports(tmp_path: Path, nemo: F
     assert (len(training), len(validation)) == (12, 3)  # three pairs of each of five turns, once
     assert {"prompt": "0 + 1 =", "chosen_response": "1", "rejected_response": "0"} in [*training, *validation]
     local = done.folder / "dataset" / dataset.partition("/")[2]
-    assert (local / "training/training.jsonl").read_bytes() == repository.files["training/training.jsonl"]
+    assert (local / "training/training_file.jsonl").read_bytes() == repository.files["training/training_file.jsonl"]
     assert nemo.authorizations == {("entities", None), ("datastore", f"Bearer {TOKEN}")}
 
     history = done.json("collection_history.json")
@@ -172,7 +172,7 @@ async def test_full_history_and_a_folder_for_the_files(tmp_path: Path, nemo: Fak
     [dataset] = nemo.repositories
     assert nemo.records(dataset, "training")[0]["prompt"][0] == {"role": "system", "content": "Add."}
     written = sorted(path.name for path in (tmp_path / "files").glob("*/*/*"))
-    assert written == ["training.jsonl", "validation.jsonl"]
+    assert written == ["training_file.jsonl", "validation_file.jsonl"]
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -167,6 +168,37 @@ def test_columns_may_have_other_names(write: Any, tmp_path: Path) -> None:
     assert (second.id, second.input_obj, second.expected_output_obj) == (8, "", None)
     other = as_file(tmp_path, "json", [{"key": 1, "prompt": "p", "target": "t"}])
     assert load_dataset(config, other)[0].input_obj == "p"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ({"allowlist": {"field": {"level": ["easy"]}}}, ["a"]),
+        ({"denylist": {"field": {"level": ["easy", "middle"]}}}, ["b"]),
+        ({"allowlist": {"field": {"level": ["easy", "hard"], "answer": [4]}}, "denylist": {}}, ["b"]),
+        (
+            {"allowlist": {"field": {"level": ["easy"]}}, "denylist": {"field": {"id": ["a"]}}},
+            "has no row that it allows",
+        ),
+        (
+            {"allowlist": {"field": {"levels": ["easy"]}}},
+            "filter.allowlist: the column 'levels' does not exist (did you",
+        ),
+        ({"allow": {}}, "allow"),
+    ],
+)
+def test_a_filter_chooses_rows(write: Any, tmp_path: Path, rows: dict[str, Any], expected: Any) -> None:
+    """As the toolkit's documents write it; a file that takes the place of the dataset has all of its rows."""
+    path = as_file(tmp_path, "jsonl")
+    dataset = {"_type": "jsonl", "file_path": str(path), "filter": rows}
+    file = write({"eval": {"general": {"dataset": dataset}}})
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            load_dataset(load_config(file))
+        return
+    config = load_config(file)
+    assert [item.id for item in load_dataset(config)] == expected
+    assert [item.id for item in load_dataset(config, path)] == ["a", "b"]
 
 
 def test_rows_without_id_are_numbered(write: Any, tmp_path: Path) -> None:

@@ -38,21 +38,21 @@ async def test_an_llm_named_like_the_base_model_is_the_model_trained_from_it(
 ) -> None:
     """The toolkit's own basic configuration is like this."""
     builder = builder_of(write, POLICY, training_llm={"model_name": BASE, "base_url": base_url})
-    check_model_names(builder, None)
+    check_model_names(builder)
     assert f"model_name is '{BASE}': its requests go to 'my_training_run' at {SERVED}, which is trained" in caplog.text
     assert await requested(builder, "training_llm") == (SERVED, "my_training_run", None)
 
 
 async def test_an_llm_that_names_the_trained_model_is_left_as_it_is(write: Any) -> None:
     builder = builder_of(write, POLICY, player={"model_name": "my_training_run", **HERE})
-    check_model_names(builder, None)
+    check_model_names(builder)
     assert (await requested(builder, "player"))[:2] == (HERE["base_url"], "my_training_run")
 
 
 @pytest.mark.parametrize("model", ["my_run", "my_run@0", BASE])
 async def test_a_name_that_changes_with_every_version_is_followed(write: Any, model: str) -> None:
     builder = builder_of(write, RENAMED, player={"model_name": model, **HERE})
-    check_model_names(builder, None)
+    check_model_names(builder)
     assert await requested(builder, "player") == (SERVED, "my_run@0", "my_run@7")
 
 
@@ -63,12 +63,12 @@ async def test_another_model_of_the_same_server_is_refused(write: Any) -> None:
         "model, or use _type: policy"
     )
     with pytest.raises(ConfigError, match=message):
-        check_model_names(builder, None)
+        check_model_names(builder)
 
 
 async def test_a_model_behind_another_address_may_be_any(write: Any) -> None:
     builder = builder_of(write, POLICY, player={"model_name": "alias", "base_url": "http://proxy:8080/v1"})
-    check_model_names(builder, None)
+    check_model_names(builder)
     assert (await requested(builder, "player"))[:2] == ("http://proxy:8080/v1", "alias")
 
 
@@ -77,13 +77,7 @@ async def test_a_frozen_opponent_is_not_taken_for_the_trained_model(write: Any) 
     with pytest.raises(
         ConfigError, match=r"llms\.opponent.*set finetuning.target_model to 'player' if opponent is not"
     ):
-        check_model_names(builder_of(write, POLICY, **llms), None)
+        check_model_names(builder_of(write, POLICY, **llms))
     builder = builder_of(write, POLICY, target="player", **llms)
-    check_model_names(builder, None)
+    check_model_names(builder)
     assert (await requested(builder, "opponent"))[:2] == (HERE["base_url"], BASE)
-
-
-async def test_the_llms_of_a_workflow_service_are_not_changed_from_here(write: Any) -> None:
-    builder = builder_of(write, POLICY, player={"model_name": BASE, **HERE})
-    with pytest.raises(ConfigError, match="in a file for --endpoint, name 'my_training_run', or use _type: policy"):
-        check_model_names(builder, "http://127.0.0.1:9")

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from wiretap import Wiretap
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+INSITU = Path(sys.executable).with_name("insitu")
 RELEASES = ["0.5.4", "0.5.18"]
 NEWEST = "0.5.23"
 """Needs Python 3.12, which `make test-art` looks for."""
@@ -24,17 +25,22 @@ each_release = pytest.mark.parametrize("release", RELEASES)
 
 
 @contextmanager
-def backend(model: Path, folder: Path, *options: str, log: Path | None = None) -> Iterator[str]:
-    """A backend's address; `log` gets what it samples."""
-    insitu = [Path(sys.executable).with_name("insitu"), "backend"]
-    command = [*(insitu if log is None else [sys.executable, LOGGED_BACKEND, log]), "--model", model, "--port", "0"]
-    with subprocess.Popen([*command, "--output_dir", folder, *options], stdout=subprocess.PIPE, text=True) as process:
+def serving(*command: object) -> Iterator[str]:
+    """The address of a command that serves."""
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             ready = re.search(r"ready at (\S+)", process.stdout.readline())
-            assert ready, "the backend did not start"
+            assert ready, "it did not start"
             yield ready[1]
         finally:
             process.terminate()
+
+
+def backend(model: Path, folder: Path, *options: str, log: Path | None = None) -> AbstractContextManager[str]:
+    """A backend's address; `log` gets what it samples."""
+    insitu = [INSITU, "backend"] if log is None else [sys.executable, LOGGED_BACKEND, log]
+    return serving(*insitu, "--model", model, "--port", "0", "--output_dir", folder, *options)
 
 
 def starting(release: str, file: Path, *options: str, folder: Path | None = None, **env: str) -> subprocess.Popen[str]:

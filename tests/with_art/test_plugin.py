@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 from art_runs import (
     HERE,
+    INSITU,
     QUESTION,
     ROOT,
     TURNS,
@@ -16,6 +17,7 @@ from art_runs import (
     each_release,
     finetune,
     ids_of,
+    serving,
     set_keys,
     turns_of,
     write_file,
@@ -267,3 +269,19 @@ def test_old_checkpoints_go(release, looker, tool_model, tmp_path):
     steps = sorted(int(path.name.removeprefix("step_")) for path in folder.iterdir() if path.is_dir())
     assert steps[-2:] == [4, 5]  # deleted before each training: the fourth was the latest then
     assert len(steps) <= 3
+
+
+@each_release
+def test_a_workflow_service_whose_llm_is_openai(release, looker, tool_model, tmp_path):
+    """Its requests go to the newest step, whose name changes with every training from release 0.5.10 on."""
+    address, _ = looker
+    name = f"served-{release}"
+    with Wiretap(address) as tap:
+        file = write_file(tmp_path, tap, name, tool_model.name)
+        with serving(INSITU, "serve", "--config_file", file, "--port", "0") as service:
+            done = finetune(release, file, "--endpoint", service)
+        assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_lines(tmp_path / "out/training_metrics.jsonl")
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    calls = [line for line in read_lines(tmp_path / "out/calls.jsonl.gz") if "model" in line]
+    assert {call["policy_version"] for call in calls} == {0, 1}

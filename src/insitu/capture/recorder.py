@@ -18,12 +18,13 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
+from insitu.capture.completion_request import CHAT, CompletionRequest
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
@@ -41,9 +42,6 @@ from insitu.wire.http_format import (
 
 logger = logging.getLogger(__name__)
 
-CHAT = "chat/completions"
-TEXT = "completions"
-
 _BRIDGE = "continues"
 _NON_SAMPLING_FIELDS = frozenset((_BRIDGE, "model", "messages", "prompt", "tools", "stream", "stream_options"))
 _SHAPING = ("logprobs_processed", "structured_outputs")
@@ -58,53 +56,6 @@ _HINTS = {
     "token ids": "the server must support `return_token_ids` (vLLM 0.10.2 or later, or `insitu backend`)",
     "logprobs": "the server must support `logprobs: true` (vLLM: started without `--max-logprobs 0`)",
 }
-
-
-class CompletionRequest(NamedTuple):
-    """The prompts of a request, each as messages, and the number `n` of choices per prompt.
-
-    A text prompt is one user message; a prompt of token ids is one with the ids as JSON. `prompt_key` is equal for
-    requests with equal prompts, apart from the ids of tool calls, which servers choose at random.
-    """
-
-    route: str
-    prompts: list[list[dict[str, Any]]]
-    n: int
-    prompt_key: bytes
-
-    @classmethod
-    def parse(cls, path: str, body: Any) -> "CompletionRequest | None":
-        """None for other requests and for malformed ones, which the server rejects."""
-        if not isinstance(body, dict):
-            return None
-        is_chat = path.endswith(f"/{CHAT}")
-        prompt: Any = body.get("messages" if is_chat else "prompt")
-        if not path.endswith(f"/{TEXT}") or not isinstance(prompt, list if is_chat else str | list):
-            return None
-        prompts: list[Any] = [prompt]
-        if not is_chat:  # `prompt` is a text, token ids, or a list of either
-            texts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
-            texts = [text if isinstance(text, str) else orjson.dumps(text).decode() for text in texts]
-            prompts = [[{"role": "user", "content": text}] for text in texts]
-        n = body.get("n")
-        n = n if isinstance(n, int) and n > 0 else 1
-        return cls(CHAT if is_chat else TEXT, prompts, n, _prompt_key(prompt)) if prompts else None
-
-
-def _prompt_key(prompt: str | list[Any]) -> bytes:
-    key = orjson.dumps(prompt)
-    if b'"tool_call' in key and isinstance(prompt, list):
-        key = orjson.dumps([_without_call_ids(part) if isinstance(part, dict) else part for part in prompt])
-    return key
-
-
-def _without_call_ids(message: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in message.items() if name != "tool_call_id"}
-    if isinstance(calls := kept.get("tool_calls"), list):
-        kept["tool_calls"] = [
-            {k: v for k, v in call.items() if k != "id"} if isinstance(call, dict) else call for call in calls
-        ]
-    return kept
 
 
 @dataclass(eq=False, repr=False)
@@ -123,6 +74,8 @@ class Recorder:
     forced_params: Mapping[str, Any] = field(default_factory=dict)
     bridges_tokens: bool = False
     """Sends what was sampled of a conversation with its next request, as `token_bridge` of an llm says."""
+    retried_statuses: Collection[int] | None = None
+    """Of responses after which clients are to repeat a request; None: as they decide themselves."""
     outside_completions: int = 0
     """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0

@@ -23,6 +23,8 @@ from insitu.errors import BackendUnavailable
 from insitu.wire.http_format import COMPACT, JSON, error_body
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
+_SHOULD_RETRY = b"x-should-retry"
+"""What the clients of OpenAI and Anthropic look at first when they decide about it."""
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 
 
@@ -126,6 +128,9 @@ class _RecordingTransport:
         elif exchange.headers:
             compact = COMPACT.encode()
             headers = [(name, JSON.encode() if value.lower().startswith(compact) else value) for name, value in headers]
+        if status >= 400 and (retried := self._recorder.retried_statuses) is not None:
+            kept = [pair for pair in headers if pair[0].lower() != _SHOULD_RETRY]
+            headers = [*kept, (_SHOULD_RETRY, b"true" if status in retried else b"false")]
         return self.http.Response(status, headers=headers, content=body, extensions=extensions)
 
     def _fail(self, exchange: Exchange | None, request: Any, error: BaseException) -> NoReturn:

@@ -49,6 +49,38 @@ class StructureConfig(BaseModel):
     """The steps of the existing answer."""
 
 
+class ColumnValuesConfig(BaseModel):
+    """Rows, by values of their columns."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+
+    field: dict[str, list[Any]] = Field(default_factory=dict)
+    """For each of these columns, values; compared as text."""
+
+    def check(self, columns: Iterable[str], where: str) -> None:
+        for column in self.field:
+            if column not in columns:
+                raise ConfigError(not_found(f"{where}: the column", column, columns))
+
+    def matches(self, row: dict[str, Any]) -> list[bool]:
+        """For each column, whether the row has one of the values."""
+        return [str(row.get(column)) in map(str, values) for column, values in self.field.items()]
+
+
+class RowFilterConfig(BaseModel):
+    """Which rows of a dataset are used."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+
+    allowlist: ColumnValuesConfig = Field(default_factory=ColumnValuesConfig)
+    """Only rows with one of the values in each of these columns."""
+    denylist: ColumnValuesConfig = Field(default_factory=ColumnValuesConfig)
+    """No rows with one of the values in any of these columns."""
+
+    def allows(self, row: dict[str, Any]) -> bool:
+        return all(self.allowlist.matches(row)) and not any(self.denylist.matches(row))
+
+
 class DatasetConfig(DatasetBaseConfig):
     """Rows, and the names of their columns."""
 
@@ -56,6 +88,8 @@ class DatasetConfig(DatasetBaseConfig):
     """Column with the row id; rows without it are numbered from 0."""
     structure: StructureConfig = Field(default_factory=StructureConfig)
     """Column names."""
+    filter: RowFilterConfig | None = None
+    """Which rows are used, of this dataset and not of others that take its place."""
 
     def origin(self, config: Config) -> dict[str, Any]:
         """Where rows that are in no file come from, for `run.json`: names, and versions of packages."""
@@ -260,6 +294,13 @@ def load_dataset(
     """
     dataset = find_dataset(config, path, moved)
     items = _items(dataset, answered)
+    if items and path is None and (rows := dataset.block.filter) is not None:
+        columns = dict.fromkeys(column for item in items for column in item.full_dataset_entry)
+        for key in ("allowlist", "denylist"):
+            getattr(rows, key).check(columns, f"eval.general.dataset.filter.{key}")
+        items = [item for item in items if rows.allows(item.full_dataset_entry)]
+        if not items:
+            raise ConfigError(f"eval.general.dataset.filter: dataset {dataset} has no row that it allows")
     if not items:
         raise ConfigError(f"dataset {dataset} has no rows")
     columns = dict.fromkeys(column for item in items for column in item.full_dataset_entry)

@@ -25,8 +25,8 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
+from insitu.capture.completion_request import CHAT
 from insitu.capture.ledger import CallLedger, CallSite, current_call_site
-from insitu.capture.recorder import CHAT
 from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy

@@ -24,6 +24,7 @@ from insitu.schemas.components import ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.connection import Retry
+from insitu.workflow.llms import policy_named_by
 
 _LOSSES_TOGETHER = 2
 """An attempt that has lost as many services gets one without other episodes."""
@@ -103,6 +104,17 @@ def has_policy_llms(config: Config) -> bool:
     return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
 
 
+async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
+    """Says what an episode in another process is told of the model that its llms mean, by the name of the moment."""
+    config, endpoint = builder.config, None
+    if has_policy_llms(config):
+        endpoint = await builder.policy_endpoint()
+    elif any(policy_named_by(name, config.block(LLM, name), builder) for name in config.trained_llms()):
+        endpoint = builder.trained_policy
+    is_trained = builder.trained_policy is not None
+    return lambda: ServedPolicy.of(endpoint, trained=is_trained) if endpoint is not None else None
+
+
 class ServiceExecutorConfig(ExecutorBaseConfig, name="service"):
     """Episodes run in workflow services (`insitu serve`), as with `--endpoint`."""
 
@@ -147,10 +159,11 @@ class ServiceExecutor(RemoteExecutor):
     async def open(
         self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
     ) -> AsyncIterator[Attempt]:
-        endpoint = await builder.policy_endpoint() if has_policy_llms(builder.config) else None
-        count = await self._check(trained, endpoint.base_url if endpoint is not None else None, reached=reached)
+        policy = await policy_of_run(builder)
+        served = policy()
+        count = await self._check(trained, served.base_url if served is not None else None, reached=reached)
         await self.pool.open(_WORKFLOW, None, count, self.config.timeout)
-        yield partial(self.attempt, _WORKFLOW, lambda: ServedPolicy.of(endpoint) if endpoint is not None else None)
+        yield partial(self.attempt, _WORKFLOW, policy)
 
     async def _check(self, trained: Collection[str], policy_url: str | None, *, reached: bool) -> int:
         """Returns how many services are ready for episodes; raises if none is, or if one is the wrong one.

@@ -145,7 +145,7 @@ async def ready_run(
                 if isinstance(adapter, TrainerAdapter):
                     state.wait_for_policy = adapter.wait_until_reachable
                     builder.trained_policy = await adapter.policy_endpoint()
-                    check_model_names(builder, request.endpoint)
+                    check_model_names(builder)
                 async with watched(adapter, state):
                     yield ReadyRun(state, builder, trainer, adapter)
 

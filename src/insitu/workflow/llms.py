@@ -22,10 +22,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import orjson
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr, model_validator
 
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
@@ -93,6 +93,8 @@ class SamplingConfig(LLMBaseConfig):
     """Number of most likely alternatives to return per token, if the workflow needs them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the server's chat template, such as `enable_thinking: false`; for vLLM and `insitu backend`."""
+    thinking: bool | None = None
+    """Whether the model reasons before it answers: the variable `enable_thinking` of the server's chat template."""
     override_sampling: bool = False
     """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
     agent's take precedence, and these are used for what it does not send."""
@@ -100,12 +102,23 @@ class SamplingConfig(LLMBaseConfig):
     """Request timeout in seconds (or `request_timeout`); none: the OpenAI client's default of 600."""
     max_retries: int = Field(default=2, ge=0, validation_alias=AliasChoices("max_retries", "num_retries"))
     """Retries of a request after a transient error (or `num_retries`)."""
+    retry_on_status_codes: list[int] | None = None
+    """Statuses of responses after which a request is retried; none: 408, 409, 429, and 500 and above."""
+
+    @model_validator(mode="after")
+    def _thinking_once(self) -> Self:
+        if self.thinking is not None and "enable_thinking" in (self.chat_template_kwargs or {}):
+            raise ValueError("thinking and chat_template_kwargs.enable_thinking are the same: give one of them")
+        return self
 
     def params(self) -> dict[str, Any]:
         """The request's parameters; those that the OpenAI client does not know are in `extra_body`."""
         names = ("temperature", "top_p", "max_tokens", "stop", "seed", "logprobs", "top_logprobs", *_SHAPING)
         params = {name: value for name in names if (value := getattr(self, name)) is not None}
         further = {name: value for name in _EXTRA if (value := getattr(self, name, None)) is not None}
+        if self.thinking is not None:
+            variables = further.get("chat_template_kwargs", {})
+            further["chat_template_kwargs"] = {**variables, "enable_thinking": self.thinking}
         return params | ({"extra_body": further} if further else {})
 
     def forced_params(self) -> dict[str, Any]:
@@ -256,7 +269,8 @@ def connect(
     http = http_library()
     server = base_url or os.environ.get("OPENAI_BASE_URL", "api.openai.com")
     bridges = isinstance(config, PolicyConfig) and config.token_bridge
-    recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params(), bridges)
+    retried = config.retry_on_status_codes
+    recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params(), bridges, retried)
     http_client = lasting(http.AsyncClient)(transport=recording_transport(http)(recorder), follow_redirects=True)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
@@ -294,22 +308,14 @@ async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[Mo
         yield llm
 
 
-def check_model_names(builder: Builder, endpoint: str | None) -> None:
-    """Raises ConfigError if a trained llm names a model that is not the one being trained.
-
-    `endpoint` is the workflow service in which the llms are, if any.
-    """
+def check_model_names(builder: Builder) -> None:
+    """Raises ConfigError if a trained llm names a model that is not the one being trained."""
     for name in sorted(builder.config.trained_llms()):
         block = builder.config.block(LLM, name)
         policy = policy_named_by(name, block, builder)
         if policy is None:
             continue
         where = f"llms.{name}.model_name is {block.model_name!r}"  # type: ignore[attr-defined]
-        if endpoint is not None:
-            raise ConfigError(
-                f"{where}, the model that training starts from: in a file for --endpoint, name {policy.model!r}, or "
-                "use _type: policy"
-            )
         if block.model_name != policy.model:  # type: ignore[attr-defined]
             logger.warning("%s: its requests go to %r at %s, which is trained", where, policy.model, policy.base_url)
 

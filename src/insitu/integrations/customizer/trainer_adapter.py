@@ -177,8 +177,8 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         """Registers and uploads the dataset; returns its name, `dataset_name` if that is free."""
         namespace, name = self.config.namespace, await self._registered(submission)
         files = {
-            "training/training.jsonl": dump_lines(split.training),
-            "validation/validation.jsonl": dump_lines(split.validation),
+            "training/training_file.jsonl": dump_lines(split.training),
+            "validation/validation_file.jsonl": dump_lines(split.validation),
         }
         await asyncio.to_thread(self._write, name, files)
         await self._files("upload the records", lambda: self._services.upload(namespace, name, files, submission.key))

@@ -16,7 +16,7 @@ from insitu.integrations.ray.worker import Opening
 from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy
 from insitu.remote.client import ServiceLost, ServiceSession
-from insitu.remote.executor import RemoteExecutor, has_policy_llms
+from insitu.remote.executor import RemoteExecutor, policy_of_run
 from insitu.remote.pool import KEY, RemoteService, ServicePool
 from insitu.wire.http_format import encode
 
@@ -115,13 +115,7 @@ class RayExecutor(RemoteExecutor):
     async def open(
         self, builder: Builder, trained: Collection[str] = (), *, reached: bool = False
     ) -> AsyncIterator[Attempt]:
-        endpoint, is_trained = builder.trained_policy, builder.trained_policy is not None
-        if has_policy_llms(builder.config):
-            endpoint = await builder.policy_endpoint()
-
-        def policy() -> ServedPolicy | None:
-            return ServedPolicy.of(endpoint, trained=is_trained) if endpoint is not None else None
-
+        policy = await policy_of_run(builder)
         yield partial(self.attempt, await self._open(policy(), builder.config), policy)
 
     async def _open(self, policy: ServedPolicy | None, file: Config | None = None, *, loads_only: bool = False) -> str:
