@@ -164,5 +164,9 @@ class JobFailed(BackendError):
     """A training job failed or was canceled."""
 
 
+class UnknownJob(JobFailed, ValueError):
+    """No job was submitted under this name."""
+
+
 class JobLost(JobFailed):
     """The backend no longer has a job, which can be submitted again under its key."""

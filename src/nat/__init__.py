@@ -29,6 +29,7 @@ PATHS = {
     "nat.data_models.common": "insitu.schemas.components",
     "nat.data_models.component": "insitu.schemas.components",
     "nat.data_models.component_ref": "insitu.schemas.components",
+    "nat.data_models.config": "insitu.config",
     "nat.data_models.evaluate_runtime": "insitu.schemas.evaluation",
     "nat.data_models.evaluator": "insitu.schemas.evaluation",
     "nat.data_models.finetuning": "insitu.schemas.finetuning",
@@ -73,6 +74,7 @@ PATHS = {
     "nat.plugins.openpipe.trainer": "insitu.integrations.art.components",
     "nat.plugins.openpipe.trainer_adapter": "insitu.integrations.art.trainer_adapter",
     "nat.plugins.openpipe.trajectory_builder": "insitu.integrations.art.components",
+    "nat.profiler.callbacks.token_usage_base_model": "insitu.schemas.steps",
     "nat.utils.io.suppress_logs": "insitu.training.logs",
     "nat.utils.io.supress_logs": "insitu.training.logs",
 }

@@ -161,10 +161,44 @@ class TTCStrategyBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `ttc_strategies` (strategies that spend test-time compute)."""
 
 
+class ComponentGroup(StrEnum):
+    """The sections of a file that hold components by name."""
+
+    EVALUATORS = "eval.evaluators"
+    FUNCTIONS = "functions"
+    FUNCTION_GROUPS = "function_groups"
+    LLMS = "llms"
+    TRAINERS = "trainers"
+    TRAINER_ADAPTERS = "trainer_adapters"
+    TRAJECTORY_BUILDERS = "trajectory_builders"
+    TTC_STRATEGIES = "ttc_strategies"
+
+
+class ComponentEnum(StrEnum):
+    """The kinds of components that a package can register."""
+
+    DATASET_LOADER = "dataset_loader"
+    EVALUATOR = "evaluator"
+    EXECUTOR = "executor"
+    FUNCTION = "function"
+    FUNCTION_GROUP = "function_group"
+    LLM_PROVIDER = "llm_provider"
+    TRAINER = "trainer"
+    TRAINER_ADAPTER = "trainer_adapter"
+    TRAJECTORY_BUILDER = "trajectory_builder"
+    TTC_STRATEGY = "ttc_strategy"
+    UNDEFINED = "undefined"
+
+
 class ComponentRef(str):
     """The name of another block of the same file; `config` checks that it exists."""
 
     section: ClassVar[str] = ""
+
+    @property
+    def component_group(self) -> ComponentGroup:
+        """The section that the name is a key of."""
+        return ComponentGroup(self.section)
 
     def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -10,7 +10,7 @@ import time
 import uuid
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -85,6 +85,37 @@ class TTCEventData(StreamEventData):
     turn_index: int | None = None
     candidate_index: int | None = None
     score: float | None = None
+
+
+class ToolDetails(BaseModel):
+    """A tool's name, description and parameters, a JSON Schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: Any = None
+
+
+class ToolSchema(BaseModel):
+    """A tool as chat completions offer it to a model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: ToolDetails
+
+
+class TokenUsageBaseModel(BaseModel):
+    """Tokens of a model call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    total_tokens: int = 0
 
 
 class TraceMetadata(BaseModel):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, UnknownJob
 from insitu.integrations.art.config import ARTTrainerAdapterConfig, load_art, model_configs, train_config
 from insitu.integrations.art.conversion import art_object, check_order, mean_reward, sampled_tokens
 from insitu.integrations.art.remote_backend import known_metrics, mean_metrics, remote_backend, serialize_group
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     import art
 
 logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "art":  # the client library, whose import takes seconds
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load_art()
+
 
 BACKEND = "openpipe-art"
 _POLL_INTERVAL = 3.0
@@ -112,7 +120,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         super().__init__(adapter_config)
         self.adapter_config: ARTTrainerAdapterConfig = adapter_config
         self.config = adapter_config
-        self._art = load_art()
+        self._art = sys.modules[__name__].art
         backend = adapter_config.backend
         self._model_internal_config, self._server_config = model_configs(self._art, backend)
         self._train_config, self._dev_config = train_config(self._art, adapter_config.training)
@@ -379,7 +387,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         run_keys = [job.key for job in self._jobs.values() if job.run_id == ref.run_id]
         key = (ref.metadata or {}).get("job", run_keys[-1] if run_keys else ref.run_id)
         if key not in self._jobs:
-            raise JobFailed(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
+            raise UnknownJob(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[key]
 
 

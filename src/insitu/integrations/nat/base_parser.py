@@ -112,3 +112,7 @@ def _pair_prompt(pair: list[IntermediateStep]) -> list[Message]:
                 return common.parse_prompt(prompt, FORMATS)
     with common.naming_step(pair[-1]):
         raise TrajectoryError("no prompt in it, nor in an LLM_START of its UUID")
+
+
+parse_to_openai_message = common.step_parser(*FORMATS)
+"""The message that one step of any framework adds."""
