@@ -112,7 +112,7 @@ ART_STAMPS   := $(ART_RELEASES:%=.venv-art/%/.installed)
 .venv-art/%/.installed: pyproject.toml | $(BIN)/python
 	$(ART_PYTHON) -m venv .venv-art/$*
 	.venv-art/$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		-e '.[art]' 'openpipe-art==$*' wandb
+		-e '.[art]' 'openpipe-art==$*' wandb langgraph langchain-openai
 	@touch $@
 
 test-art: $(VENV)/.installed-dev $(ART_STAMPS)

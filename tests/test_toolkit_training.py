@@ -13,47 +13,11 @@ import pytest
 from factories import pip_install, read_lines
 from fake_openai import FakeOpenAI, encode, logprob
 from processes import run
+from tiny_models import save_tiny_model
+from toolkit_project import OPTIONS, OWN, PROJECT, ROWS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(__file__).parent / "support/toolkit_plugin"
-MODEL = str(ROOT / "examples/tic_tac_toe/model")
-TOOLS = ["look", "words", "tidy", "shop"]
-
-PROJECT: dict[str, Any] = {
-    "general": {
-        "use_uvloop": True,
-        "telemetry": {"logging": {"console": {"_type": "console", "level": "WARN"}}},
-        "front_end": {"_type": "fastapi", "cors": {"allow_origins": ["*"]}},
-    },
-    "functions": {
-        "look": {"_type": "desk_look", "weather": "rainy"},
-        "words": {"_type": "desk_words"},
-        "tidy": {"_type": "desk_tidy"},
-        "agent": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": TOOLS},
-    },
-    "function_groups": {"shop": {"_type": "desk_shop", "prices": {"tea": 2.5}, "include": ["price", "products"]}},
-    "workflow": {"_type": "desk_agent", "llm_name": "clerk", "tool_names": TOOLS},
-    "eval": {
-        "general": {"output_dir": "out", "dataset": {"_type": "json", "file_path": "rows.json"}},
-        "evaluators": {"use": {"_type": "desk_tool_use", "enough": 1}},
-    },
-}
-OWN = {
-    "trajectory_builders": {"desk": {"_type": "desk_traj_builder", "num_generations": 3}},
-    "trainer_adapters": {"desk": {"_type": "desk_trainer_adapter", "folder": "jobs"}},
-    "trainers": {"desk": {"_type": "desk_trainer"}},
-    "finetuning": {
-        "enabled": True,
-        "trainer": "desk",
-        "trajectory_builder": "desk",
-        "trainer_adapter": "desk",
-        "reward_function": {"name": "use"},
-        "num_epochs": 2,
-        "output_dir": "run",
-    },
-}
-ROWS = [{"id": "a", "question": "tool", "topic": "tools"}, {"id": "b", "question": "seeded", "topic": "seeds"}]
-OPTIONS = ("return_token_ids", "logprobs")
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +30,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
 def nat(tmp_path: Path, site: str, write: Any) -> Any:
     """Runs a command with the project's file, changed by `parts`."""
 
-    def command(server: FakeOpenAI | None, name: str, parts: dict[str, Any], *arguments: str) -> tuple[int, str, str]:
-        address = {} if server is None else {"model_name": "fake", "base_url": server.base_url, "max_retries": 0}
-        llms = {"clerk": {"_type": "policy", "max_tokens": 6} if server is None else {"_type": "openai", **address}}
-        write({"llms": llms, **PROJECT, **parts})
-        (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-        done = run(name, "--config_file", "config.yml", *arguments, folder=tmp_path, PYTHONPATH=site, COLUMNS="200")
+    def command(server: FakeOpenAI | None, name: str, parts: dict[str, Any], rows: Any = ROWS) -> tuple[int, str, str]:
+        clerk = {"_type": "openai", "model_name": "fake", "base_url": server and server.base_url, "num_retries": 0}
+        write({"llms": {"clerk": clerk}, **PROJECT, **parts})
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        done = run(name, "--config_file", "config.yml", folder=tmp_path, PYTHONPATH=site, COLUMNS="200")
         return done.returncode, done.stdout, done.stderr
 
     return command
@@ -85,6 +48,29 @@ def test_eval(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
     assert [item["reasoning"] for item in scored] == [{"tools": ["look"]}, {"tools": []}]
     offered = [tool["function"]["name"] for tool in server.requests[0]["tools"]]
     assert offered == ["look", "words", "tidy", "shop__price", "shop__products"]
+
+
+def test_what_can_be_honoured_is(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
+    """A filter of rows, the statuses after which requests are retried, and whether the model reasons."""
+    rows = [
+        {"id": number, "question": question, "topic": topic}
+        for number, (question, topic) in enumerate(
+            [("status 418", "tea"), ("status 500", "tea"), ("plain", "tea"), ("left out", "coffee"), ("cold", "tea")]
+        )
+    ]
+    chosen = {"allowlist": {"field": {"topic": ["tea"]}}, "denylist": {"field": {"question": ["cold"]}}}
+    dataset = {"_type": "json", "file_path": "rows.json", "filter": chosen}
+    general = {**PROJECT["eval"]["general"], "dataset": dataset}
+    address = {"_type": "openai", "model_name": "fake", "base_url": server.base_url}
+    clerk = {**address, "num_retries": 2, "retry_on_status_codes": [418], "thinking": False}
+    evaluation = {"llms": {"clerk": clerk}, "eval": {**PROJECT["eval"], "general": general}}
+    code, out, err = nat(server, "eval", evaluation, rows=rows)
+    assert code == 0, err + out
+    asked = Counter(str(body["messages"][-1]["content"]) for body in server.requests)
+    assert asked == {"status 418": 3, "status 500": 1, "plain": 1}
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in server.requests)
+    items = json.loads((tmp_path / "out/workflow_output.json").read_text())
+    assert [item["id"] for item in items] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("refused", [(), OPTIONS[:1], OPTIONS], ids=["everything", "no token ids", "text"])
@@ -148,6 +134,30 @@ def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path
     assert all(any(line["advantages"].values()) for line in lines)
 
 
+def test_the_built_in_trainer_on_a_model(nat: Any, tmp_path: Path) -> None:
+    """Only the blocks of training and the llm's address are others."""
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    built_in = {
+        "llms": {"clerk": {"_type": "policy", "max_tokens": 8}},
+        "trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainer_adapters": {"desk": {"_type": "insitu_trainer_adapter", "model": str(model)}},
+        "trainers": {"desk": {"_type": "insitu_trainer"}},
+    }
+    code, out, err = nat(None, "finetune", {**OWN, **built_in})
+    assert code == 0, err + out
+    metrics = [json.loads(line) for line in (tmp_path / "run/training_metrics.jsonl").read_text().splitlines()]
+    assert [(m["policy_version"], m["num_trajectories"]) for m in metrics] == [(1, 8), (2, 8)]
+    assert all(m["tokens"] > 0 and m["logprob_gap"] < 1e-3 for m in metrics)
+    [call, *_] = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
+    assert [tool["function"]["name"] for tool in call["tools"]] == [
+        "look",
+        "words",
+        "tidy",
+        "shop__price",
+        "shop__products",
+    ]
+
+
 def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any, tmp_path: Path) -> None:
     trainer = {"trainers": {"desk": {"_type": "insitu_trainer"}}}
     builder = {"trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 2}}}
@@ -157,3 +167,35 @@ def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any,
         assert server.requests == []
     assert code == 1
     assert "desk_trainer_adapter: the backend is not healthy; is_healthy() returned false" in err
+
+
+def test_the_page_for_those_who_switch_shows_lines_that_are_printed(nat: Any, tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/from-nat.md").read_text()
+    rows = [*ROWS, {"id": "c", "question": "status 404", "topic": "none"}]
+    built_in = {
+        "trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainers": {"desk": {"_type": "insitu_trainer"}},
+    }
+
+    def adapter(**keys: Any) -> dict[str, Any]:
+        desk = {"_type": "desk_trainer_adapter", "folder": "jobs", **keys}
+        return {**OWN, **built_in, "trainer_adapters": {"desk": desk}}
+
+    runs = {
+        "dropped: 4 backend_error, 4 no_variance": (0, adapter()),
+        "ended as failed: the service is full": (1, adapter(fails=True)),
+        "did not complete; results so far are in run/ (the same command with --resume": (1, adapter(fails=True)),
+        "trainer_adapters.desk: key 'learning_rate' does not exist": (2, adapter(learning_rate=1e-3)),
+        "the backend is not healthy; is_healthy() returned false": (1, adapter(closed=True)),
+        "gives no token ids": (0, adapter()),
+    }
+    ended: dict[str, tuple[int, str]] = {}
+    with FakeOpenAI(refuses=OPTIONS[:1]) as server:
+        for line, (code, parts) in runs.items():
+            key = json.dumps(parts)
+            if key not in ended:
+                done = nat(server, "finetune", parts, rows=rows)
+                ended[key] = done[0], done[1] + done[2]
+            assert ended[key][0] == code
+            assert line in ended[key][1]
+            assert f"`{line}`" in page

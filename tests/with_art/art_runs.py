@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import LOGGED_BACKEND
@@ -43,10 +44,12 @@ def backend(model: Path, folder: Path, *options: str, log: Path | None = None) -
     return serving(*insitu, "--model", model, "--port", "0", "--output_dir", folder, *options)
 
 
-def starting(release: str, file: Path, *options: str, folder: Path | None = None, **env: str) -> subprocess.Popen[str]:
-    nat = ROOT / ".venv-art" / release / "bin" / "nat"
+def starting(
+    release: str, file: Path, *options: str, folder: Path | None = None, command: str = "finetune", **env: str
+) -> subprocess.Popen[str]:
+    insitu = ROOT / ".venv-art" / release / "bin" / "nat"
     return subprocess.Popen(
-        [nat, "finetune", "--config_file", file, *options],
+        [insitu, command, "--config_file", file, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -55,10 +58,8 @@ def starting(release: str, file: Path, *options: str, folder: Path | None = None
     )
 
 
-def finetune(
-    release: str, file: Path, *options: str, folder: Path | None = None, **env: str
-) -> subprocess.CompletedProcess[str]:
-    with starting(release, file, *options, folder=folder, **env) as process:
+def finetune(release: str, file: Path, *options: str, **others: Any) -> subprocess.CompletedProcess[str]:
+    with starting(release, file, *options, **others) as process:
         try:
             out, err = process.communicate(timeout=400)
         except subprocess.TimeoutExpired:

@@ -85,6 +85,7 @@ class DeskAdapterConfig(TrainerAdapterConfig, name="desk_trainer_adapter"):
 
     folder: Path = Field(description="Where a service looks for them.")
     closed: bool = Field(default=False, description="Whether the service takes nothing now.")
+    fails: bool = Field(default=False, description="Whether its jobs fail.")
     file_name: str | None = Field(default=None, description="That of the run, unless it is given.")
 
 
@@ -110,7 +111,10 @@ class DeskAdapter(TrainerAdapter):
         return TrainingJobRef(run_id=trajectories.run_id, backend="desk")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=TrainingStatusEnum.COMPLETED)
+        status, message = TrainingStatusEnum.COMPLETED, None
+        if self.adapter_config.fails:
+            status, message = TrainingStatusEnum.FAILED, "the service is full"
+        return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=status, message=message)
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
         return await self.status(ref)
