@@ -158,6 +158,26 @@ def test_the_built_in_trainer_on_a_model(nat: Any, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("redact", [[], ["token_ids"]])
+def test_what_was_sent_is_recorded_unless_tokens_are_not(
+    nat: Any, server: FakeOpenAI, tmp_path: Path, redact: Any
+) -> None:
+    """A plugin's adapter gets the same entries from a run that was resumed."""
+    built_in = {
+        "trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 4}},
+        "trainers": {"desk": {"_type": "insitu_trainer"}},
+        "finetuning": {**OWN["finetuning"], "num_epochs": 1, "redact": redact},
+    }
+    code, out, err = nat(server, "finetune", {**OWN, **built_in})
+    assert code == 0, err + out
+    calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
+    texts = ["".join(entry["token"] for entry in call.get("sent_logprobs", [])) for call in calls]
+    answers = [call["message"]["content"] or "echo: tool" for call in calls]
+    assert texts == ([""] * len(answers) if redact else answers)
+    jobs = [json.loads(line) for line in (tmp_path / "jobs/use.jsonl").read_text().splitlines()]
+    assert all(item["logprobs"]["content"] for job in jobs for item in job["episode"] if item["role"] == "assistant")
+
+
 def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any, tmp_path: Path) -> None:
     trainer = {"trainers": {"desk": {"_type": "insitu_trainer"}}}
     builder = {"trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 2}}}

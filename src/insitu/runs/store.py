@@ -173,6 +173,8 @@ class RunStore:
         calls = [line for e in record.episodes for line in call_records(e.key.text(), e.calls)]
         if not self.keeps_token_ids:
             calls = [{**line, "prompt_token_ids": None, "token_ids": None} for line in calls]
+            for line in calls:
+                line.pop("sent_logprobs", None)
         blocks = {
             files.CALLS: self.append(files.CALLS, calls),
             files.EPISODES: self.append(files.EPISODES, map(episode_record, record.episodes)),
