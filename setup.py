@@ -2,11 +2,14 @@
 
 import ast
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-SOURCES = Path(__file__).parent / "src"
+ROOT = Path(__file__).parent
+SOURCES = ROOT / "src"
+PLUGIN_API = "nat.plugin_api"
 
 
 def aliases() -> dict[str, str]:
@@ -17,6 +20,14 @@ def aliases() -> dict[str, str]:
     raise SystemExit("src/nat/__init__.py has no table PATHS")
 
 
+def plugin_names() -> str:
+    """Imports of the names that `nat.plugin_api` loads when they are asked for: entry points of a group."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = project["entry-points"]["insitu.plugin_api"].items()
+    pairs = [(name, *target.split(":")) for name, target in named]
+    return "".join(f"from {module} import {attribute} as {name}\n" for name, module, attribute in pairs)
+
+
 def stubs(paths: dict[str, str]) -> dict[Path, str]:
     """Path in the stub package -> content."""
     parents = {path.rsplit(".", n)[0] for path in paths for n in range(1, path.count("."))}
@@ -25,6 +36,7 @@ def stubs(paths: dict[str, str]) -> dict[Path, str]:
         location = Path(*path.split(".")[1:])
         file = location / "__init__.pyi" if path in parents else location.with_suffix(".pyi")
         files[file] = f"from {paths[path]} import *\n" if path in paths else ""
+        files[file] += f"from insitu.config import Config as Config\n{plugin_names()}" if path == PLUGIN_API else ""
     return files
 
 

@@ -1,6 +1,7 @@
 """Capture at the wire: the official client against a real server, and what the episode knows afterwards."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -11,13 +12,14 @@ from typing import Any
 
 import aiohttp
 import openai
+import orjson
 import pytest
 from factories import connected
 from fake_openai import TOOL_CALL, FakeOpenAI, encode, logprob
 from processes import HANGS
 from waiting import until
 
-from insitu.capture.recorder import Recorder
+from insitu.capture.recorder import Exchange, Recorder
 from insitu.capture.transport import recording_transport
 from insitu.errors import CaptureError, ConfigError
 from insitu.plugin_api import Builder
@@ -109,6 +111,67 @@ async def test_ids_that_are_spelt_in_the_logprobs(streamed: bool) -> None:
     (call,) = scope.calls
     assert (call.token_ids, call.prompt_token_ids) == (encode("echo: hi"), None)
     assert call.logprobs == [logprob(c) for c in "echo: hi"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_what_a_server_refuses_is_left_out_where_training_does_without(streamed: bool, synchronous: bool) -> None:
+    """Of each request that is refused, and of all later ones once one was accepted without it."""
+    with FakeOpenAI(refuses=("return_token_ids", "logprobs")) as server:
+        async with connected(server) as plain:
+            request: Any = {"model": "fake", "messages": ask("hi"), "stream": streamed}
+
+            def ask_in_a_thread() -> None:
+                http = http_library()
+                client = http.Client(transport=recording_transport(http)(plain.recorder))
+                with openai.OpenAI(base_url=server.base_url, api_key="none", http_client=client) as sync:
+                    answer = sync.chat.completions.create(**request)
+                    assert not streamed or [*answer]
+
+            with EpisodeScope(training=True, needs=Needs.GIVEN) as scope:
+                for _ in range(2):
+                    if synchronous:
+                        await asyncio.to_thread(ask_in_a_thread)
+                    elif streamed:
+                        async for _chunk in await plain.client.chat.completions.create(**request):
+                            pass
+                    else:
+                        await plain.complete(ask("hi"))
+    assert [(c.message or {}).get("content") for c in scope.calls] == ["echo: hi"] * 2
+    asked = [{"return_token_ids", "logprobs"} & body.keys() for body in server.requests]
+    assert asked == [{"return_token_ids", "logprobs"}, {"logprobs"}, set(), set()]
+
+
+async def test_another_fault_of_a_request_is_not_taken_for_a_refusal() -> None:
+    """Servers may quote the whole request; what training needs is asked for by every request that needs it."""
+    recorder = Recorder("http://server", "m")
+
+    def begun(needs: Needs) -> tuple[Exchange, dict[str, Any]]:
+        with EpisodeScope(training=True, needs=needs):
+            body = {"model": "m", "messages": ask("what are logprobs?"), "temperature": 9}
+            exchange = recorder.begin("POST", "/v1/chat/completions", orjson.dumps(body))
+            assert exchange is not None
+            return exchange, orjson.loads(exchange.content)
+
+    exchange, sent = begun(Needs.GIVEN)
+    for _ in range(2):
+        assert exchange.must_resend(422, orjson.dumps({"detail": [{"msg": "temperature", "input": sent}]}))
+        sent = orjson.loads(exchange.content)
+    assert not exchange.must_resend(422, orjson.dumps({"detail": [{"msg": "temperature", "input": sent}]}))
+    assert recorder.refused == frozenset()
+    recorder.note_refusal("token ids", b"")
+    assert "return_token_ids" not in begun(Needs.LOGPROBS)[1]
+    assert begun(Needs.TOKEN_IDS)[1]["return_token_ids"] is True
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_the_statuses_that_are_retried(server: FakeOpenAI, inside: bool) -> None:
+    async with connected(server, retry_on_status_codes=[418], max_retries=2) as plain:
+        for text, attempts in (("status 418", 3), ("status 500", 1)):
+            before = len(server.requests)
+            with EpisodeScope() if inside else contextlib.nullcontext(), pytest.raises(openai.APIStatusError):
+                await plain.complete(ask(text))
+            assert len(server.requests) - before == attempts
 
 
 async def test_what_the_agent_asked_for_it_gets(server: FakeOpenAI) -> None:

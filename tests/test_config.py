@@ -9,7 +9,7 @@ from typing import Any
 
 import plain_parts
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from insitu.builder import Builder
 from insitu.config import load_config
@@ -17,7 +17,7 @@ from insitu.config.keys import models_of
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry
-from insitu.schemas.components import WritableModel
+from insitu.schemas.components import WritableModel, frozen, writable
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
@@ -91,10 +91,16 @@ def test_merge_keys_work_and_may_be_overridden() -> None:
 
 def test_nothing_of_a_checked_file_can_be_changed(write: Any) -> None:
     block = {"_type": "insitu_trainer_adapter", "url": "http://127.0.0.1:1"}
-    config = load_config(write({"trainer_adapters": {"a": block}, "finetuning": {"num_epochs": 3}}))
+    data = {
+        "general": {"executor": {"_type": "service", "url": "http://127.0.0.1:1"}},
+        "trainer_adapters": {"a": block},
+        "eval": {"general": {"dataset": {"_type": "json", "file_path": "rows.json"}}},
+        "finetuning": {"num_epochs": 3},
+    }
+    config = load_config(write(data))
     adapter: Any = config.block(TRAINER_ADAPTER, "a")
     parts = (config, config.general, config.eval, config.finetuning, config.finetuning.curriculum_learning)
-    for part in (*parts, adapter, adapter.training, adapter.keep):
+    for part in (*parts, config.eval.dataset, config.general.executor, adapter, adapter.training, adapter.keep):
         for name in (field.name for field in fields(part)) if is_dataclass(part) else type(part).model_fields:
             with pytest.raises((FrozenInstanceError, ValidationError)):
                 setattr(part, name, getattr(part, name))
@@ -137,6 +143,37 @@ async def test_a_component_may_write_to_its_block_and_the_file_stays_as_it_was(w
         assert (again.num_generations, again.reward.name) == (8, "r")
     block: Any = config.block(LLM, "m")
     assert block.stop == ["a"]
+
+
+class Inner(BaseModel):
+    x: int = 1
+
+
+class More(Inner):
+    y: int = 2
+
+
+class Notes(WritableModel):
+    inner: Inner = Inner()
+    either: Inner | More = Inner()
+    names: set[str] = Field(default_factory=lambda: {"a"})
+    blocks: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
+    _noticed: int = 0
+
+
+def test_a_copy_shares_nothing_that_can_be_written_to_and_freezing_changes_no_contents() -> None:
+    made = Notes(either=More(y=7), blocks={"r": RewardFunctionConfig(name="r")})
+    before = made.model_dump()
+    assert frozen(made).model_dump() == before == {**before, "either": {"x": 1, "y": 7}}
+    assert made == Notes(either=More(y=7), blocks={"r": RewardFunctionConfig(name="r")})
+    for part, name in ((made, "inner"), (made.blocks["r"], "name")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, name, getattr(part, name))
+    made._noticed = 3  # what a component remembers is no setting
+    copied = writable(made)
+    copied.inner.x, copied.blocks["r"].name = 5, "s"
+    copied.names.add("b")
+    assert (made.model_dump(), made._noticed) == (before, 3)
 
 
 def test_what_is_built_in_python_is_written_to() -> None:

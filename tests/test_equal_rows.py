@@ -98,6 +98,20 @@ def test_rows_that_do_not_repeat_are_refused_before_anything_starts(project: Pat
     assert not (project / "run").exists()
 
 
+def test_rows_that_are_alone_are_said_and_a_choice_of_rows_is_refused(project: Path) -> None:
+    rows = [{"id": number, **(X if number < 4 else {"question": {"say": str(number)}})} for number in range(6)]
+    (project / "rows.json").write_text(json.dumps(rows))
+    code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1")
+    assert code == 0, err
+    assert (
+        "groups: 3, of the 6 rows those with equal question and answer; 2 rows equal no other and teach nothing" in out
+    )
+    assert "dropped: 2 single_member" in out
+    code, _, err = run_project(project, "-o", "trajectory_builders.episodes.rows_per_epoch", "3")
+    assert code == 2
+    assert "rows_per_epoch is 3, which would split the groups of equal rows that num_generations: 1 makes" in err
+
+
 def test_question_and_answer_decide() -> None:
     def row(name: str, question: Any, answer: Any = None) -> EvalInputItem:
         return EvalInputItem(
@@ -106,3 +120,6 @@ def test_question_and_answer_decide() -> None:
 
     rows = [row("a", {"x": 1, "y": 2}), row("b", {"y": 2, "x": 1}), row("c", {"x": 1}), row("d", {"x": 1}, "4")]
     assert equal_rows([*rows, row("e", {"x": 1}, "4")]) == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "d"}
+    elsewhere = [row(name, question) for name, question in (("1", ""), ("2", ""), ("3", None), ("4", {}))]
+    assert equal_rows(elsewhere) == {name: name for name in "1234"}
+    assert equal_rows([row("a", {1: "x", "y": 2}), row("b", {"y": 2, 1: "x"})]) == {"a": "a", "b": "a"}

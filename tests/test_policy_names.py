@@ -7,6 +7,8 @@ import pytest
 from insitu.config import load_config
 from insitu.errors import ConfigError
 from insitu.plugin_api import Builder
+from insitu.remote.attempt_records import ServedPolicy
+from insitu.remote.hosted import _PolicyBuilder
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.workflow.llms import check_model_names
 
@@ -80,4 +82,14 @@ async def test_a_frozen_opponent_is_not_taken_for_the_trained_model(write: Any) 
         check_model_names(builder_of(write, POLICY, **llms))
     builder = builder_of(write, POLICY, target="player", **llms)
     check_model_names(builder)
+    assert (await requested(builder, "opponent"))[:2] == (HERE["base_url"], BASE)
+
+
+async def test_a_service_knows_which_llms_the_trainer_trains(write: Any) -> None:
+    """Its own file need not say so: an opponent that is the base model stays where it is."""
+    llms = {name: {"_type": "openai", "model_name": BASE, **HERE} for name in ("player", "opponent")}
+    policy = ServedPolicy.of(PolicyEndpoint(SERVED, "my_run", base_model=BASE), {"player"})
+    builder = _PolicyBuilder(load_config(write({"llms": llms})), policy)
+    assert (await requested(builder, "player"))[:2] == (SERVED, "my_run")
+    builder = _PolicyBuilder(load_config(write({"llms": llms})), policy)
     assert (await requested(builder, "opponent"))[:2] == (HERE["base_url"], BASE)

@@ -268,9 +268,9 @@ def test_json_is_measured_before_it_is_parsed(body: bytes, said: str) -> None:
         ("/v1/train/jobs", b'{"settings": {"kl_penalty_coef": 0.1}, "num_rows": 1}', 400, "use kl.beta"),
         (
             "/_train_model",
-            {"model": LOADED, "trajectory_groups": [], "config": {"kl_penalty_coef": 0.1}},
+            {"model": LOADED, "trajectory_groups": [], "config": {"kimi_k2_tau": 0.1}},
             422,
-            "(a key of openpipe-art<0.5.17)",
+            "kimi_k2_tau is 0.1",
         ),
     ],
 )

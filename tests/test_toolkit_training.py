@@ -66,9 +66,13 @@ def test_what_can_be_honoured_is(nat: Any, server: FakeOpenAI, tmp_path: Path) -
     evaluation = {"llms": {"clerk": clerk}, "eval": {**PROJECT["eval"], "general": general}}
     code, out, err = nat(server, "eval", evaluation, rows=rows)
     assert code == 0, err + out
-    asked = Counter(str(body["messages"][-1]["content"]) for body in server.requests)
-    assert asked == {"status 418": 3, "status 500": 1, "plain": 1}
-    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in server.requests)
+    requests = [body for body in server.requests if "chat_template_kwargs" in body]
+    assert Counter(str(body["messages"][-1]["content"]) for body in requests) == {
+        "status 418": 3,
+        "status 500": 1,
+        "plain": 1,
+    }
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in requests)
     items = json.loads((tmp_path / "out/workflow_output.json").read_text())
     assert [item["id"] for item in items] == [0, 1, 2]
 
@@ -115,13 +119,23 @@ def test_a_plugin_writes_to_what_it_was_given_and_to_nothing_else(nat: Any, serv
     assert notes == [{"epoch": 1, "patience": 2, **seen}, {"epoch": 2, "patience": 1, **seen}]
 
 
-def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "server",
+    [
+        FakeOpenAI(refuses=OPTIONS),
+        FakeOpenAI(refuses=OPTIONS[1:]),
+        FakeOpenAI(logprobs=False),
+        FakeOpenAI(token_ids=False, tokens_as_ids=True),
+    ],
+    ids=["text", "no logprobs", "logprobs left out", "no prompt"],
+)
+def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path: Path, server: FakeOpenAI) -> None:
     """Advantages are estimated all the same; an adapter of tokens would have failed at the first call."""
     built_in = {
         "trajectory_builders": {"desk": {"_type": "insitu_traj_builder", "num_generations": 4}},
         "trainers": {"desk": {"_type": "insitu_trainer"}},
     }
-    with FakeOpenAI(refuses=OPTIONS) as server:
+    with server as server:
         code, out, err = nat(server, "finetune", {**OWN, **built_in})
         assert code == 0, err + out
     jobs = [json.loads(line) for line in (tmp_path / "jobs/use.jsonl").read_text().splitlines()]
@@ -186,7 +200,7 @@ def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any,
         code, _, err = nat(server, "finetune", {**OWN, **trainer, **builder, **adapter})
         assert server.requests == []
     assert code == 1
-    assert "desk_trainer_adapter: the backend is not healthy; is_healthy() returned false" in err
+    assert "trainer_adapters.desk: the backend is not healthy; is_healthy() returned false" in err
 
 
 def test_the_page_for_those_who_switch_shows_lines_that_are_printed(nat: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -37,7 +38,7 @@ from insitu.schemas.components import (
     LLMFrameworkEnum,
     TTCStrategyBaseConfig,
     TypedBaseModel,
-    writable,
+    for_component,
 )
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
@@ -57,7 +58,7 @@ def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[A
 def _config_getter(kind: Kind) -> Callable[["Builder", str], TypedBaseModel]:
     def get_config(self: "Builder", name: str) -> TypedBaseModel:
         """A block as configured. The result may also be awaited."""
-        return writable(self.block(kind, name))
+        return for_component(self.block(kind, name))
 
     return get_config
 
@@ -132,6 +133,11 @@ class Builder:
         self._stack = AsyncExitStack()
         self.trained_policy: PolicyEndpoint | None = parent.trained_policy if parent is not None else None
         """Where the model under training is served; None if nothing is trained, or if the adapter does not say."""
+
+    @cached_property
+    def trained_llms(self) -> frozenset[str]:
+        """The keys of the llms that are trained."""
+        return self.config.trained_llms()
 
     async def __aenter__(self) -> "Builder":
         return self
@@ -209,9 +215,7 @@ class Builder:
 
     async def _build(self, kind: Kind, name: str) -> Any:
         where = "workflow" if name == WORKFLOW else f"{kind.section}.{name}"
-        block = self.block(kind, name)
-        if block is self.config.blocks.get((kind.section, name)):
-            block = writable(block)  # a plugin may write to its blocks, but not to the checked file
+        block = for_component(self.block(kind, name))
         return await self._make(kind, name, where, block)
 
     async def _make(self, kind: Kind, name: str, where: str, config: TypedBaseModel) -> Any:

@@ -105,7 +105,7 @@ class FakeNeMo:
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
     def records(self, dataset: str, part: str) -> list[dict[str, Any]]:
-        content = self.repositories[dataset].files[f"{part}/{part}.jsonl"]
+        content = self.repositories[dataset].files[f"{part}/{part}_file.jsonl"]
         return [json.loads(line) for line in content.splitlines()]
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +18,8 @@ from insitu.advantages.credit import (
     has_step_rewards,
 )
 from insitu.errors import InsituError, TrajectoryError, describe_error
-from insitu.schemas.episodes import GREEDY_TEMPERATURE, DropReason, ModelCall, TrainingRow
-from insitu.schemas.finetuning import GROUP_KEY, Trajectory, TrajectoryCollection
+from insitu.schemas.episodes import GREEDY_TEMPERATURE, GROUP_KEY, DropReason, ModelCall, TrainingRow
+from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
 NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -43,6 +44,10 @@ SHAPING = (
 `logprobs_processed`."""
 
 
+_TOKENS = attrgetter("prompt_token_ids", "token_ids", "logprobs")
+"""What a row of tokens is made of."""
+
+
 class EstimatedEpoch(NamedTuple):
     """What an epoch trains on, the advantages of each of its trajectories' calls, and metrics of the selection."""
 
@@ -57,7 +62,7 @@ def sampling_problem(call: ModelCall) -> str | None:
     """
     if (problem := truncation(call.sampling)) is not None:
         return problem
-    if call.token_ids is None:  # its log-probabilities are not trained on
+    if None in _TOKENS(call):  # nothing of it is trained on
         return None
     divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
     return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None
@@ -218,8 +223,11 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
     """A copy with training rows; the trajectory itself if the backend computes its advantages, or trains no tokens."""
     numbers = {index: advantage for index, advantage in advantages.items() if advantage is not None}
-    if not numbers or any(trajectory.calls[index].token_ids is None for index in numbers):
+    if not numbers:
         return trajectory
+    for index in numbers:
+        if None in _TOKENS(trajectory.calls[index]):
+            return trajectory
     return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, numbers, trajectory.id or "")})
 
 
@@ -231,10 +239,10 @@ def training_rows(collection: TrajectoryCollection) -> list[TrainingRow]:
             estimated = call_advantages(group, AdvantageConfig())
             group = [_with_rows(t, of_calls) for t, of_calls in zip(group, estimated, strict=True)]
         for trajectory in group:
-            lacking = [k for k in trajectory.trained_calls if trajectory.calls[k].token_ids is None]
+            lacking = [c for k in trajectory.trained_calls if None in _TOKENS(c := trajectory.calls[k])]
             if lacking and not trajectory.rows:
-                call = trajectory.calls[lacking[0]].index
-                raise TrajectoryError(f"episode {trajectory.id}: call {call} is trained but has no token ids")
+                what = "token ids" if lacking[0].token_ids is None else "prompt or no logprobs"
+                raise TrajectoryError(f"episode {trajectory.id}: call {lacking[0].index} is trained but has no {what}")
             rows += trajectory.rows
     return rows
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from insitu.errors import InsituError, TrajectoryError, describe_error
-from insitu.schemas.episodes import DropReason
-from insitu.schemas.finetuning import GROUP_KEY, CurriculumLearningConfig, Trajectory, TrajectoryCollection
+from insitu.schemas.episodes import GROUP_KEY, DropReason
+from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
 logger = logging.getLogger(__name__)
 

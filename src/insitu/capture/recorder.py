@@ -24,8 +24,7 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.completion_request import CHAT, CompletionRequest
-from insitu.capture.ledger import CallLedger, CallSite, current_call_site
+from insitu.capture.ledger import CHAT, CallLedger, CallSite, CompletionRequest, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
@@ -80,8 +79,8 @@ class Recorder:
     """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
     """The part of them that no evaluator requested: by threads that do not know their episode, for example."""
-    refused: set[str] = field(default_factory=set)
-    """What the server refuses to return, of `_OPTIONS`: it is not requested again."""
+    refused: frozenset[str] = frozenset()
+    """What the server refuses to return, of `_OPTIONS`: it is not requested again where training does without."""
     _warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,7 +95,7 @@ class Recorder:
         """From now on, requests are sent without an option that the server refuses. Warns the first time."""
         with self._lock:
             is_known = missing in self.refused
-            self.refused.add(missing)
+            self.refused |= {missing}
         if not is_known:
             text, llm = response[:300].decode(errors="replace"), f"llms.{self.llm}: " if self.llm else ""
             logger.warning("%s%s gives no %s (%s); training goes on without them", llm, self.server, missing, text)
@@ -158,6 +157,8 @@ class Exchange:
         self._strips_token_ids = not body.get("return_token_ids")
         # text completions may request `logprobs: 0`: those of the sampled tokens only
         self._strips_logprobs = not logprobs and (request.route == CHAT or logprobs is None or logprobs is False)
+        self._refusals: dict[str, bytes] = {}
+        """What was refused, and how; not the request's other faults, if it is accepted now."""
         self._keeps_entries = ledger.needs is Needs.GIVEN
         is_compact = self._is_trained and self._strips_logprobs and not (self.streamed or self._keeps_entries)
         self.headers = {"Accept": f"{COMPACT}, {JSON}"} if is_compact else {}
@@ -178,7 +179,8 @@ class Exchange:
                 body["logprobs"] = True if request.route == CHAT else 0
             body["return_token_ids"] = True
             for missing in recorder.refused:
-                self._leave_out(missing)
+                if ledger.needs < _NEEDED_FROM[missing]:
+                    self._leave_out(missing)
             bridges = recorder.bridges_tokens and request.route == CHAT
             if bridges and (earlier := ledger.continued(body["messages"], recorder.llm)) is not None:
                 body[_BRIDGE] = {"token_ids": earlier.all_token_ids, "num_messages": len(earlier.messages) + 1}
@@ -196,7 +198,7 @@ class Exchange:
         missing = self._rejected_option(content) if self._is_trained and status in _REFUSALS else None
         if missing is None or self._ledger.needs >= _NEEDED_FROM[missing]:
             return False
-        self._recorder.note_refusal(missing, content)
+        self._refusals[missing] = content
         self._leave_out(missing)
         self.content = orjson.dumps(self._body)
         return True
@@ -300,6 +302,8 @@ class Exchange:
     def _record(self, response: dict[str, Any], headers: Mapping[str, str], error: str | None = None) -> None:
         calls = [] if self._ledger.closed else self._calls(response, headers, error)
         self._pending = False
+        for missing, response_text in self._refusals.items():
+            self._recorder.note_refusal(missing, response_text)
         for call in calls:
             if self._is_trained and error is None:
                 self._check(call)

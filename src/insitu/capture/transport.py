@@ -20,11 +20,9 @@ from yarl import URL
 
 from insitu.capture.recorder import Exchange, Recorder
 from insitu.errors import BackendUnavailable
-from insitu.wire.http_format import COMPACT, JSON, error_body
+from insitu.wire.http_format import COMPACT, JSON, error_body, retry_header
 
 _KEEP_ALIVE_SECONDS = 4.0  # less than uvicorn's 5: the client must be the one to close an idle connection
-_SHOULD_RETRY = b"x-should-retry"
-"""What the clients of OpenAI and Anthropic look at first when they decide about it."""
 _REWRITTEN = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 
 
@@ -67,7 +65,7 @@ class _RecordingTransport:
                     answer = await session.request(**_arguments(request, content, exchange))
                     streams = exchange is None or (exchange.streamed and answer.status < 400)
                     received = b"" if streams else await answer.read()
-                    if exchange is None or not exchange.must_resend(answer.status, received):
+                    if exchange is None or answer.status < 400 or not exchange.must_resend(answer.status, received):
                         break
             except BaseException as error:  # also a cancellation is a failed attempt; always re-raised
                 self._fail(exchange, request, error)
@@ -75,6 +73,7 @@ class _RecordingTransport:
             headers = [pair for pair in answer.raw_headers if pair[0].lower() not in left_out]
             extensions = {"http_version": b"HTTP/1.1", "reason_phrase": (answer.reason or "").encode()}
             if streams:
+                headers += self._retry(answer.status) if answer.status >= 400 else []
                 stream = self.stream(answer, answer.headers, exchange, request, cleanup.pop_all())
                 return self.http.Response(answer.status, headers=headers, stream=stream, extensions=extensions)
             assert exchange is not None
@@ -87,7 +86,9 @@ class _RecordingTransport:
                 self._sync_transport = self.http.HTTPTransport(limits=limits)
         exchange = self._recorder.begin(request.method, request.url.path, request.read())
         if exchange is None:
-            return self._sync_transport.handle_request(request)
+            answer = self._sync_transport.handle_request(request)
+            answer.headers.update(self._retry(answer.status_code))
+            return answer
         headers = [pair for pair in request.headers.raw if pair[0].lower() not in (*_REWRITTEN, b"accept-encoding")]
         if accept := exchange.headers.get("Accept"):
             headers = [*(pair for pair in headers if pair[0].lower() != b"accept"), (b"Accept", accept.encode())]
@@ -128,10 +129,13 @@ class _RecordingTransport:
         elif exchange.headers:
             compact = COMPACT.encode()
             headers = [(name, JSON.encode() if value.lower().startswith(compact) else value) for name, value in headers]
-        if status >= 400 and (retried := self._recorder.retried_statuses) is not None:
-            kept = [pair for pair in headers if pair[0].lower() != _SHOULD_RETRY]
-            headers = [*kept, (_SHOULD_RETRY, b"true" if status in retried else b"false")]
+        if status >= 400:
+            headers = [*headers, *self._retry(status)]
         return self.http.Response(status, headers=headers, content=body, extensions=extensions)
+
+    def _retry(self, status: int) -> list[tuple[bytes, bytes]]:
+        named = retry_header(status, self._recorder.retried_statuses)
+        return [(name.encode(), value.encode()) for name, value in named.items()]
 
     def _fail(self, exchange: Exchange | None, request: Any, error: BaseException) -> NoReturn:
         """Fails the exchange, and raises the error, one of the connection as that of the client's library."""

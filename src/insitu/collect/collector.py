@@ -25,6 +25,7 @@ from collections.abc import (
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from insitu.advantages.credit import TrainedCalls
@@ -95,9 +96,6 @@ class Plan:
         reserve = self.budget.reserve if self.budget is not None else ()
         return {str(row.id): row for row in (*(row for row, _ in self.members), *reserve)}
 
-    def group_id(self, row_id: str) -> str:
-        return self.group_of.get(row_id, row_id)
-
     def trained_reward(self, episode: Episode) -> float | None:
         """The reward of an episode with calls to train."""
         return episode.reward if episode.reward is not None and self.trained.of(episode) else None
@@ -108,7 +106,7 @@ class Plan:
         Parts are runs of rows in the order in which they are trained. They are planned, so they do not depend on what
         the episodes turn out to be.
         """
-        group_ids = sorted({self.group_id(str(row.id)) for row, _ in self.members})
+        group_ids = sorted({self.group_of.get(name, name) for row, _ in self.members if (name := str(row.id))})
         if not group_ids or (self.budget is not None and self.budget.reserve):
             return None
         size = max(-(-PART_EPISODES * len(group_ids) // len(self.members)), -(-len(group_ids) // MAX_PARTS))
@@ -147,8 +145,8 @@ class PlayedGroup(NamedTuple):
 class Rollouts(Iterator[Member]):
     """Yields the episodes that may begin now; `add` each that has ended, after which more may begin.
 
-    `reward_of` is the reward of an episode, None if it is not trained. `group_id` is the id of the group of a row; with
-    a budget, each row has its own.
+    `reward_of` is the reward of an episode, None if it is not trained. `group_of` is as in Plan; with a budget, each
+    row has a group of its own.
     """
 
     def __init__(
@@ -156,9 +154,9 @@ class Rollouts(Iterator[Member]):
         members: Sequence[Member],
         budget: Budget | None,
         reward_of: Callable[[Episode], float | None],
-        group_id: Callable[[str], str] = str,
+        group_of: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._group_id = group_id
+        self._group_of = group_of
         self._budget = budget
         self._reward_of = reward_of
         self._ready: deque[Member] = deque()
@@ -166,7 +164,8 @@ class Rollouts(Iterator[Member]):
         """Those that have not ended, by id."""
         first = budget.waves[0] if budget is not None else None
         for row, generation in members:
-            group = self.groups.setdefault(group_id(str(row.id)), _Group(row, len(self.groups)))
+            name = str(row.id)
+            group = self.groups.setdefault(group_of.get(name, name), _Group(row, len(self.groups)))
             group.generations.append(generation)
             if first is None or group.begun < first:
                 group.begun += 1
@@ -179,7 +178,8 @@ class Rollouts(Iterator[Member]):
 
     def add(self, episode: Episode) -> PlayedGroup | None:
         """The group of an episode that has ended, if it was the group's last."""
-        group_id = self._group_id(episode.key.row_id)
+        row_id = episode.key.row_id
+        group_id = self._group_of.get(row_id, row_id)
         group = self.groups[group_id]
         group.episodes.append(episode)
         if len(group.episodes) < group.begun:
@@ -229,7 +229,7 @@ async def collect(
                     on_episode(episode)
             yield plan.group(group)
         return
-    rollouts = Rollouts(plan.members, plan.budget, plan.trained_reward, plan.group_id)
+    rollouts = Rollouts(plan.members, plan.budget, plan.trained_reward, plan.group_of)
     async with aclosing(_run_episodes(rollouts, plan, builder, run)) as episodes:
         async for episode in episodes:  # each has an outcome: every group becomes complete
             if on_episode is not None:

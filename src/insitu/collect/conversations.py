@@ -12,9 +12,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from insitu.advantages.credit import TrainedCalls
-from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, ModelCall
+from insitu.schemas.episodes import GROUP_KEY, DropReason, Episode, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import (
-    GROUP_KEY,
     EpisodeItem,
     EpisodeItemRole,
     Trajectory,

@@ -362,9 +362,16 @@ def _steps(row: dict[str, Any], key: str, where: str) -> list[IntermediateStep]:
 
 
 def equal_rows(rows: Iterable[EvalInputItem]) -> dict[str, str]:
-    """For each row, by id, the id of the first with the same question and answer."""
-    first: dict[str, str] = {}
-    contents = (
-        (row, json.dumps([row.input_obj, row.expected_output_obj], sort_keys=True, default=str)) for row in rows
-    )
-    return {str(row.id): first.setdefault(content, str(row.id)) for row, content in contents}
+    """For each row, by id, the id of the first with the same question and answer.
+
+    Without a question the task is elsewhere in the row: such a row is equal to no other.
+    """
+    first: dict[bytes, str] = {}
+    group_of = {}
+    for row in rows:
+        name, content = str(row.id), str(row.id).encode()
+        if row.input_obj not in (None, "", {}, []):
+            options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+            content = orjson.dumps([row.input_obj, row.expected_output_obj], default=str, option=options)
+        group_of[name] = first.setdefault(content, name)
+    return group_of

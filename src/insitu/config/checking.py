@@ -85,7 +85,7 @@ class Validator:
             self.problems.append(f"general.folder: {folder} is not a folder")
         for module in general.plugins:
             self._import(partial(import_module, module, "general.plugins", folder))
-        general = self._with_component(general, data.get("general"), "executor", reg.EXECUTOR)
+        general = frozen(self._with_component(general, data.get("general"), "executor", reg.EXECUTOR))
         for kind in _COMPONENT_SECTIONS:
             for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
                 self._store(kind, name, block, f"{kind.section}.{name}")
@@ -93,7 +93,7 @@ class Validator:
             self._store(reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
         evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
         settings = self._model(EvalGeneralConfig, evaluation.get("general"), "eval.general") or EvalGeneralConfig()
-        settings = self._with_component(settings, evaluation.get("general"), "dataset", reg.DATASET)
+        settings = frozen(self._with_component(settings, evaluation.get("general"), "dataset", reg.DATASET))
         for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
             self._store(reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
         section = data.get("finetuning")

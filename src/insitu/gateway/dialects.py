@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from insitu.capture.completion_request import CHAT, TEXT
+from insitu.capture.ledger import CHAT, TEXT
 from insitu.errors import PluginError, RequestRefused
 from insitu.schemas.parts import load_named, names
 from insitu.wire.connection import parse_events

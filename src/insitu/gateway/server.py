@@ -25,14 +25,13 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
-from insitu.capture.completion_request import CHAT
-from insitu.capture.ledger import CallLedger, CallSite, current_call_site
+from insitu.capture.ledger import CHAT, CallLedger, CallSite, current_call_site
 from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
 from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, authorized, http_url
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, authorized, http_url, retry_header
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -304,6 +303,7 @@ class Gateway:
         is_busy = answer.status == 429 or answer.status >= 500
         endpoint.failure = f"it answered with status {answer.status}" if is_busy else None
         headers = proxy.response_headers(answer)
+        headers.update(retry_header(answer.status, llm.recorder.retried_statuses))
         if not translation.verbatim:
             received = proxy.translate_response(translation, answer.status, received)
         if not translation.verbatim or answer.content_type == COMPACT:

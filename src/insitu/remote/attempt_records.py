@@ -19,7 +19,7 @@ A client sends lines of JSON for as long as its connection lasts, and so does th
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ class ServedPolicy(BaseModel):
     """Where the trainer's model is served, for the llms of `_type: policy` in this episode.
 
     `renamed`: the model's name changes with every version of the weights. `trained`: it is the model under training,
-    also for llms that name it or its `base_model` (see `workflow.llms`).
+    also for those of `llms` that name it or its `base_model` (see `workflow.llms`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,18 +52,21 @@ class ServedPolicy(BaseModel):
     api_key: str = Field(default="none", repr=False)
     renamed: bool = False
     trained: bool = False
+    llms: tuple[str, ...] = ()
     base_model: str | None = None
 
     @classmethod
-    def of(cls, endpoint: PolicyEndpoint, *, trained: bool = False) -> "ServedPolicy":
+    def of(cls, endpoint: PolicyEndpoint, trained: Collection[str] | None = None) -> "ServedPolicy":
+        """`trained` are the llms of the trainer's file that are trained; None: the model is not under training."""
         now = endpoint.current_model
         return cls(
             base_url=endpoint.base_url,
             model=endpoint.model if now is None else now(),
             api_key=endpoint.api_key,
             renamed=now is not None,
-            trained=trained,
-            base_model=endpoint.base_model if trained else None,
+            trained=trained is not None,
+            llms=tuple(sorted(trained or ())),
+            base_model=endpoint.base_model if trained is not None else None,
         )
 
     @property

@@ -111,8 +111,8 @@ async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
         endpoint = await builder.policy_endpoint()
     elif any(policy_named_by(name, config.block(LLM, name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy
-    is_trained = builder.trained_policy is not None
-    return lambda: ServedPolicy.of(endpoint, trained=is_trained) if endpoint is not None else None
+    trained = config.trained_llms() if builder.trained_policy is not None else None
+    return lambda: ServedPolicy.of(endpoint, trained) if endpoint is not None else None
 
 
 class ServiceExecutorConfig(ExecutorBaseConfig, name="service"):

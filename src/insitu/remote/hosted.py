@@ -43,7 +43,7 @@ class _PolicyBuilder(Builder):
             policy.base_url, policy.model, policy.api_key, base_model=policy.base_model, current_model=current_model
         )
         if policy.trained:
-            self.trained_policy = self._endpoint
+            self.trained_policy, self.trained_llms = self._endpoint, frozenset(policy.llms)
 
     async def policy_endpoint(self) -> PolicyEndpoint:
         return self._endpoint

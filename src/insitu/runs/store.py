@@ -179,11 +179,12 @@ class RunStore:
             files.CALLS: self.append(files.CALLS, calls),
             files.EPISODES: self.append(files.EPISODES, map(episode_record, record.episodes)),
         }
+        rows = {episode.key.row_id: None for episode in record.episodes}
         paired = {name for pair in record.trajectories for _, name, _ in sides_of(pair)}
         group = {
             "epoch": epoch,
             "row_id": record.row_id,
-            **({"rows": rows} if len(rows := {e.key.row_id: None for e in record.episodes}) > 1 else {}),
+            **({"rows": [*rows]} if rows != {record.row_id: None} else {}),
             "num_episodes": len(record.episodes),
             "episodes": [t.id for t in record.trajectories],
             "rewards": [t.reward for t in record.trajectories],

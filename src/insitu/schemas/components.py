@@ -8,9 +8,10 @@ The `name` of a configuration class is the `_type` of its YAML block:
     GreeterConfig.static_type()  ->  "greeter"
 """
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args, get_origin
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -38,7 +39,9 @@ def _is_block(field: FieldInfo | None) -> bool:
     return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
-_FROZEN = "_frozen"
+_frozen: WeakValueDictionary[int, BaseModel] = WeakValueDictionary()
+_copies: WeakValueDictionary[int, BaseModel] = WeakValueDictionary()
+"""The frozen models, and the copies of models, by id. A mark in a model itself would be part of its contents."""
 
 
 class WritableModel(BaseModel):
@@ -48,35 +51,47 @@ class WritableModel(BaseModel):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if _FROZEN in self.__dict__:
+        if name in type(self).model_fields and _frozen.get(id(self)) is self:
             error = InitErrorDetails(type="frozen_instance", loc=(name,), input=value)
             raise ValidationError.from_exception_data(type(self).__name__, [error])
         super().__setattr__(name, value)
 
 
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, BaseModel):
+        return value.__dict__.values()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
+
+
 def frozen(value: T) -> T:
     """The object, after it and the models in it were frozen."""
-    for part in value if isinstance(value, list | tuple) else ():
-        frozen(part)
     if isinstance(value, WritableModel):
-        value.__dict__[_FROZEN] = True
-        for name in type(value).model_fields:
-            frozen(value.__dict__.get(name))
+        _frozen[id(value)] = value
+    for part in _parts(value):
+        frozen(part)
     return value
 
 
 def writable(value: T) -> T:
-    """A copy in which models, lists and dicts can be changed; other values are shared."""
+    """A copy in which models and collections can be changed; other values are shared."""
     copied: Any = value
-    if isinstance(value, WritableModel):
+    if isinstance(value, BaseModel):
         copied = value.model_copy()
-        copied.__dict__.pop(_FROZEN, None)
         copied.__dict__.update({name: writable(part) for name, part in copied.__dict__.items()})
-    elif isinstance(value, list):
-        copied = [*map(writable, value)]
+        _copies[id(copied)] = copied
+    elif type(value) in (list, tuple, set, frozenset):
+        copied = type(value)(map(writable, _parts(value)))  # type: ignore[call-arg]
     elif isinstance(value, dict):
-        copied = {key: writable(each) for key, each in value.items()}
+        copied = {key: writable(part) for key, part in value.items()}
     return cast(T, copied)
+
+
+def for_component(value: T) -> T:
+    """What a component gets of settings: a copy of what is a checked file's, or a copy itself; else the object."""
+    is_of_file = any(models.get(id(value)) is value for models in (_frozen, _copies))
+    return writable(value) if is_of_file else value
 
 
 class TypedBaseModel(WritableModel):

@@ -63,6 +63,10 @@ class EpisodeKey(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+GROUP_KEY = "insitu_group"
+"""In the metadata of a trajectory: the id of its group, if that may have episodes of several rows."""
+
+
 @dataclass(slots=True)
 class ModelCall:
     """One prompt and one completion, as sent and received.

@@ -17,8 +17,6 @@ from insitu.schemas.parts import ShapePart
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
-GROUP_KEY = "insitu_group"
-"""In the metadata of a trajectory: the id of its group, if that may have episodes of several rows."""
 ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 """For messages."""
 

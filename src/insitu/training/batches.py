@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class _Batch:
     all_begun: asyncio.Event = field(default_factory=asyncio.Event)
     rows: Counter[str] = field(default_factory=Counter)
     """Finished episodes of each group."""
-    group_id: Callable[[str], str] = str
+    group_of: Mapping[str, str] = field(default_factory=dict)
     complete_groups: int = 0
     spending: Spending | None = None
 
@@ -167,7 +167,8 @@ class BatchCollector:
     def _incomplete_groups(self, batch: _Batch) -> int:
         """Groups of a batch that have begun and are not complete."""
         in_flight = run_of(self.builder).episodes_in_flight
-        begun = batch.rows.keys() | {batch.group_id(key.row_id) for key in in_flight if key.epoch == batch.epoch}
+        ids = {key.row_id for key in in_flight if key.epoch == batch.epoch}
+        begun = batch.rows.keys() | {batch.group_of.get(row_id, row_id) for row_id in ids}
         return len(begun) - batch.complete_groups
 
     def _planned_version(self, epoch: int) -> int | None:
@@ -214,7 +215,7 @@ class BatchCollector:
         await self.trajectory_builder.start_run(run_id, {"epoch": epoch, "gather": gather, **recorded})
 
     async def _gather(self, plan: Plan, batch: _Batch) -> TrajectoryCollection:
-        served, batch.group_id = batch.served, plan.group_id
+        served, batch.group_of = batch.served, plan.group_of
         journal = self.durable.finished(batch.epoch)
         finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
         if len(finished) < len(journal) and self.durable.progress.submitted_epoch == batch.epoch:
@@ -243,7 +244,7 @@ class BatchCollector:
         def on_episode(episode: Episode) -> None:
             nonlocal ended
             ended += 1
-            batch.rows[plan.group_id(episode.key.row_id)] += 1
+            batch.rows[plan.group_of.get(episode.key.row_id, episode.key.row_id)] += 1
             if is_next_waiting:
                 check_begun()
             batch.traffic.add(episode)

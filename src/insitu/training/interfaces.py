@@ -9,7 +9,7 @@ from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
 from insitu.errors import BackendError, ConfigError
-from insitu.schemas.components import writable
+from insitu.schemas.components import for_component
 from insitu.schemas.episodes import Needs, TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import (
@@ -160,7 +160,8 @@ class TrainerAdapter(ABC):
         The default asks whether the backend is healthy.
         """
         if not await self.is_healthy():
-            raise BackendError(f"{self.adapter_config.type}: the backend is not healthy; is_healthy() returned false")
+            where = f"trainer_adapters.{self.run_config.trainer_adapter}"
+            raise BackendError(f"{where}: the backend is not healthy; is_healthy() returned false")
 
     @abstractmethod
     async def is_healthy(self) -> bool:
@@ -271,8 +272,8 @@ class Trainer(ABC):
             "total_groups": 0,
             "included_groups": set(),
         }
-        await self.trajectory_builder.initialize(writable(run_config))
-        await self.trainer_adapter.initialize(writable(run_config))
+        await self.trajectory_builder.initialize(for_component(run_config))
+        await self.trainer_adapter.initialize(for_component(run_config))
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:

@@ -46,6 +46,7 @@ from insitu.wire.redaction import results_console
 from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
+Statuses = list[TrainingJobStatus]
 
 _EXIT_NOTICE_SECONDS = 1.0
 
@@ -78,18 +79,14 @@ async def run_finetuning(runner: Trainer, resume: bool = False) -> list[Training
     return statuses
 
 
-async def finetuning_main(
-    run_config: FinetuneRunConfig | Config, console: Console | None = None
-) -> list[TrainingJobStatus]:
-    """The command `finetune`, from the file to the last status. Always calls the trainer's `cleanup`.
+async def finetuning_main(run_config: FinetuneRunConfig | Config, console: Console | None = None) -> Statuses:
+    """The command `finetune`, from the file (or what was checked of it) to the last status, with `cleanup`.
 
-    `run_config` may be the checked file itself. Prints progress to `console`, standard output by default. A run that is
-    complete already is not continued.
+    Prints progress to `console`, standard output by default. A run that is complete already is not continued.
     Raises if a job failed, nothing was trained, or a validation failed.
     """
-    if isinstance(run_config, Config):
-        run_config = FinetuneRunConfig(config_file=run_config)
-    config, request = await prepared(run_config)
+    request = FinetuneRunConfig(config_file=run_config) if isinstance(run_config, Config) else run_config
+    config, request = await prepared(request)
     finetuning = config.finetuning
     folder = config.run_dir
     progress = RunReader(folder).progress() if request.resume else None
@@ -266,7 +263,7 @@ def _check_validations(run: RunState, config: Config) -> None:
         logger.warning("validation on %s is configured, but trainers.%s never ran it", validation.dataset, trainer)
 
 
-def run_finetuning_sync(run_config: FinetuneRunConfig, console: Console | None = None) -> list[TrainingJobStatus]:
+def run_finetuning_sync(run_config: FinetuneRunConfig | Config, console: Console | None = None) -> Statuses:
     """`finetuning_main` for callers without an event loop."""
     return run_async(finetuning_main(run_config, console))
 

@@ -9,7 +9,7 @@ import base64
 import gc
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,6 +126,16 @@ def error_param(content: bytes) -> str | None:
     except MALFORMED:
         return None
     return param if isinstance(param, str) and param else None
+
+
+def retry_header(status: int, retried: Collection[int] | None) -> dict[str, str]:
+    """What the clients of OpenAI and Anthropic look at first when they decide whether to repeat a request.
+
+    `retried` are the statuses after which they are to do so; None: they decide themselves.
+    """
+    if status < 400 or retried is None:
+        return {}
+    return {"x-should-retry": "true" if status in retried else "false"}
 
 
 _DIGITS = 19

@@ -310,7 +310,7 @@ async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[Mo
 
 def check_model_names(builder: Builder) -> None:
     """Raises ConfigError if a trained llm names a model that is not the one being trained."""
-    for name in sorted(builder.config.trained_llms()):
+    for name in sorted(builder.trained_llms):
         block = builder.config.block(LLM, name)
         policy = policy_named_by(name, block, builder)
         if policy is None:
@@ -327,7 +327,7 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
     """
     policy, config = builder.trained_policy, builder.config
     model = _model_of(block)
-    if policy is None or model is None or name not in config.trained_llms():
+    if policy is None or model is None or name not in builder.trained_llms:
         return None
     names = {policy.model, policy.model.rpartition("@")[0] if policy.current_model is not None else policy.model}
     beside = is_same_server(getattr(block, "base_url", None), policy.base_url)
@@ -338,7 +338,7 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
         if beside:
             raise ConfigError(f"{problem}: name that model, or use _type: policy")
         return None
-    others = [other for other in config.trained_llms() - {name} if _model_of(config.block(LLM, other)) in names]
+    others = [other for other in builder.trained_llms - {name} if _model_of(config.block(LLM, other)) in names]
     if others:
         raise ConfigError(f"{problem}: set finetuning.target_model to {others[0]!r} if {name} is not to be trained")
     return policy

@@ -1,6 +1,7 @@
 """The trajectory builder and the trainer of the ART plugin, and the registration of its three components."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -54,8 +55,12 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     @property
     def grouping(self) -> str | None:
         """How rows are grouped, for the header of the run; None if each is a group of its own."""
-        groups = {*self._group_of.values()}
-        return f"{len(groups)}, of the {len(self._rows)} rows those with equal question and answer" if groups else None
+        sizes = Counter(self._group_of.values())
+        if not sizes:
+            return None
+        alone = [*sizes.values()].count(1)
+        teaches_nothing = f"; {alone} rows equal no other and teach nothing" if alone else ""
+        return f"{len(sizes)}, of the {len(self._rows)} rows those with equal question and answer{teaches_nothing}"
 
     def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
         return replace(super().plan(run_id, epoch, groups, lag), group_of=self._group_of)
@@ -63,6 +68,11 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     def check_group_size(self, trainer: str) -> None:
         if not self._groups_equal_rows:
             super().check_group_size(trainer)
+        elif self.config.rows_per_epoch is not None:
+            raise ConfigError(
+                f"{self.block}.rows_per_epoch is {self.config.rows_per_epoch}, which would split the groups of equal "
+                "rows that num_generations: 1 makes; leave it out, or set num_generations to 2 or more"
+            )
         elif len({*equal_rows(rows := self.load_rows()).values()}) == len(rows):
             raise ConfigError(
                 f"{self.block}.num_generations is 1, and no two of the {len(rows)} rows have the same question and "

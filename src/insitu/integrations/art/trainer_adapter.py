@@ -156,6 +156,9 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             raise BackendUnavailable(f"the ART server cannot be used: {error}") from error
         await self.model.register(self.remote_backend, _openai_client_config=self._server_config)
 
+    async def check_settings(self) -> None:
+        """The client has been asked about them, and `initialize` has reached the server."""
+
     def training_settings(self) -> dict[str, Any]:
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
