@@ -687,3 +687,29 @@ def test_installed_packages_are_found_by_their_entry_points(write: Any, group: s
         [sys.executable, "-c", CHECK, str(path)], env=environment, capture_output=True, text=True, check=True
     )
     assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            {"trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generation": 1}}},
+            "num_generations'?",
+        ),
+        (
+            {"llms": {"m": {"_type": "openai", "model_name": "m", "max_retries": 0, "num_retries": 3}}},
+            "max_retries and num_retries are the same: give one of them",
+        ),
+        (
+            {"llms": {"m": {"_type": "openai", "model_name": "m", "timeout": 1, "request_timeout": 3}}},
+            "timeout and request_timeout are the same: give one of them",
+        ),
+        (
+            {"llms": {"m": {"_type": "openai", "model_name": "m", "retry_on_status_codes": [99]}}},
+            "retry_on_status_codes.0: Input should be greater than or equal to 400 (got 99)",
+        ),
+    ],
+)
+def test_what_files_of_the_toolkit_may_not_have(write: Any, sections: dict[str, Any], problem: str) -> None:
+    """Its own further keys are a warning in the blocks of its plugins; a misspelt one would train with a default."""
+    assert problem in complaint(write(sections))

@@ -336,8 +336,8 @@ async def describing(*statuses: int, protocol: int = PROTOCOL) -> AsyncIterator[
 
 
 async def test_a_service_of_another_release_is_refused(config: Config) -> None:
-    async with describing(protocol=3) as address:
-        with pytest.raises(ConfigError, match=r"speaks protocol 3, not 4: use one release on both sides"):
+    async with describing(protocol=4) as address:
+        with pytest.raises(ConfigError, match=r"speaks protocol 4, not 5: use one release on both sides"):
             await episode(config, address, {"do": "plain"})
 
 
@@ -408,7 +408,11 @@ async def test_plain_requests(config: Config) -> None:
 async def test_wrong_requests(config: Config) -> None:
     async with serving(config) as (_, address):
         for path, body, headers, status, message in (
-            ("/generate", {"inptu": 1}, {}, 400, "input: Field required"),
+            ("/generate", {"inptu": 1}, {}, 400, "the key 'inptu' does not exist (did you mean 'input'?)"),
+            ("/generate", {}, {}, 400, "no input given; expected one of input and input_message"),
+            ("/generate", {"input": 1, "input_message": 1}, {}, 400, "input and input_message given; expected one of"),
+            ("/generate", {"input_message": None}, {}, 400, "input_message is null"),
+            ("/generate", [], {}, 400, "the body is a JSON list; expected an object"),
             ("/generate", b"{", {}, 400, "the body is not JSON"),
             (EPISODES, {"key": ["r"]}, {}, 400, "key"),
             (EPISODES, {"key": ["r", 1, "2", 0, 0], "polcy": {}}, {}, 400, "polcy: Extra inputs"),

@@ -112,9 +112,10 @@ def test_its_own_training_gets_what_the_endpoint_gives(nat: Any, tmp_path: Path,
 
 
 def test_a_plugin_writes_to_what_it_was_given_and_to_nothing_else(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
+    """The run has the file's two epochs, whatever its trainer makes of its copy."""
     code, _, err = nat(server, "finetune", OWN)
     assert code == 0, err
-    seen = {"curriculum": True, "num_epochs": 2, "targets": ["<workflow>"], "reward": "use", "episodes": 6}
+    seen = {"curriculum": True, "num_epochs": 9, "targets": ["<workflow>"], "reward": "use", "episodes": 6}
     notes = json.loads((tmp_path / "run/desk.json").read_text())
     assert notes == [{"epoch": 1, "patience": 2, **seen}, {"epoch": 2, "patience": 1, **seen}]
 

@@ -293,14 +293,15 @@ class Builder:
         return await self._tool(await self.get_function(name), wrapper_type)
 
     async def get_tools(self, tool_names: Iterable[str], wrapper_type: LLMFrameworkEnum | str) -> list[Any]:
-        """The tools of functions and of all functions of groups, in this order."""
+        """The tools of functions and of all functions of groups, in this order, each once."""
         functions: list[Any] = []
         for name in tool_names:
             if name in self.names(FUNCTION_GROUP):
                 functions += (await self.get_function_group(name)).functions.values()
             else:
                 functions.append(await self.get_function(name))
-        return [await self._tool(function, wrapper_type) for function in functions]
+        once = {function.name: function for function in functions}
+        return [await self._tool(function, wrapper_type) for function in once.values()]
 
     async def _tool(self, function: Any, wrapper_type: LLMFrameworkEnum | str) -> Any:
         framework, where = str(wrapper_type).lower(), f"functions.{function.name}"

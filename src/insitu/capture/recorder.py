@@ -48,7 +48,7 @@ _SHAPING = ("logprobs_processed", "structured_outputs")
 _NAMES_LOGPROBS = re.compile(rb"(?<!top_)logprobs")
 _NEEDED_FROM = {"token ids": Needs.TOKEN_IDS, "logprobs": Needs.LOGPROBS}
 _OPTIONS = {"token ids": "return_token_ids", "logprobs": "logprobs"}
-_REFUSALS = frozenset((400, 422))
+_REFUSALS = frozenset((400, 403, 422))
 _ROUNDING = 1e-4
 """How far above 0 rounding may lift a logprob."""
 _HINTS = {
@@ -212,7 +212,8 @@ class Exchange:
         """Records a response that was not streamed; returns the body without the fields that only insitu requested."""
         if status >= 400:
             self.fail(f"http {status}", by_server=status == 429 or status >= 500)
-            if self._is_trained and status < 500 and (missing := self._rejected_option(content)):
+            missing = self._rejected_option(content) if self._is_trained and status < 500 else None
+            if missing is not None and self._ledger.needs >= _NEEDED_FROM[missing]:
                 response_text = content[:300].decode(errors="replace")
                 raise self._missing_error(missing, f"rejected the request for them ({response_text})")
             return content

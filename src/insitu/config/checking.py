@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from insitu import registry as reg
 from insitu.advantages.credit import matching_llms
 from insitu.config.code import import_module, load_code
-from insitu.config.keys import holds_secret, references, secret_values, takes_reward, unknown_keys
+from insitu.config.keys import holds_secret, key_names, references, secret_values, takes_reward, unknown_keys
 from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once
 from insitu.config.yaml_loader import expand, value_type
 from insitu.disk.files import file_name_problem
@@ -39,6 +40,8 @@ _WITHOUT_EFFECT = {
 }
 """Keys of the toolkit's files, by section, that change nothing here. A component that asks the builder for a part of
 these sections gets an error."""
+_MISSPELT = 0.85
+"""Similarity from which on a key that does not exist is taken for a misspelt one."""
 _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,
@@ -202,12 +205,15 @@ class Validator:
             return None
 
     def _known(self, model: type[BaseModel], node: dict[str, Any], where: str) -> dict[str, Any]:
-        """The keys of a block that are checked: all, unless the model ignores those that do not exist."""
+        """The keys of a block that are checked: all, or those that exist and misspelt ones."""
         if not (issubclass(model, TypedBaseModel) and model.ignores_unknown_keys):
             return node
-        ignored = {key: None for key in node if next(unknown_keys(model, {key: None}, where), None) is not None}
-        for problem in unknown_keys(model, ignored, where):
-            logger.warning("%s: %s; it is ignored", self.path, problem)
+        ignored = {}
+        for key in node:
+            problem = next(unknown_keys(model, {key: None}, where), None)
+            if problem is not None and not get_close_matches(str(key), key_names(model), n=1, cutoff=_MISSPELT):
+                logger.warning("%s: %s; it is ignored", self.path, problem)
+                ignored[key] = problem
         return {key: value for key, value in node.items() if key not in ignored}
 
     def _sentence(self, where: str, error: Any, secret: bool) -> str:
@@ -223,6 +229,8 @@ class Validator:
         return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
 
     def _references(self, config: Config) -> None:
+        for name in {*config.names(reg.FUNCTION)} & {*config.names(reg.FUNCTION_GROUP)}:
+            self.problems.append(f"function_groups: {name!r} is a key of functions, too: a tool would be either")
         blocks = {"workflow" if n == WORKFLOW else f"{section}.{n}": b for (section, n), b in config.blocks.items()}
         for where, block in {**blocks, "finetuning": config.finetuning}.items():
             for key, ref in references(block, where):

@@ -14,13 +14,22 @@ from insitu.schemas.finetuning import RewardFunctionConfig
 
 def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
     """An error message for every key of `node` that `model`, or a model inside it, does not have."""
-    fields = {key: f for n, f in model.model_fields.items() for key in _keys(model, n, f)}
+    fields = _fields(model)
     allows_more = model.model_config.get("extra") == "allow"
     for key, value in node.items():
         if key in fields:
             yield from _unknown_in(fields[key].annotation, value, f"{where}.{key}")
         elif not allows_more:
-            yield not_found(f"{where}: key", str(key), sorted(fields.keys() - fields_not_in_file(model)))
+            yield not_found(f"{where}: key", str(key), key_names(model))
+
+
+def key_names(model: type[BaseModel]) -> list[str]:
+    """The keys that a file may have of a model."""
+    return sorted(_fields(model).keys() - fields_not_in_file(model))
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {key: f for n, f in model.model_fields.items() for key in _keys(model, n, f)}
 
 
 def takes_reward(model: type[BaseModel]) -> bool:

@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
 from insitu.collect.event_loop import Watchdog, loop_in_thread, run_in_loop, where_thread_is
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
-from insitu.registry import LLM
+from insitu.registry import LLM, not_found
 from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
@@ -61,10 +61,23 @@ _BLOCKED_SECONDS = 1.0
 _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
-class GenerateRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+_INPUTS = ("input", "input_message")
 
-    input: Any = Field(validation_alias=AliasChoices("input", "input_message"))
+
+def _generated_input(body: Any) -> Any:
+    """The input in the body of `/generate`. Raises RequestRefused."""
+    if not isinstance(body, dict):
+        raise RequestRefused(
+            f"the body is a JSON {type(body).__name__}; expected an object with input or input_message"
+        )
+    if unknown := sorted(body.keys() - {*_INPUTS}):
+        raise RequestRefused(not_found("the key", unknown[0], _INPUTS), param=unknown[0])
+    given = [key for key in _INPUTS if key in body]
+    if len(given) != 1:
+        raise RequestRefused(f"{' and '.join(given) or 'no input'} given; expected one of input and input_message")
+    if body[given[0]] is None:
+        raise RequestRefused(f"{given[0]} is null; expected the input of the workflow", param=given[0])
+    return body[given[0]]
 
 
 class WorkflowService:
@@ -115,12 +128,12 @@ class WorkflowService:
 
     async def _generate(self, request: web.Request) -> web.Response:
         line = await read_body(request, LINE_LIMIT, decompress=True)
-        body = GenerateRequest.model_validate(await _parse_line(line))
+        given = _generated_input(await _parse_line(line))
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:
-                with EpisodeScope(seed=secrets.randbits(63), input_message=body.input).activate():
-                    return _json({"value": await workflow.ainvoke(body.input)})
+                with EpisodeScope(seed=secrets.randbits(63), input_message=given).activate():
+                    return _json({"value": await workflow.ainvoke(given)})
 
         ran = await run_in_loop(self.loop, isolated(generate))
         if ran.error is None:

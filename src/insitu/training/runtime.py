@@ -51,13 +51,13 @@ Statuses = list[TrainingJobStatus]
 _EXIT_NOTICE_SECONDS = 1.0
 
 
-async def run_finetuning(runner: Trainer, resume: bool = False) -> list[TrainingJobStatus]:
-    """Runs or resumes an initialized trainer for its epochs and returns the status of each epoch that trained.
+async def run_finetuning(runner: Trainer, resume: bool = False, epochs: int | None = None) -> Statuses:
+    """Runs or resumes an initialized trainer for its `epochs` and returns the status of each epoch that trained.
 
     A trainer may return None for an epoch that trained nothing. Raises JobFailed if a job did not complete, unless it
     is still running and the trainer does not wait for its jobs. Raises TrajectoryError if no epoch trained anything.
     """
-    epochs = runner.run_config.num_epochs
+    epochs = epochs or runner.run_config.num_epochs
     accepted = {TrainingStatusEnum.COMPLETED}
     if isinstance(runner, SingleJobTrainer):
         accepted |= {TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING}
@@ -104,7 +104,7 @@ async def finetuning_main(run_config: FinetuneRunConfig | Config, console: Conso
         ):
             if url is not None:
                 Report(ready.builder.console).note(f"metrics: {url}/metrics")
-            statuses = await run_finetuning(ready.trainer, resume=bool(request.resume))
+            statuses = await run_finetuning(ready.trainer, bool(request.resume), finetuning.num_epochs)
     _check_validations(ready.state, config)
     return statuses
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
 from pydantic import AliasChoices, Field, SecretStr, model_validator
@@ -102,8 +102,16 @@ class SamplingConfig(LLMBaseConfig):
     """Request timeout in seconds (or `request_timeout`); none: the OpenAI client's default of 600."""
     max_retries: int = Field(default=2, ge=0, validation_alias=AliasChoices("max_retries", "num_retries"))
     """Retries of a request after a transient error (or `num_retries`)."""
-    retry_on_status_codes: list[int] | None = None
+    retry_on_status_codes: list[Annotated[int, Field(ge=400, le=599)]] | None = None
     """Statuses of responses after which a request is retried; none: 408, 409, 429, and 500 and above."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, values: Any) -> Any:
+        for name, other in (("max_retries", "num_retries"), ("timeout", "request_timeout")):
+            if isinstance(values, dict) and name in values and other in values:
+                raise ValueError(f"{name} and {other} are the same: give one of them")
+        return values
 
     @model_validator(mode="after")
     def _thinking_once(self) -> Self:

@@ -133,6 +133,7 @@ class DeskTrainer(Trainer):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         run_config.curriculum_learning.enabled = True
         await super().initialize(run_config)
+        self.run_config.num_epochs = 9
         self.trainer_config.patience += 3
         self.run_id, self.notes = "desk-run", []
 
