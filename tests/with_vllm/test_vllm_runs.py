@@ -129,7 +129,7 @@ def test_runs_that_overlap(tmp_path: Path, player: Path, servers: list[VllmServe
 def test_a_run_with_a_real_model(tmp_path: Path) -> None:
     """Its adapters are sampled by a vLLM that the backend starts, in the versions that they were trained to."""
     args = {"enforce-eager": True, "max-model-len": 512}
-    project(tmp_path, "LoRA", adapter={"sampler": {"_type": "vllm", "args": args}})
+    project(tmp_path, "LoRA", adapter={"max_length": 512, "sampler": {"_type": "vllm", "args": args}})
     with finetune(tmp_path, Path("config.yml")) as process:
         _, err = process.communicate()
     assert process.returncode == 0, err

@@ -153,7 +153,8 @@ class Replica:
         self.model, length = served["id"], served["max_model_len"]
         if length < max_length:
             problem = f"allows {length} tokens of prompt and completion, but this model {max_length}"
-            raise BackendError(f"{self.name} {problem}: start it with --max-model-len {max_length}")
+            change = f"start it with --max-model-len {max_length}, or set max_length to {length}"
+            raise BackendError(f"{self.name} {problem}: {change}")
         if not await self._returns_token_ids():
             raise BackendError(f"{self.name} cannot return token ids: start it with --enable-scale-out")
         self.can_load_adapters = await self._has_adapters()
