@@ -15,6 +15,7 @@ from insitu.errors import PluginError as PluginError
 from insitu.errors import RequestRefused as RequestRefused
 from insitu.errors import Stalled as Stalled
 from insitu.errors import TrajectoryError as TrajectoryError
+from insitu.errors import UnknownJob as UnknownJob
 from insitu.errors import WorkflowError as WorkflowError
 
 if TYPE_CHECKING:
