@@ -485,12 +485,12 @@ def keys_in(path: Path) -> set[str]:
 
 
 OPTIONAL = {
-    "run.json": {"token_bridge"},
+    "run.json": {"groups", "token_bridge"},
     "progress.json": {"stop", "due_validation"},
     "advantages.jsonl": {"sides", "token_advantages"},
-    "calls.jsonl.gz": {"continues", "continues_prompt", "teacher_logprobs"},
+    "calls.jsonl.gz": {"continues", "continues_prompt", "sent_logprobs", "teacher_logprobs"},
     "episodes.jsonl.gz": {"candidates", "source"},
-    "groups.jsonl": {"paired", "replaced_by", "saved"},
+    "groups.jsonl": {"paired", "replaced_by", "rows", "saved"},
     "events.jsonl": {"epochs", "changes", "run", "run_id", "best_epoch", "patience", "untrained_episodes"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
     "training_metrics.jsonl": {
