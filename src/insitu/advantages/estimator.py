@@ -62,7 +62,7 @@ def sampling_problem(call: ModelCall) -> str | None:
     """
     if (problem := truncation(call.sampling)) is not None:
         return problem
-    if None in _TOKENS(call):  # nothing of it is trained on
+    if call.token_ids is None or call.logprobs is None:  # no token of it is trained on
         return None
     divisor = 1.0 if call.logprobs_temperature is None else call.logprobs_temperature
     return "raw_logprobs" if call.sampling.get("temperature") not in (None, divisor) else None

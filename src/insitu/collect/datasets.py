@@ -366,12 +366,17 @@ def equal_rows(rows: Iterable[EvalInputItem]) -> dict[str, str]:
 
     Without a question the task is elsewhere in the row: such a row is equal to no other.
     """
-    first: dict[bytes, str] = {}
+    first: dict[str, str] = {}
     group_of = {}
     for row in rows:
-        name, content = str(row.id), str(row.id).encode()
-        if row.input_obj not in (None, "", {}, []):
-            options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-            content = orjson.dumps([row.input_obj, row.expected_output_obj], default=str, option=options)
-        group_of[name] = first.setdefault(content, name)
+        name, content = str(row.id), [row.input_obj, row.expected_output_obj]
+        text = json.dumps(content, sort_keys=True, default=str) if _has_text_keys(content) else repr(content)
+        group_of[name] = first.setdefault(f"id {name}" if row.input_obj in (None, "", {}, []) else text, name)
     return group_of
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Whether all keys of mappings are text, as those of files are."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _has_text_keys([*value.values()])
+    return all(map(_has_text_keys, value)) if isinstance(value, list | tuple) else True
