@@ -38,7 +38,7 @@ def test_it_is_evaluated_and_trained(release: str, address: str, tmp_path: Path)
         "llms": {"clerk": served},
         **PROJECT,
         **OWN,
-        "general": {**PROJECT["general"], "plugins": ["answer_desk.register"]},
+        "general": {**PROJECT["general"], "plugins": ["answer_desk.register", "answer_desk_extras.plugin"]},
         "trajectory_builders": {"desk": {"_type": "openpipe_art_traj_builder", "num_generations": 4}},
         "trainer_adapters": {
             "desk": {"_type": "openpipe_art_trainer_adapter", "backend": art, "training": {"beta": 0.1}}
