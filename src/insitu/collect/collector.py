@@ -145,8 +145,8 @@ class PlayedGroup(NamedTuple):
 class Rollouts(Iterator[Member]):
     """Yields the episodes that may begin now; `add` each that has ended, after which more may begin.
 
-    `reward_of` is the reward of an episode, None if it is not trained. `group_of` is as in Plan; with a budget, each
-    row has a group of its own.
+    `reward_of` is the reward of an episode, None if it is not trained. `group_of` maps the id of a row to that of its
+    group, as in `Plan`; under a budget, every row must be its own group.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def has_policy_llms(config: Config) -> bool:
 
 
 async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
-    """Says what an episode in another process is told of the model that its llms mean, by the name of the moment."""
+    """Returns a function that gives the current address and name of the policy; None if no llm uses the policy."""
     config, endpoint = builder.config, None
     if has_policy_llms(config):
         endpoint = await builder.policy_endpoint()

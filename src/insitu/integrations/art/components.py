@@ -54,7 +54,7 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
 
     @property
     def grouping(self) -> str | None:
-        """How rows are grouped, for the header of the run; None if each is a group of its own."""
+        """How rows are grouped, for the header of the run; None if every row is its own group."""
         sizes = Counter(self._group_of.values())
         if not sizes:
             return None
