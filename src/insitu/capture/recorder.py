@@ -75,10 +75,8 @@ class Recorder:
     """Sends what was sampled of a conversation with its next request, as `token_bridge` of an llm says."""
     retried_statuses: Collection[int] | None = None
     """Of responses after which clients are to repeat a request; None: as they decide themselves."""
-    outside_completions: int = 0
-    """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
-    """The part of them that no evaluator requested: by threads that do not know their episode, for example."""
+    """Completions requested outside every episode and evaluator: by threads that do not know their episode, say."""
     refused: frozenset[str] = frozenset()
     """What the server refuses to return, of `_OPTIONS`: it is not requested again where training does without."""
     _warned: bool = False
@@ -125,10 +123,9 @@ class Recorder:
         if request is None:
             return None
         if ledger is None:
-            completions = len(request.prompts) * request.n
-            with self._lock:
-                self.outside_completions += completions
-                self.stray_completions += 0 if site.is_explicit else completions
+            if not site.is_explicit:
+                with self._lock:
+                    self.stray_completions += len(request.prompts) * request.n
             return None
         return Exchange(self, ledger, site, body, request)
 

@@ -126,13 +126,6 @@ class Executor(ABC):
     def __init__(self) -> None:
         self.stray_completions = Counter[str]()
         """Completions that workflows in other processes have requested outside every episode, by key of `llms`."""
-        self.outside_completions = Counter[str]()
-        """Completions requested outside every episode, by URL of the server."""
-
-    @property
-    def lost_workers(self) -> int:
-        """How many processes have ended without saying what their episodes had requested."""
-        return 0
 
     async def check(self, builder: Builder) -> None:
         """Raises ConfigError or BackendError if no episode could be run; called before anything else is started."""

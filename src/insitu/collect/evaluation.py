@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import aclosing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
-from insitu.collect.collector import Plan, collect
+from insitu.collect.collector import Plan
 from insitu.collect.datasets import WORKFLOW_OUTPUT, DatasetConfig, dataset_config, load_dataset
 from insitu.collect.episodes import EpisodeOptions
+from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, changed_config, check_config, load_config, read_settings
@@ -131,11 +132,20 @@ class EvaluationRun:
             limit=loaded.max_concurrency,
             service=self.config,
         )
-        by_member = {(str(item.id), generation): item for item, generation in plan.members}
-        async with aclosing(collect(plan, builder, run, self.on_episode)) as groups:
-            async for group in groups:
-                for episode in group.episodes:
-                    episode.fill(by_member[episode.key.member])
+        await collect_epoch(plan, builder, run, [_Answers(plan, self.on_episode)])
+
+
+class _Answers(Observer):
+    """Fills the items of a plan in."""
+
+    def __init__(self, plan: Plan, on_episode: Callable[[Episode], None] | None) -> None:
+        self._items = {(str(item.id), generation): item for item, generation in plan.members}
+        self._on_episode = on_episode
+
+    def on_episode(self, episode: Episode) -> None:
+        episode.fill(self._items[episode.key.member])
+        if self._on_episode is not None:
+            self._on_episode(episode)
 
 
 def _mark_missing(items: list[EvalInputItem], key: str) -> None:

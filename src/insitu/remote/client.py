@@ -26,7 +26,7 @@ from insitu.wire.connection import CONNECT_TIMEOUT, is_transient, retry_after
 from insitu.wire.http_format import decode, encode, error_message, split_userinfo
 from insitu.wire.redaction import remember_secret
 
-PROTOCOL = 5
+PROTOCOL = 6
 EPISODES = "/v1/episodes"
 GENERATE = "/generate"
 """The documented route, with which an endpoint may be written."""

@@ -53,12 +53,7 @@ class RemoteExecutor(Executor):
 
     def count(self, counts: Counts) -> None:
         """Adds completions that a service has requested outside every episode."""
-        self.stray_completions.update(counts[0])
-        self.outside_completions.update(counts[1])
-
-    @property
-    def lost_workers(self) -> int:
-        return self.pool.lost_services
+        self.stray_completions.update(counts)
 
     async def attempt(
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions

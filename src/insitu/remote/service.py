@@ -280,7 +280,7 @@ class AttemptStream:
     async def _attempt(self, body: EpisodeRequest) -> bytes:
         """The line of an attempt; runs in the loop of the workflows."""
         if body.policy not in self._counted:
-            self._counted[body.policy] = self._hosted.outside_completions(body.policy)
+            self._counted[body.policy] = self._hosted.stray_completions(body.policy)
         with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
             result = await self._hosted.attempt(body)
         return result_line(body.attempt, result, **await self._new_counts())
@@ -290,12 +290,11 @@ class AttemptStream:
 
         Runs in the loop of the workflows.
         """
-        stray, outside = Counter[str](), Counter[str]()
+        stray = Counter[str]()
         for policy, before in self._counted.items():
-            now = self._counted[policy] = self._hosted.outside_completions(policy)
-            stray += now[0] - before[0]
-            outside += now[1] - before[1]
-        return {"counts": (stray, outside)} if outside else {}
+            now = self._counted[policy] = self._hosted.stray_completions(policy)
+            stray += now - before
+        return {"counts": stray} if stray else {}
 
     async def _report(self) -> bytes:
         """What each attempt is doing, and where an agent blocks all of them."""

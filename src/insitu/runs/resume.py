@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
+from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.parts import code_digests
 
 logger = logging.getLogger(__name__)
@@ -206,6 +208,13 @@ class ResumableRun:
                 f"--resume: the run in {self.store.folder} was at policy version {expected}, but the backend serves "
                 f"version {version}: it has lost weights of this run, or another run has trained it"
             )
+
+    def served_before(self, epoch: int, endpoint: PolicyEndpoint | None) -> PolicyEndpoint | None:
+        """The endpoint at the version that the next epoch trains: an earlier process may even have trained it."""
+        if endpoint is None or not self.finished(epoch):
+            return endpoint
+        version = self.progress.policy_version
+        return replace(endpoint, version=version, weights=endpoint.weights if version == endpoint.version else None)
 
     def check_versions(self, staleness: int) -> None:
         """Raises ConfigError if weights from which the next epochs are sampled have been deleted."""

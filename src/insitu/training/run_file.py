@@ -10,7 +10,6 @@ from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.registry import LLM
 from insitu.runs.replay import provenance
-from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
 
 
@@ -23,13 +22,7 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
         **selection,
         "on_failure": reward.on_failure if reward else None,
     }
-    if (grouping := getattr(builder, "grouping", None)) is not None:
-        settings["groups"] = grouping
-    if (shape := getattr(builder, "shape", None)) is not None:
-        settings["reward_shape"] = shape.settings
-    if (budget := getattr(builder, "budget", None)) is not None:
-        settings["budget"] = budget.model_dump(exclude_none=True)
-    settings |= trainer.trainer_adapter.serving_settings()
+    settings |= builder.settings() | trainer.trainer_adapter.serving_settings()
     if bridged := [
         name for name in sorted(config.trained_llms()) if getattr(config.block(LLM, name), "token_bridge", False)
     ]:
@@ -41,8 +34,7 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
 
 def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: Path) -> dict[str, Any]:
     """The inputs of the run in `folder`, with their digests."""
-    stored = trajectory_builder.stored if isinstance(trajectory_builder, EpisodesBuilder) else None
-    return provenance(builder, stored, folder)
+    return provenance(builder, trajectory_builder.stored, folder)
 
 
 def run_record(

@@ -34,7 +34,7 @@ from insitu.runs.reader import RunReader
 from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
-from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
+from insitu.training.checks import check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
@@ -192,7 +192,7 @@ async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
         adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
     except ConfigError as error:  # with what would be refused next, so that both are changed at once
         try:
-            check_group_size(await builder.get(TRAINER, str(finetuning.trainer)), trajectory_builder)
+            trajectory_builder.check_trainer(await builder.get(TRAINER, str(finetuning.trainer)))
         except ConfigError as other:
             raise ConfigError(f"{other}\n{error}") from error
         raise

@@ -1,6 +1,7 @@
-"""Streamed epochs: the groups of an epoch go to its training job as they complete, part by part.
+"""How an epoch gets to its training job: whole, or streamed, part by part as its groups complete.
 
-What the job computes of them meanwhile and what it trains in the end is that of the epoch sent whole, to the bit.
+What the job computes of a streamed epoch meanwhile and what it trains in the end is that of the epoch sent whole, to
+the bit.
 """
 
 import asyncio
@@ -12,29 +13,47 @@ from typing import Any
 
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.epoch import Observer
 from insitu.errors import InsituError
 from insitu.schemas.finetuning import TrajectoryCollection
-from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+from insitu.training.schedule import LoopTrainerConfig
+
+Select = Callable[[TrajectoryCollection], EstimatedEpoch]
+"""Decides what of an epoch is trained, and estimates its advantages."""
 
 
-class EpochStream:
+class EpochSelection(Observer):
+    """Selects what is trained once the epoch is complete; `streamed`: its planned episodes, if others are streamed."""
+
+    def __init__(self, select: Select, streamed: int | None = None) -> None:
+        self._select, self._streamed = select, streamed
+
+    async def finish(self, collected: TrajectoryCollection) -> EstimatedEpoch:
+        """What is trained of the epoch."""
+        estimated = self._select(collected)
+        estimated.collection.streamed = self._streamed
+        return estimated
+
+
+class EpochStream(EpochSelection):
     """Selects, estimates and sends each part of an epoch once its groups are complete.
 
-    `parts` has the part of each planned row; `select` decides what is trained, within a group. What it raises ends the
-    collection.
+    `parts` has the part of each planned row; `select` looks at one group at a time. What it raises ends the collection.
     """
 
     def __init__(
         self,
         adapter: StreamingAdapter,
-        select: Callable[[TrajectoryCollection], EstimatedEpoch],
+        select: Select,
+        streamed: int,
         run_id: str,
         epoch: int,
         parts: Mapping[str, int],
     ) -> None:
+        super().__init__(select, streamed)
         self._adapter = adapter
-        self._select = select
+        self._episodes = streamed
         self._run_id, self._epoch = run_id, epoch
         self._parts = parts
         self._missing = Counter(parts.values())
@@ -42,11 +61,11 @@ class EpochStream:
         self._selected: dict[int, EstimatedEpoch] = {}
         self._sending: list[asyncio.Task[None]] = []
 
-    async def open(self, episodes: int) -> None:
-        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), episodes)
+    async def open(self) -> None:
+        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), self._episodes)
 
-    def add(self, group: GroupRecord) -> None:
-        """Takes a complete group; the last one of a part is sent with the others."""
+    def on_group(self, group: GroupRecord) -> None:
+        """The last group of a part is sent with the others."""
         part = self._parts[group.row_id]
         self._groups.setdefault(part, []).append(group)
         self._missing[part] -= 1
@@ -58,7 +77,6 @@ class EpochStream:
             self._sending.append(asyncio.create_task(sending, name=f"send part {part}"))
 
     async def finish(self, collected: TrajectoryCollection) -> EstimatedEpoch:
-        """Waits until all parts are sent; returns what is trained of the epoch."""
         await asyncio.gather(*self._sending)
         if missing := sum(self._missing.values()):
             raise InsituError(f"epoch {self._epoch} is complete, but {missing} of its groups were not streamed")
@@ -70,6 +88,7 @@ class EpochStream:
                 "trajectories": [*chain.from_iterable(each.trajectories for each in collections)],
                 "dropped": dict(sum((Counter(each.dropped) for each in collections), Counter[str]())),
                 "drop_reasons": {key: reason for each in collections for key, reason in each.drop_reasons.items()},
+                "streamed": self._streamed,
             }
         )
         advantages = [*chain.from_iterable(part.advantages for part in parts)]
@@ -83,8 +102,8 @@ class EpochStream:
         await self._adapter.abandon_job()
 
 
-class EpochStreams:
-    """The streams of a run's epochs, if the file asks for them and an epoch need not be complete before it is trained.
+class EpochSelections:
+    """The selections of a run's epochs, streamed if that is `wanted` and an epoch need not be complete before.
 
     `compared` names what the trainer compares over the rows of an epoch.
     """
@@ -93,23 +112,21 @@ class EpochStreams:
         self,
         builder: TrajectoryBuilder,
         adapter: TrainerAdapter,
-        select: Callable[[TrajectoryCollection], EstimatedEpoch],
+        select: Select,
+        config: LoopTrainerConfig,
         *,
         compared: str | None,
     ) -> None:
         self._builder, self._adapter, self._select = builder, adapter, select
-        self._compared = compared
+        self._wanted, self._compared = config.stream, compared
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The setting in the header of the run."""
+        """The setting in the header of the run; none if it is not wanted."""
+        if not self._wanted:
+            return {}
         obstacle = self._obstacle
         return {"stream": True if obstacle is None else f"no: {obstacle}"}
-
-    @property
-    def episodes(self) -> int | None:
-        """The planned episodes of an epoch that is streamed; None if epochs are not."""
-        return self._builder.episodes_per_epoch if self._obstacle is None else None
 
     @property
     def _obstacle(self) -> str | None:
@@ -119,35 +136,31 @@ class EpochStreams:
         if not getattr(self._select, "__module__", "").startswith("insitu."):
             return f"{getattr(self._select, '__qualname__', self._select)} may compare groups"
         kind, builder = self._builder.trajectory_builder_config.type, self._builder
-        if not isinstance(builder, EpisodesBuilder) or not builder.plans_episodes:
+        if not builder.plans_episodes:
             return f"{kind} does not plan its episodes"
-        if (type(builder).start_run, type(builder).finalize) != (EpisodesBuilder.start_run, EpisodesBuilder.finalize):
+        if builder.collects_itself:
             return f"{kind} collects its episodes itself"
-        budget = builder.budget
-        if budget is not None and (budget.replace or budget.retry_solved < 1):
-            return f"{builder.block}.budget: which rows an epoch has depends on their rewards"
+        if (obstacle := builder.streaming_obstacle()) is not None:
+            return obstacle
         if not isinstance(self._adapter, StreamingAdapter):
             return f"{self._adapter.adapter_config.type} takes whole epochs"
-        if builder.plan("", 1).parts() is None:
+        if (plan := builder.plan("", 1)) is None or plan.parts() is None:
             return f"an epoch of {builder.episodes_per_epoch} episodes is trained in one part"
         return self._adapter.streaming_obstacle(builder.episodes_per_epoch or 0)
 
     @asynccontextmanager
-    async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochStream | None]:
-        """The stream of an epoch; None if it is sent whole, as one that an earlier process may have submitted."""
+    async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochSelection]:
+        """The selection of an epoch, not streamed if it is `whole`, as one that may have been submitted already."""
         builder, adapter = self._builder, self._adapter
-        if whole or self._obstacle is not None:
-            yield None
+        episodes = builder.episodes_per_epoch if self._wanted and self._obstacle is None else None
+        plan = builder.plan(run_id, epoch) if episodes is not None and not whole else None
+        parts = plan.parts() if plan is not None else None
+        if episodes is None or parts is None or not isinstance(adapter, StreamingAdapter):
+            yield EpochSelection(self._select, episodes)
             return
-        assert isinstance(builder, EpisodesBuilder)
-        assert isinstance(adapter, StreamingAdapter)
-        parts = builder.plan(run_id, epoch).parts()
-        if parts is None:
-            yield None
-            return
-        stream = EpochStream(adapter, self._select, run_id, epoch, parts)
+        stream = EpochStream(adapter, self._select, episodes, run_id, epoch, parts)
         try:
-            await stream.open(builder.episodes_per_epoch or 0)
+            await stream.open()
             yield stream
         finally:
             await stream.close()
