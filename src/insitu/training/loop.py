@@ -1,24 +1,22 @@
 """The loop of the built-in trainers, read downwards: collect, select, submit, wait, validate, record."""
 
 import time
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
-from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
+from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder
-from insitu.collect.shared_run import UsesBuilder, builder_of_run
-from insitu.config.code import LoadedPart, call_with
+from insitu.collect.shared_run import builder_of_run
 from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
-    TrajectoryCollection,
 )
 from insitu.training import checks
-from insitu.training.interfaces import PairTrainer, ResumableTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.estimating import EstimatingTrainer
+from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
 from insitu.training.run import Run, Stage
@@ -28,10 +26,10 @@ from insitu.training.streaming import EpochSelections
 from insitu.training.validation import Validation
 
 
-class LoopTrainer(UsesBuilder, ResumableTrainer):
+class LoopTrainer(EstimatingTrainer):
     """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last.
 
-    A subclass defines `select`, or the estimator that `select` uses, and names its `training.method`.
+    A subclass names its `training.method`.
     """
 
     method = "grpo"
@@ -47,7 +45,6 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         self._run = Run(self.run_prefix)
         self._config = trainer_config if isinstance(trainer_config, LoopTrainerConfig) else LoopTrainerConfig()
         self._stages: list[Stage] = []  # before the first epoch
-        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self.validation: Validation | None = None
         self._num_epochs: int | None = None
 
@@ -174,33 +171,6 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
         parts = self.trajectory_builder, self.trainer_adapter, self.select
         return EpochSelections(*parts, self._config, compared=compared or next(iter(self._selections), None))
 
-    def apply_curriculum_learning(
-        self, trajectory_collection: TrajectoryCollection, epoch: int
-    ) -> TrajectoryCollection:
-        if not self.curriculum_config.enabled:
-            return trajectory_collection
-        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
-        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
-
-    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
-        """What the epoch trains on, with its rows."""
-        metrics: dict[str, Any] = {}
-        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
-        for key, (function, _) in self._selections.items():
-            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
-            metrics |= own
-        estimated = estimate_epoch(collection, self._estimator)
-        return estimated._replace(metrics={**metrics, **estimated.metrics})
-
-    @cached_property
-    def _estimator(self) -> AdvantageEstimator:
-        raise NotImplementedError
-
-    def _selection_settings(self) -> dict[str, Any]:
-        """The settings that `select` depends on, for the header of the run."""
-        selections = [settings for _, settings in self._selections.values()]
-        return self._estimator.settings() | ({"selection": selections} if selections else {})
-
     def _settings(self, num_epochs: int) -> dict[str, Any]:
         own = self._selection_settings() | self._schedule.settings() | self._epoch_selections.settings
         return settings_of(self, self._full_config, num_epochs, own)
@@ -219,9 +189,6 @@ class LoopTrainer(UsesBuilder, ResumableTrainer):
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         self._run.record(epoch, metrics, self.get_curriculum_state())
-
-    def get_curriculum_state(self) -> dict[str, Any]:
-        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         return metrics_of_run(run_id, self._run.results, self._run.rewards, self._run.validations)
