@@ -36,7 +36,7 @@ _PROTOCOL = click.option(
 )
 def command(request: "RunRequest", protocol: str | None, **serve_options: Any) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
-    from insitu.collect.event_loop import run_async
+    from insitu.workflow.event_loop import run_async
 
     if protocol is None:
         run_async(_serve(request, **serve_options))

@@ -102,8 +102,8 @@ def rescore(
     run_dir: Path, evaluator: str, config_file: Path | None, dataset: Path | None, override: tuple[tuple[str, str], ...]
 ) -> None:
     """Score the episodes of RUN_DIR again and append the scores to it; what it has recorded does not change."""
-    from insitu.collect.event_loop import run_async
     from insitu.runs.replay import Rescoring
+    from insitu.workflow.event_loop import run_async
 
     run_async(_rescore(Rescoring(run_dir, evaluator, config_file, dataset, override)))
 

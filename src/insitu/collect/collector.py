@@ -35,8 +35,8 @@ from insitu.capture.recorder import Recorder
 from insitu.collect.conversations import GroupRecord, scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
+from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, InsituError, WorkflowError
 from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus

@@ -21,8 +21,8 @@ from insitu.advantages.credit import credited_function
 from insitu.agents.python import check_functions
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState, current_run
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,

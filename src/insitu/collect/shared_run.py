@@ -16,7 +16,7 @@ from typing import Any
 
 from insitu.builder import Builder, builder_at_work
 from insitu.capture.ledger import Activity
-from insitu.collect.event_loop import Watchdog
+from insitu.collect.watchdog import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import EpisodeKey, Needs

@@ -19,7 +19,7 @@ from typing import Any, Self
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from insitu.collect.event_loop import seconds_since
+from insitu.collect.watchdog import seconds_since
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.remote.attempt_records import Counts, LineCutter
 from insitu.wire.connection import CONNECT_TIMEOUT, is_transient, retry_after

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import current_run
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import LLM, register_executor

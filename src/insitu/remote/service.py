@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
-from insitu.collect.event_loop import Watchdog, loop_in_thread, run_in_loop, where_thread_is
+from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error
 from insitu.registry import LLM, not_found
@@ -51,6 +51,7 @@ from insitu.wire.http_server import (
 )
 from insitu.wire.redaction import redact, redact_bytes
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from insitu.collect.event_loop import Watchdog, seconds_since
 from insitu.collect.shared_run import watchdog_of
+from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, JobLost
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection

@@ -14,7 +14,6 @@ from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
-from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.errors import (
@@ -43,6 +42,7 @@ from insitu.training.trackers import check_trackers, reported
 from insitu.wire.http_format import json_path
 from insitu.wire.http_server import raise_file_limit
 from insitu.wire.redaction import results_console
+from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from insitu.collect.event_loop import doing
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.registry import LLM
