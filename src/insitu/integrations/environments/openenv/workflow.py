@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.agents.python import called
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
-from insitu.config.code import call_with, load_code
+from insitu.config.code import call_with, called, load_code
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.gateway.server import Address
 from insitu.gateway.templates import check_placeholders, filled, template_texts
