@@ -126,6 +126,8 @@ class Builder:
         """What the command line, or the call from Python, asks of the run; None outside a run."""
         self.moved: dict[Path, Path] = parent.moved if parent is not None else {}
         """Folders that the run has moved aside, and where they are now."""
+        self.lost: BaseException | None = None
+        """Why the run is being cancelled: its backend is lost."""
         self.console = console or Console(highlight=False)
         """Where a run prints its progress; standard output by default."""
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}

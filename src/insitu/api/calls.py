@@ -22,13 +22,13 @@ from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
 from insitu.collect.datasets import find_dataset
+from insitu.collect.evaluation import held_out_record
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.reader import RunReader
-from insitu.runs.replay import held_out_record
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig

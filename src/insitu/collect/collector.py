@@ -32,7 +32,7 @@ from insitu.advantages.credit import TrainedCalls
 from insitu.algorithms.budget import Budget, lacks_variance
 from insitu.builder import Builder
 from insitu.capture.recorder import Recorder
-from insitu.collect.conversations import GroupRecord, scored_group
+from insitu.collect.conversations import scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.shared_run import RunState
@@ -42,6 +42,7 @@ from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.groups import GroupRecord
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 

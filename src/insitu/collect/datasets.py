@@ -221,8 +221,6 @@ for _name, _reader in (
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)
 
-WORKFLOW_OUTPUT = "workflow_output.json"
-"""What an evaluation writes; it can be read as a dataset."""
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.datasets import WORKFLOW_OUTPUT, DatasetConfig, dataset_config, load_dataset
+from insitu.collect.datasets import DatasetConfig, dataset_config, find_dataset, load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
@@ -27,7 +27,14 @@ from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError
 from insitu.registry import EVALUATOR, LLM, not_found
 from insitu.schemas.episodes import DropReason, Episode, Needs
-from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest, TaskEvaluation
+from insitu.schemas.evaluation import (
+    WORKFLOW_OUTPUT,
+    EvalInput,
+    EvalInputItem,
+    EvaluationRunOutput,
+    RunRequest,
+    TaskEvaluation,
+)
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
@@ -213,6 +220,13 @@ def held_out_config(config: Config, moved: Moved | None = None) -> Config:
         return config
     path = config.find_path(validation.config_file, "finetuning.validation.config_file", moved)
     return check_config(read_settings(path), path, config.working_dir)
+
+
+def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any] | None:
+    """The dataset that validation scores, if any."""
+    if (validation := config.finetuning.validation) is None:
+        return None
+    return find_dataset(held_out_config(config, moved), validation.dataset, moved).record()
 
 
 async def validate(

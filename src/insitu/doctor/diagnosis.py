@@ -16,7 +16,7 @@ from rich.console import Console
 from insitu.builder import Builder
 from insitu.collect.collector import Plan as CollectionPlan
 from insitu.collect.collector import collect
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of, share
@@ -35,6 +35,7 @@ from insitu.runs.records import new_run_id
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.checks import PolicyTraffic, check_sampled
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder

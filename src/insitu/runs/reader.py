@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.disk.files import file_size, read_received
 from insitu.disk.json_files import (
     AppendedLines,
@@ -35,6 +34,7 @@ from insitu.runs.records import (
     restore_journaled,
 )
 from insitu.schemas.episodes import Episode, ModelCall
+from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.schemas.parts import first_problem
 
 T = TypeVar("T")

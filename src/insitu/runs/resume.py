@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.shared_run import current_run
 from insitu.config import Config
 from insitu.config.resolved import differences, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
@@ -103,6 +102,7 @@ class ResumableRun:
         self.continues = False
         """Whether an earlier process started this run."""
         self._store: RunStore | None = None
+        self._builder: Builder | None = None
         self._forced = False
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
@@ -123,7 +123,7 @@ class ResumableRun:
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
         """
-        request, config = builder.request, builder.config
+        self._builder, request, config = builder, builder.request, builder.config
         progress = find_run(folder, "--resume") if request is not None and request.resume else None
         if request is None or progress is None:
             if request is not None and isinstance(request.resume, Path):
@@ -268,8 +268,7 @@ class ResumableRun:
         try:
             yield
         except asyncio.CancelledError:
-            run = current_run()
-            lost = run.lost if run is not None else None
+            lost = self._builder.lost if self._builder is not None else None
             self._end("interrupted" if lost is None else "failed", lost)
             raise
         except BaseException as error:  # recorded, then re-raised

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
@@ -18,6 +17,7 @@ from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.groups import GroupRecord
 
 logger = logging.getLogger(__name__)
 

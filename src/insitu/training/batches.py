@@ -12,7 +12,7 @@ from insitu.algorithms.budget import Spending
 from insitu.builder import Builder
 from insitu.capture.ledger import Activity
 from insitu.collect.collector import Plan, Teach, collect
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
 from insitu.errors import ConfigError
@@ -22,6 +22,7 @@ from insitu.runs.resume import ResumableRun
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.checks import Leftovers, PolicyTraffic
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import TrajectoryBuilder

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import GroupRecord, collection_of, scored_group
+from insitu.collect.conversations import collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import Scoring, as_reward, parse_score
@@ -31,6 +31,7 @@ from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.workflow.steps import calls_of_steps

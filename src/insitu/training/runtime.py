@@ -378,7 +378,7 @@ async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[No
     def expire(_: asyncio.Task[None]) -> None:
         if (error := lost()) is not None:
             if run is not None:
-                run.lost = error
+                run.builder.lost = error
             limit.reschedule(0.0)
 
     try:
