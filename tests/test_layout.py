@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
 ORDER = [
     "errors",
-    "schemas",
     "wire",
+    "schemas",
     "disk",
     "formats",
     "algorithms",

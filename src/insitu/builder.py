@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command, not_found
 from insitu.registry import (
     EVALUATOR,
     EXECUTOR,
@@ -29,7 +29,6 @@ from insitu.registry import (
     TTC_STRATEGY,
     Kind,
     frameworks,
-    not_found,
     registry,
 )
 from insitu.schemas.components import (

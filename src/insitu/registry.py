@@ -12,7 +12,6 @@ or a class that is made of the configuration and the builder. Its objects are as
 Components of insitu are declared as entry points in pyproject.toml, as those of plugins are, and imported on first use.
 """
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -23,7 +22,7 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from typing import Any, TypeVar
 
-from insitu.errors import PluginError
+from insitu.errors import PluginError, not_found
 from insitu.schemas.components import (
     DatasetBaseConfig,
     ExecutorBaseConfig,
@@ -268,11 +267,3 @@ register_trainer = decorator(TRAINER)
 def frameworks() -> list[str]:
     """The names of `wrapper_type`: insitu's agent frameworks and those of installed packages."""
     return sorted(entry_points(group=FRAMEWORK_GROUP).names)
-
-
-def not_found(what: str, name: str, existing: Iterable[str]) -> str:
-    """The error message for a failed look-up: what was looked for, the nearest name, and all that exist."""
-    existing = list(existing)
-    near = difflib.get_close_matches(name, existing, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{what} {name!r} does not exist{hint}; available: {', '.join(existing) or 'none'}"

@@ -53,8 +53,8 @@ async def _serve_environment(
     from importlib.metadata import entry_points
 
     from insitu.config import requested_config
-    from insitu.errors import ConfigError
-    from insitu.registry import ENVIRONMENT_SERVER_GROUP, not_found
+    from insitu.errors import ConfigError, not_found
+    from insitu.registry import ENVIRONMENT_SERVER_GROUP
 
     servers = entry_points(group=ENVIRONMENT_SERVER_GROUP)
     if protocol not in servers.names:

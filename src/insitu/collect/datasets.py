@@ -22,8 +22,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
-from insitu.errors import ConfigError, install_command
-from insitu.registry import DATASET, not_found, register_dataset_loader, registry
+from insitu.errors import ConfigError, install_command, not_found
+from insitu.registry import DATASET, register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.steps import IntermediateStep, read_step

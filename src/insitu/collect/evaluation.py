@@ -24,8 +24,8 @@ from insitu.config import Config, Moved, changed_config, check_config, load_conf
 from insitu.config.yaml_loader import parse_override
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
-from insitu.errors import ConfigError
-from insitu.registry import EVALUATOR, LLM, not_found
+from insitu.errors import ConfigError, not_found
+from insitu.registry import EVALUATOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, Needs
 from insitu.schemas.evaluation import (
     WORKFLOW_OUTPUT,

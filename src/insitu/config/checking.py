@@ -20,11 +20,10 @@ from insitu.config.keys import holds_secret, key_names, references, secret_value
 from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once
 from insitu.config.yaml_loader import expand, value_type
 from insitu.disk.files import file_name_problem
-from insitu.errors import ConfigError
-from insitu.registry import Kind, not_found, registry
+from insitu.errors import ConfigError, key_of, not_found
+from insitu.registry import Kind, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
 from insitu.schemas.finetuning import FinetuneConfig
-from insitu.schemas.parts import key_of
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 
 logger = logging.getLogger(__name__)

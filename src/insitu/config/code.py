@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, a_type, describe_error
-from insitu.registry import not_found
+from insitu.errors import ConfigError, PluginError, a_type, describe_error, not_found
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu import registry as reg
 from insitu.advantages.credit import matching_llms
-from insitu.errors import ConfigError
-from insitu.registry import Kind, not_found
+from insitu.errors import ConfigError, not_found
+from insitu.registry import Kind
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
 

@@ -29,8 +29,8 @@ from yarl import URL
 from insitu.collect.episodes import classify, isolated
 from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
-from insitu.errors import InputError, InsituError, RequestRefused, describe_error
-from insitu.registry import LLM, not_found
+from insitu.errors import InputError, InsituError, RequestRefused, describe_error, not_found
+from insitu.registry import LLM
 from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy

@@ -23,7 +23,7 @@ from insitu.disk.json_files import (
     whole_lines,
 )
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
 from insitu.runs.records import (
     EpochState,
@@ -35,7 +35,6 @@ from insitu.runs.records import (
 )
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
-from insitu.schemas.parts import first_problem
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -24,8 +24,9 @@ from insitu.errors import (
     PluginError,
     TrajectoryError,
     describe_error,
+    not_found,
 )
-from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
+from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
@@ -292,9 +293,7 @@ def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunC
     validation = config.finetuning.validation
     if validation is None:
         return request
-    rows = validation.dataset
-    if rows is None:
-        rows = find_dataset(held_out_config(config)).file
+    rows = validation.dataset if validation.dataset is not None else find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
     return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
 

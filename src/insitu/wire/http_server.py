@@ -30,8 +30,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
-from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
-from insitu.schemas.parts import key_of
+from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused, key_of
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, gc_paused, metrics_text
 from insitu.wire.redaction import redact

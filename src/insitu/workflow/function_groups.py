@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from insitu.errors import ConfigError, PluginError, a_type
-from insitu.registry import FUNCTION_GROUP, decorator, not_found
+from insitu.errors import ConfigError, PluginError, a_type, not_found
+from insitu.registry import FUNCTION_GROUP, decorator
 from insitu.schemas.components import FunctionBaseConfig, FunctionGroupBaseConfig
 from insitu.workflow.functions import Converter, FunctionInfo
 from insitu.workflow.functions import Function as Function  # `nat.builder.function` has both
