@@ -30,12 +30,12 @@ from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, PolicyEndpoint
-from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
 from insitu.remote.client import EPISODES, PROTOCOL, ServiceLost, ServiceSession
 from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
+from insitu.schemas.kinds import LLM
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import decode, encode
 from insitu.workflow.event_loop import loop_in_thread, run_in_loop

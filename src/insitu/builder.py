@@ -14,23 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command, not_found
-from insitu.registry import (
-    EVALUATOR,
-    EXECUTOR,
-    FRAMEWORK_GROUP,
-    FUNCTION,
-    FUNCTION_GROUP,
-    LLM,
-    TRAINER,
-    TRAINER_ADAPTER,
-    TRAJECTORY_BUILDER,
-    TTC_STRATEGY,
-    Kind,
-    frameworks,
-    registry,
-)
+from insitu.registry import FRAMEWORK_GROUP, frameworks, registry
 from insitu.schemas.components import (
     WORKFLOW,
     FunctionBaseConfig,
@@ -39,8 +24,21 @@ from insitu.schemas.components import (
     TypedBaseModel,
     for_component,
 )
+from insitu.schemas.config import Config
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
+from insitu.schemas.kinds import (
+    EVALUATOR,
+    EXECUTOR,
+    FUNCTION,
+    FUNCTION_GROUP,
+    LLM,
+    TRAINER,
+    TRAINER_ADAPTER,
+    TRAJECTORY_BUILDER,
+    TTC_STRATEGY,
+    Kind,
+)
 
 logger = logging.getLogger(__name__)
 

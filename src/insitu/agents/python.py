@@ -22,8 +22,9 @@ from insitu.builder import Builder, name_being_built
 from insitu.config import Config
 from insitu.config.code import called, is_blocking, load_code, parameters
 from insitu.errors import ConfigError, WorkflowError, a_type
-from insitu.registry import FRAMEWORK_GROUP, FUNCTION, LLM
+from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
+from insitu.schemas.kinds import FUNCTION, LLM
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function, type_hints
 from insitu.workflow.llms import ModelClient, as_messages, text_of

@@ -38,11 +38,11 @@ from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.shared_run import RunState
 from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, InsituError, WorkflowError
-from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EXECUTOR, LLM
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 

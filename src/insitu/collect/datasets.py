@@ -23,9 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
 from insitu.errors import ConfigError, install_command, not_found
-from insitu.registry import DATASET, register_dataset_loader, registry
+from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.kinds import DATASET
 from insitu.schemas.steps import IntermediateStep, read_step
 from insitu.wire.http_format import has_lone_surrogate, json_form
 

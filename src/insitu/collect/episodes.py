@@ -34,11 +34,12 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
-from insitu.registry import FUNCTION, LLM, register_executor
+from insitu.registry import register_executor
 from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig, FunctionBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.kinds import FUNCTION, LLM
 from insitu.wire.http_format import value_at
 from insitu.workflow.context import EpisodeScope
 

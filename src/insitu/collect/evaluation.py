@@ -25,7 +25,6 @@ from insitu.config.yaml_loader import parse_override
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
 from insitu.errors import ConfigError, not_found
-from insitu.registry import EVALUATOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, Needs
 from insitu.schemas.evaluation import (
     WORKFLOW_OUTPUT,
@@ -39,6 +38,7 @@ from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
+from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.schemas.parts import load_named, names
 from insitu.wire.http_format import json_path
 

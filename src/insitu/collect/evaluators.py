@@ -14,10 +14,10 @@ from insitu.collect.episodes import isolated
 from insitu.collect.watchdog import doing, seconds_since
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
-from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
+from insitu.schemas.kinds import EVALUATOR
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.evaluators import parse_score, score
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.registry import EVALUATOR
 from insitu.runs.files import RESCORES
 from insitu.runs.replay import StoredRun, file_of_run
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.kinds import EVALUATOR
 
 _KEY = "RUN_DIR"
 

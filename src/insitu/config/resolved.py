@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from insitu.config.keys import fields_not_in_file
-from insitu.config.sections import Config
+from insitu.schemas.config import Config
 from insitu.wire.redaction import MASK, hide_url_secrets, is_reference, is_secret_key, is_sent_block, redact
 
 

@@ -28,7 +28,6 @@ from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, wors
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.registry import TRAJECTORY_BUILDER
 from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS
 from insitu.runs.records import new_run_id
@@ -36,6 +35,7 @@ from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.checks import PolicyTraffic, check_sampled
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder

@@ -30,12 +30,12 @@ from insitu.collect.episodes import classify, isolated
 from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
 from insitu.errors import InputError, InsituError, RequestRefused, describe_error, not_found
-from insitu.registry import LLM
 from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
+from insitu.schemas.kinds import LLM
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import decode, encode, error_body, http_url
 from insitu.wire.http_server import (

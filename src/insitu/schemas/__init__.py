@@ -1,6 +1,8 @@
 """Data models that modules exchange.
 
 components      base classes of component configurations
+kinds           the kinds of component
+config          the sections of a file, and the checked file
 steps           intermediate steps of a workflow
 evaluation      dataset items, scores and the result of an evaluation run
 finetuning      the documented data models of finetuning

@@ -19,10 +19,10 @@ from insitu.config import Config
 from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
-from insitu.registry import EXECUTOR, LLM
 from insitu.runs import files
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
+from insitu.schemas.kinds import EXECUTOR, LLM
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import (
     GroupTrainer,

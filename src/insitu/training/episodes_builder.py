@@ -26,12 +26,13 @@ from insitu.collect.scores import shaped
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError, TrajectoryError
-from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
+from insitu.registry import register_trajectory_builder
 from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.workflow.steps import calls_of_steps

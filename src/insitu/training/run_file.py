@@ -12,8 +12,8 @@ from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.disk.json_files import read_object
 from insitu.disk.model_files import model_digest
-from insitu.registry import LLM
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
+from insitu.schemas.kinds import LLM
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
 

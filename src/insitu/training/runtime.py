@@ -26,7 +26,6 @@ from insitu.errors import (
     describe_error,
     not_found,
 )
-from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
@@ -34,6 +33,7 @@ from insitu.runs.reader import RunReader
 from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
+from insitu.schemas.kinds import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
 from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.loop import LoopTrainer

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from insitu.errors import ConfigError, PluginError, a_type, not_found
-from insitu.registry import FUNCTION_GROUP, decorator
+from insitu.registry import decorator
 from insitu.schemas.components import FunctionBaseConfig, FunctionGroupBaseConfig
+from insitu.schemas.kinds import FUNCTION_GROUP
 from insitu.workflow.functions import Converter, FunctionInfo
 from insitu.workflow.functions import Function as Function  # `nat.builder.function` has both
 

@@ -30,9 +30,10 @@ from pydantic import AliasChoices, Field, SecretStr, model_validator
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.formats.parser import ReasoningFormatName, ToolFormatName
-from insitu.registry import LLM, register_llm_provider
+from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.kinds import LLM
 from insitu.wire.http_format import is_same_server
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from pydantic import BaseModel
 from insitu import __version__
 from insitu.config import Config, check_config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error
-from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.client import TOKEN_VARIABLE
 from insitu.remote.pool import KEY
 from insitu.remote.service import WorkflowService
+from insitu.schemas.kinds import LLM
 from insitu.wire.http_access import AccessPolicy, is_loopback_address
 from insitu.wire.http_format import encode
 from insitu.wire.http_server import raise_file_limit

@@ -18,8 +18,9 @@ from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
 from insitu.config.code import make_importable
 from insitu.errors import ConfigError, first_problem, install_command
-from insitu.registry import FUNCTION, register_dataset_loader
+from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
+from insitu.schemas.kinds import FUNCTION
 
 _OLDEST = (0, 4)
 
