@@ -37,7 +37,7 @@ from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.kinds import LLM
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import decode, encode
+from insitu.wire.json_values import decode, encode
 from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseC
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.kinds import DATASET
 from insitu.schemas.steps import IntermediateStep, read_step
-from insitu.wire.http_format import has_lone_surrogate, json_form
+from insitu.wire.json_values import has_lone_surrogate, json_form
 
 Rows = Iterator[dict[str, Any]]
 

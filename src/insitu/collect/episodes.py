@@ -40,7 +40,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStat
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.schemas.kinds import FUNCTION, LLM
-from insitu.wire.http_format import value_at
+from insitu.wire.json_values import value_at
 from insitu.workflow.context import EpisodeScope
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from insitu.schemas.evaluation import (
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.schemas.parts import load_named, names
-from insitu.wire.http_format import json_path
+from insitu.wire.json_values import json_path
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from insitu.gateway.templates import check_placeholders, filled, filled_text, se
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
-from insitu.wire.http_format import json_form, json_path, value_at
+from insitu.wire.json_values import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.functions import FunctionInfo, convert, register_function
 from insitu.workflow.programs import Program, how_it_ended, inherited_environment, run_program

@@ -36,8 +36,9 @@ from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.kinds import LLM
-from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import decode, encode, error_body, http_url
+from insitu.wire.addresses import http_url, is_loopback_address
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import error_body
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -49,6 +50,7 @@ from insitu.wire.http_server import (
     read_body,
     validation_refusal,
 )
+from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact, redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.event_loop import loop_in_thread, run_in_loop

@@ -26,7 +26,7 @@ from insitu.errors import InputError, PluginError, WorkflowError, a_type, first_
 from insitu.registry import decorator
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.kinds import FUNCTION
-from insitu.wire.http_format import json_form
+from insitu.wire.json_values import json_form
 from insitu.workflow.context import current_episode
 
 Converter = Callable[[Any], Any]

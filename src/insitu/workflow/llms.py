@@ -34,7 +34,7 @@ from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.kinds import LLM
-from insitu.wire.http_format import is_same_server
+from insitu.wire.addresses import is_same_server
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
