@@ -18,8 +18,8 @@ from insitu.config.keys import holds_secret, key_names, references, secret_value
 from insitu.config.yaml_loader import expand, value_type
 from insitu.errors import ConfigError, key_of, not_found
 from insitu.registry import frameworks, registry
-from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, file_name_problem, frozen
-from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, matching_llms, warn_once
+from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
+from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, file_name_problem, matching_llms, warn_once
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.kinds import DATASET, EVALUATOR, EXECUTOR, FUNCTION, FUNCTION_GROUP, KINDS, Kind
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings

@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from insitu.disk.files import cannot_read
 from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, InsituError
-from insitu.schemas.components import file_name_problem
+from insitu.schemas.config import file_name_problem
 from insitu.schemas.training_jobs import LoRASettings, Retention
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.config import Config
-from insitu.config.resolved import differences, leaves, nested, resolved_config
+from insitu.config.resolved import code_digests, differences, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -18,7 +18,6 @@ from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
-from insitu.schemas.parts import code_digests
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 Moved = Mapping[Path, Path]
 """Folders that a run has moved aside, and where they are now."""
+MAX_NAME_BYTES = 200
+"""Length of a name that becomes a file's or folder's; file systems allow 255 bytes."""
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True, frozen=True)
 
 
@@ -164,6 +166,15 @@ class Config:
                 f"{key}: {str(path)!r} names two files: {paths[0]} is used, {paths[1]} beside the YAML file is not"
             )
         return paths[0]
+
+
+def file_name_problem(name: str) -> str | None:
+    """Why a name cannot be part of a file's name, in words that follow the name; None if it can."""
+    if not name or name in (".", "..") or any(character in "/\\\0" for character in name):
+        return "cannot be the name of a file; allowed: text without / and \\"
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        return f"is too long for the name of a file; allowed: {MAX_NAME_BYTES} bytes"
+    return None
 
 
 def matching_llms(target: str, models: Mapping[str, str | None]) -> list[str]:

@@ -82,18 +82,6 @@ def with_arguments(function: Callable[..., Any], part: Part) -> Callable[..., An
     return partial(function, **part.arguments) if part.arguments else function
 
 
-def code_digests(settings: Any, where: str = "") -> dict[str, str]:
-    """The digests of the parts in nested settings that are Python code, by the key of the part."""
-    if isinstance(settings, Mapping):
-        own = {where: str(settings["sha256"])} if settings.get("_type") == PYTHON and settings.get("sha256") else {}
-        inner = [code_digests(value, f"{where}.{key}".lstrip(".")) for key, value in settings.items()]
-    else:
-        own = {}
-        items = settings if isinstance(settings, list) else []
-        inner = [code_digests(value, f"{where}.{index}") for index, value in enumerate(items)]
-    return {key: digest for each in (own, *inner) for key, digest in each.items()}
-
-
 class LocalPart(Part):
     """A part that runs in the process of the command, whose code is checked with the file."""
 

@@ -21,7 +21,7 @@ from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
-from insitu.schemas.components import MAX_NAME_BYTES
+from insitu.schemas.config import MAX_NAME_BYTES
 from insitu.wire.http_format import parse_count
 
 ARTIFACT = "wandb-artifact:///"
