@@ -1,4 +1,4 @@
-"""The only reader of the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
+"""Reads the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping

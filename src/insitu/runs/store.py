@@ -1,4 +1,4 @@
-"""The only writer of the files in a run's directory (see `files`), its plot included."""
+"""Writes the files of a run in progress (see `files`), its plot included."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ def move_aside(folder: Path, key: str) -> Path:
 
 
 class RunStore:
-    """The only writer of the files in a run's directory, which it locks until `close`.
+    """Writes the files of a run in progress, whose directory it locks until `close`.
 
     Replaced files survive a power failure immediately, appended lines after `sync`.
     """
