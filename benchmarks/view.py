@@ -39,9 +39,9 @@ RUN_ID = "insitu_run_0benchma"
 
 def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations: int = GENERATIONS) -> None:
     """A run's directory as the training loop writes it."""
-    from insitu.collect.conversations import GroupRecord
     from insitu.runs.records import RunProgress
     from insitu.runs.store import RunStore
+    from insitu.schemas.groups import GroupRecord
 
     store = RunStore(folder)
     settings = {"run_id": RUN_ID, "epochs": epochs, "seed": 0, "credit": "episode", "discount": 1.0}
@@ -72,7 +72,7 @@ def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations:
 
 def make_episode(chance: random.Random, epoch: int, row: str, generation: int) -> "Episode":
     """Three turns; the texts and tokens are random. One of 100 fails."""
-    from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+    from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 
     started = 1.8e9 + epoch * 100 + chance.random()
     messages: list[dict[str, Any]] = []
@@ -90,10 +90,10 @@ def make_episode(chance: random.Random, epoch: int, row: str, generation: int) -
         calls.append(ModelCall(index, "policy", messages, message=answer, **tokens, **known, **times))
         messages, prompt = [*messages, answer], [*prompt, *sampled]
     values: dict[str, Any] = {"output": _words(chance, SAMPLED), "reward": round(chance.random(), 2)}
-    outcome = Outcome.OK
+    outcome = EpisodeStatus.OK
     if chance.random() < 0.01:
         values = {"reward": None, "reason": DropReason.TIMEOUT, "error": "EpisodeTimeout: no answer for 60 s"}
-        outcome = Outcome.FAILED
+        outcome = EpisodeStatus.FAILED
     return Episode(EpisodeKey(RUN_ID, epoch, row, generation), outcome, calls=calls, seconds=float(CALLS), **values)
 
 

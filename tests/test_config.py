@@ -16,7 +16,7 @@ from insitu.config import load_config
 from insitu.config.keys import models_of
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry
+from insitu.registry import registry
 from insitu.schemas.components import WritableModel, frozen, writable
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
@@ -24,6 +24,7 @@ from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     RewardFunctionConfig,
 )
+from insitu.schemas.kinds import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind
 from insitu.schemas.parts import Part
 
 SECRET = "sk-very-secret"

@@ -27,7 +27,6 @@ from waiting import until
 
 from insitu.collect.episodes import Attempt, EpisodeOptions, executor_of, open_workflow, run_episode
 from insitu.collect.evaluation import EvaluationRun
-from insitu.collect.event_loop import loop_in_thread, run_in_loop
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, PolicyEndpoint
@@ -37,7 +36,8 @@ from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import decode, encode
+from insitu.wire.json_values import decode, encode
+from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 ROOT = Path(__file__).parent.parent
 STRICT = {"PYTHONPATH": str(ROOT / "tests/support"), "PYTHONWARNINGS": "error"}

@@ -17,34 +17,22 @@ from processes import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
-ORDER = [
-    "errors",
-    "schemas",
-    "wire",
-    "disk",
-    "formats",
-    "algorithms",
-    "advantages",
-    "preferences",
-    "registry",
-    "config",
-    "builder",
-    "capture",
-    "workflow",
-    "gateway",
-    "agents",
-    "collect",
-    "remote",
-    "runs",
-    "training",
-    "release",
-    "plugin_api",
-    "api",
-    "starter",
-    "view",
-    "doctor",
-    "cli",
-]
+ARCHITECTURE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Architecture")[2].partition("\n## ")[0]
+FLOORS = {
+    name: int(floor)
+    for floor, names in re.findall(r"^ {4} *(\d+)  (.+)$", ARCHITECTURE, re.M)
+    for name in names.split()
+}
+"""The floor of each package; a single file counts as one."""
+APART = {
+    "wire": {"schemas"},
+    "builder": {"config"},
+    "config": {"builder", "disk"},
+    "agents": {"gateway"},
+    "runs": {"collect"},
+    "collect": {"agents", "gateway"},
+}
+"""What packages do without, whichever floors they stand on."""
 INTEGRATIONS = PACKAGE / "integrations"
 SHARED = ("child_process",)
 """Modules beside the integrations that these may import."""
@@ -113,16 +101,27 @@ def parse(path: Path) -> ast.Module:
 
 def may_import(importer: str, imported: str) -> bool:
     if importer == "integrations":
-        return imported in ORDER or imported == "integrations"
+        return imported in FLOORS or imported == "integrations"
     if importer == "backend":
         return imported in BACKEND_MAY
-    if imported == "backend" or imported not in ORDER:
+    if imported == "backend" or imported not in FLOORS or imported in APART.get(importer, ()):
         return False
-    return importer in ("", imported) or ORDER.index(imported) < ORDER.index(importer)
+    return importer in ("", imported) or FLOORS[imported] < FLOORS[importer]
 
 
-def test_every_part_has_its_place_in_the_order() -> None:
-    assert {part_of(m) for m in MODULES} - {""} <= {*ORDER, "backend", "integrations"}
+def test_packages_stand_on_at_most_ten_floors() -> None:
+    """CONTRIBUTING has the table: a package is one floor above the highest that it imports."""
+    core = {part_of(path) for path in MODULES} - {"", "backend", "integrations"}
+    graph = {
+        part: {part_of(other) for path in MODULES if part_of(path) == part for other in imported_by(path)}
+        & core - {part}
+        for part in core
+    }
+    floors: dict[str, int] = {}
+    for part in TopologicalSorter(graph).static_order():
+        floors[part] = 1 + max((floors[each] for each in graph[part]), default=0)
+    assert floors == FLOORS
+    assert max(floors.values()) <= 10
 
 
 @each_module
@@ -159,6 +158,7 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
     assert not may_import("backend", "config")
     assert not may_import("cli", "backend")
     assert not may_import("schemas", "registry")
+    assert not may_import("config", "disk")
     assert may_import("training", "training")
 
 

@@ -15,7 +15,6 @@ from factories import disk_space, power_failures, read_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.collect.conversations import GroupRecord
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import Block, read_block
 from insitu.errors import ConfigError, InsituError
@@ -25,6 +24,7 @@ from insitu.runs.replay import StoredRun
 from insitu.runs.store import RewardPlot, RunStore, draw_rewards, set_aside
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.groups import GroupRecord
 
 
 def lines(path: Path) -> list[Any]:

@@ -28,16 +28,9 @@ from insitu.capture.ledger import CHAT, CallLedger, CallSite, CompletionRequest,
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
+from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import choice_tokens, parse_lenient_json, sent_logprobs
-from insitu.wire.http_format import (
-    COMPACT,
-    JSON,
-    MALFORMED,
-    error_message,
-    error_param,
-    is_same_server,
-    parse_count,
-)
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
 
 logger = logging.getLogger(__name__)
 

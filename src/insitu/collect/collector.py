@@ -31,16 +31,17 @@ from typing import Any, NamedTuple, TypeVar
 from insitu.advantages.credit import TrainedCalls
 from insitu.algorithms.budget import Budget, lacks_variance
 from insitu.builder import Builder
-from insitu.collect.conversations import GroupRecord, scored_group
+from insitu.collect.conversations import scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
+from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, InsituError, WorkflowError
-from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EXECUTOR, LLM
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 

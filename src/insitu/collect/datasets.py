@@ -22,12 +22,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
-from insitu.errors import ConfigError, install_command
-from insitu.registry import DATASET, not_found, register_dataset_loader, registry
+from insitu.errors import ConfigError, install_command, not_found
+from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.kinds import DATASET
 from insitu.schemas.steps import IntermediateStep, read_step
-from insitu.wire.http_format import has_lone_surrogate, json_form
+from insitu.wire.json_values import has_lone_surrogate, json_form
 
 Rows = Iterator[dict[str, Any]]
 
@@ -221,8 +222,6 @@ for _name, _reader in (
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)
 
-WORKFLOW_OUTPUT = "workflow_output.json"
-"""What an evaluation writes; it can be read as a dataset."""
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 

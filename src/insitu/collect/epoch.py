@@ -10,10 +10,11 @@ from contextlib import aclosing
 
 from insitu.builder import Builder
 from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.shared_run import RunState
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 
 
 class Observer:

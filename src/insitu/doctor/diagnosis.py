@@ -15,7 +15,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.collector import stray_completions
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.epoch import Observer
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.shared_run import share
@@ -27,13 +27,14 @@ from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, wors
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.registry import TRAJECTORY_BUILDER
 from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS, GROUPS
 from insitu.runs.records import new_run_id
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.budget import KnownGroups
 from insitu.training.checks import check_sampled
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder

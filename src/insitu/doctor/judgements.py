@@ -14,7 +14,7 @@ from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
 from insitu.training.report import counts
-from insitu.wire.http_format import is_same_server
+from insitu.wire.addresses import is_same_server
 
 Decoder = Callable[[Sequence[int]], str]
 _SHOWN = 5

@@ -11,9 +11,9 @@ from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluation import held_out_config
 from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
-from insitu.registry import TRAINER, TRAJECTORY_BUILDER
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig
+from insitu.schemas.kinds import TRAINER, TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.metrics import share_of
 

@@ -32,7 +32,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, StepLog
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType, read_step
-from insitu.wire.http_format import encode, has_lone_surrogate
+from insitu.wire.json_values import encode, has_lone_surrogate
 from insitu.wire.redaction import redact_bytes
 
 _NOT_SENT = ("retries", "result")  # applied by the sender, between and after attempts

@@ -12,17 +12,18 @@ from pydantic import Field
 
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import current_run
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
-from insitu.registry import LLM, register_executor
+from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, request_fields
 from insitu.remote.client import EPISODES, ServiceLost, ServiceSession
 from insitu.remote.pool import RemoteService, ServicePool
 from insitu.schemas.components import ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.kinds import LLM
 from insitu.wire.connection import Retry
 from insitu.workflow.llms import policy_named_by
 

@@ -17,11 +17,11 @@ from insitu.builder import Builder
 from insitu.collect.episodes import AttemptResult, fail, in_process
 from insitu.config import Config
 from insitu.errors import describe_error
-from insitu.registry import LLM
 from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.kinds import LLM
 from insitu.workflow.llms import ModelClient
 
 logger = logging.getLogger(__name__)

@@ -27,17 +27,18 @@ from pydantic import ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
-from insitu.collect.event_loop import Watchdog, loop_in_thread, run_in_loop, where_thread_is
+from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
-from insitu.errors import InputError, InsituError, RequestRefused, describe_error
-from insitu.registry import LLM, not_found
+from insitu.errors import InputError, InsituError, RequestRefused, describe_error, not_found
 from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
-from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import decode, encode, error_body, http_url
+from insitu.schemas.kinds import LLM
+from insitu.wire.addresses import http_url, is_loopback_address
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import error_body
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -49,8 +50,10 @@ from insitu.wire.http_server import (
     read_body,
     validation_refusal,
 )
+from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact, redact_bytes
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.shared_run import current_run
 from insitu.config import Config
-from insitu.config.resolved import differences, leaves, nested, resolved_config
+from insitu.config.resolved import code_digests, differences, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -21,7 +20,6 @@ from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.schemas.parts import code_digests
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +103,7 @@ class ResumableRun:
         self.continues = False
         """Whether an earlier process started this run."""
         self._store: RunStore | None = None
+        self._builder: Builder | None = None
         self._forced = False
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
@@ -125,7 +124,7 @@ class ResumableRun:
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
         """
-        request, config = builder.request, builder.config
+        self._builder, request, config = builder, builder.request, builder.config
         progress = find_run(folder, "--resume") if request is not None and request.resume else None
         if request is None or progress is None:
             if request is not None and isinstance(request.resume, Path):
@@ -277,8 +276,7 @@ class ResumableRun:
         try:
             yield
         except asyncio.CancelledError:
-            run = current_run()
-            lost = run.lost if run is not None else None
+            lost = self._builder.lost if self._builder is not None else None
             self._end("interrupted" if lost is None else "failed", lost)
             raise
         except BaseException as error:  # recorded, then re-raised

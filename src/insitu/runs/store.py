@@ -1,4 +1,4 @@
-"""The only writer of the files in a run's directory (see `files`), its plot included."""
+"""Writes the files of a run in progress (see `files`), its plot included."""
 
 import asyncio
 import logging
@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
@@ -18,6 +17,7 @@ from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.groups import GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def move_aside(folder: Path, key: str) -> Path:
 
 
 class RunStore:
-    """The only writer of the files in a run's directory, which it locks until `close`.
+    """Writes the files of a run in progress, whose directory it locks until `close`.
 
     Replaced files survive a power failure immediately, appended lines after `sync`.
     """

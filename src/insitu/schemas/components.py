@@ -10,6 +10,7 @@ The `name` of a configuration class is the `_type` of its YAML block:
 
 from collections.abc import Callable, Collection, Generator, Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args, get_origin
 from weakref import WeakValueDictionary
 
@@ -147,6 +148,12 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises ValueError if the block names a column that the dataset does not have."""
+
+    def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
+        """Raises ConfigError if the Python code that the block names cannot be its function.
+
+        `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
+        """
 
 
 class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):

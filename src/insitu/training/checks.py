@@ -10,9 +10,9 @@ from insitu.config import Config
 from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
 from insitu.preferences.pairs import ALIKE
-from insitu.registry import LLM
 from insitu.runs import files
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
+from insitu.schemas.kinds import LLM
 from insitu.training.interfaces import (
     GroupTrainer,
     PairTrainer,

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
 from insitu.collect.collector import Plan
-from insitu.collect.conversations import GroupRecord, collection_of, scored_group
+from insitu.collect.conversations import collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.epoch import Observer, collect_epoch
@@ -21,11 +21,13 @@ from insitu.collect.scores import shaped
 from insitu.collect.shared_run import builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
+from insitu.registry import register_trajectory_builder
 from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.training.budget import BudgetConfig, EpochRows, KnownGroups, PlannedRows
 from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer, TrajectoryBuilder
 from insitu.training.planned_builder import PlannedBuilder

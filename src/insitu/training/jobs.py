@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from insitu.collect.event_loop import Watchdog, seconds_since
 from insitu.collect.shared_run import watchdog_of
+from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
 from insitu.errors import BackendUnavailable, InsituError, JobFailed, JobLost
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
@@ -26,7 +26,7 @@ T = TypeVar("T")
 UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
 _RECONNECT_DELAY = 0.25
 _SUBMISSIONS = 3
-"""How often one job is submitted if the backend loses it."""
+"""How often one job is submitted, the first time included, if the backend keeps losing it."""
 
 
 class JobAdapter(ResumableAdapter):
@@ -85,7 +85,10 @@ async def follow(
     interval: float,
     on_status: Callable[[TrainingJobStatus], None] = lambda _: None,
 ) -> TrainingJobStatus:
-    """Waits until a job has ended. One that the backend has lost is submitted again, at most `_SUBMISSIONS` times."""
+    """Waits until a job has ended; one that the backend has lost is submitted again.
+
+    Gives up once it was submitted `_SUBMISSIONS` times and was first lost `submits_again_for` seconds ago.
+    """
     delay, submissions, first_loss = _RECONNECT_DELAY, 1, None
     try:
         while True:

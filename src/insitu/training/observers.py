@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from insitu.algorithms.budget import Spending
 from insitu.capture.ledger import Activity
 from insitu.collect.collector import Plan
-from insitu.collect.conversations import GroupRecord
 from insitu.collect.epoch import Observer
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.report import Report
 
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from insitu.builder import Builder
 from insitu.collect.collector import Plan
-from insitu.collect.conversations import GroupRecord
 from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import UsesBuilder, run_of
 from insitu.errors import TrajectoryError
 from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.budget import KnownGroups
 from insitu.training.interfaces import TrajectoryBuilder
 

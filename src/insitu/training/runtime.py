@@ -14,7 +14,6 @@ from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
-from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.errors import (
@@ -25,8 +24,8 @@ from insitu.errors import (
     PluginError,
     TrajectoryError,
     describe_error,
+    not_found,
 )
-from insitu.registry import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
@@ -34,15 +33,17 @@ from insitu.runs.reader import RunReader
 from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
+from insitu.schemas.kinds import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
 from insitu.training.checks import check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
-from insitu.wire.http_format import json_path
 from insitu.wire.http_server import raise_file_limit
+from insitu.wire.json_values import json_path
 from insitu.wire.redaction import results_console
+from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
@@ -292,9 +293,7 @@ def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunC
     validation = config.finetuning.validation
     if validation is None:
         return request
-    rows = validation.dataset
-    if rows is None:
-        rows = find_dataset(held_out_config(config)).file
+    rows = validation.dataset if validation.dataset is not None else find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
     return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
 
@@ -378,7 +377,7 @@ async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[No
     def expire(_: asyncio.Task[None]) -> None:
         if (error := lost()) is not None:
             if run is not None:
-                run.lost = error
+                run.builder.lost = error
             limit.reschedule(0.0)
 
     try:

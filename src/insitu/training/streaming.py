@@ -12,10 +12,11 @@ from itertools import chain
 from typing import Any
 
 from insitu.advantages.estimator import EstimatedEpoch
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.conversations import collection_of
 from insitu.collect.epoch import Observer
 from insitu.errors import InsituError
 from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
 from insitu.training.schedule import LoopTrainerConfig
 

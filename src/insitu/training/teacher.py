@@ -15,15 +15,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from insitu.collect.event_loop import doing
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, RequestRefused, TrajectoryError
-from insitu.registry import LLM
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.records import as_text
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.kinds import LLM
 from insitu.training.interfaces import Trainer
 from insitu.wire.connection import Connection
 from insitu.wire.prompt_logprobs import JSON, Logprobs, Text, logprobs_of_texts, longest, part_of

@@ -10,11 +10,10 @@ from pydantic_core import PydanticCustomError
 from insitu.builder import name_being_built
 from insitu.config import Config
 from insitu.disk.json_files import read_line
-from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
+from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError, first_problem
 from insitu.runs import files
 from insitu.runs.records import RunProgress
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.parts import first_problem
 from insitu.training.checks import new_version
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.jobs import check_completed, wait_for_job

@@ -30,10 +30,11 @@ from pydantic import AliasChoices, Field, SecretStr, model_validator
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.formats.parser import ReasoningFormatName, ToolFormatName
-from insitu.registry import LLM, register_llm_provider
+from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.wire.http_format import is_same_server
+from insitu.schemas.kinds import LLM
+from insitu.wire.addresses import is_same_server
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -18,7 +18,7 @@ from insitu.formats.templates import chosen_template, dropped_reasoning, templat
 from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
-from insitu.wire.http_format import split_userinfo
+from insitu.wire.addresses import split_userinfo
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from insitu.collect.datasets import load_dataset
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import stored_model
 from insitu.errors import ConfigError
-from insitu.registry import LLM, TRAINER, TRAJECTORY_BUILDER
 from insitu.runs.checkpoints import NAMES, find_checkpoint
+from insitu.schemas.kinds import LLM, TRAINER, TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
 from insitu.training.native.config import InsituAdapterConfig
