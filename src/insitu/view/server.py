@@ -151,8 +151,7 @@ class ViewServer:
         path = await asyncio.to_thread(self._opened.path, request.query.get("run", "."))
         indexed = await asyncio.to_thread(self._indexes.open, path)
         try:
-            with indexed.index.first():
-                yield indexed
+            yield indexed
         finally:
             await asyncio.to_thread(self._indexes.release, indexed)
 
