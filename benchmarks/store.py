@@ -78,7 +78,7 @@ def child(arguments: list[str]) -> None:
 
     spent = [0.0]
     for owner, names in (
-        (RunStore, ("append", "append_group", "append_advantages", "sync", "write", "update_index")),
+        (RunStore, ("append", "append_group", "append_advantages", "sync", "write")),
         (loop, ("journal_record",)),
     ):
         for name in names:

@@ -72,8 +72,8 @@ async def test_other_errors_and_dead_children_are_not_waited_for() -> None:
     for error in (RequestRefused("no"), BackendError("no")):
         with pytest.raises(BackendError, match=r"^no$"):
             await Retry("the server", 60)("GET /a", Failing(1, error))
-    with pytest.raises(BackendUnavailable, match="exited with code 3"):
-        await Retry("the server", 60, lambda: "the backend process exited with code 3")("GET /a", Failing(1))
+    with pytest.raises(BackendUnavailable, match="ended with exit code 3"):
+        await Retry("the server", 60, lambda: "the backend process ended with exit code 3")("GET /a", Failing(1))
 
 
 async def test_the_server_says_when_to_come_back(pauses: list[float]) -> None:

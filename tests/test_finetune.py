@@ -448,7 +448,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
     code, _, err = run_project(project)
     assert (code, err) == (
         1,
-        f"failed: insitu backend exited with code 1 before it was ready: {empty} holds neither config.json nor "
+        f"failed: insitu backend ended with exit code 1 before it was ready: {empty} holds neither config.json nor "
         f"adapter_config.json, but nothing (log: {project}/run/backend/backend.log)\n",
     )
 
@@ -624,7 +624,7 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
         out, err = process.communicate(HANGS)
         assert process.wait() == 0, out + err
     log = project / "run/backend/backend.log"
-    assert f"the backend process exited with code -9 (SIGKILL); the end of its log ({log})" in err
+    assert f"the backend process was ended by SIGKILL; the end of its log ({log})" in err
     assert "starting it again (2 of 3)" in err
     changing = ("run_id", "timestamp", "seconds")
     first, again = (read_lines(project / f"{run}/training_metrics.jsonl") for run in ("run.1", "run"))
@@ -654,7 +654,7 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
-    lost = "the backend process exited with code -9 (SIGKILL); the end of its log ("
+    lost = "the backend process was ended by SIGKILL; the end of its log ("
     assert f"failed: {lost}" in err
     if command == "finetune":
         progress = json.loads((project / "run/progress.json").read_text())

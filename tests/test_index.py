@@ -1,11 +1,12 @@
-"""The index of a run: kept by the run, made by readers, and never more than what the files say."""
+"""The index of a run: made by readers, and never more than what the files say."""
 
 import fcntl
 import json
-import logging
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +20,6 @@ from test_view import of_epoch, shown, write_run
 from insitu.runs.files import INDEX
 from insitu.runs.index import RunIndex
 from insitu.runs.records import RunProgress
-from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
 
 
@@ -30,10 +30,11 @@ def content(run: Path) -> list[list[tuple[Any, ...]]]:
             "SELECT * FROM groups ORDER BY id",
             "SELECT * FROM episodes ORDER BY episode",
             "SELECT * FROM epochs",
+            "SELECT * FROM advantages ORDER BY episode",
         )
         tables = [database.execute(query).fetchall() for query in queries]
-    groups, episodes, epochs = tables
-    return [groups, [row[1:] for row in episodes], epochs]
+    groups, episodes, epochs, advantages = tables
+    return [groups, [row[1:] for row in episodes], epochs, advantages]
 
 
 def refreshed(run: Path) -> list[list[tuple[Any, ...]]]:
@@ -46,22 +47,26 @@ def refreshed(run: Path) -> list[list[tuple[Any, ...]]]:
 
 
 def write(folder: Path) -> Path:
-    """A run whose store has kept the index, with two updates."""
+    """A run of two epochs, one of which is over."""
     made = write_run(folder)
-    made.store.update_index()
     made.add("late", *of_epoch(2, episode(0, "late"), failed(1, "late")))
-    made.store.update_index()
     made.store.close()
     return folder
 
 
-def test_what_a_run_keeps_is_what_a_reader_makes(tmp_path: Path) -> None:
-    run = write(tmp_path / "run")
-    kept = content(run)
-    assert [len(table) for table in kept] == [5, 10, 1]
-    assert refreshed(run) == kept
+def rebuilt(run: Path) -> list[list[tuple[Any, ...]]]:
     (run / INDEX).unlink()
-    assert refreshed(run) == kept
+    return refreshed(run)
+
+
+def test_what_was_read_in_parts_is_what_is_read_at_once(tmp_path: Path) -> None:
+    made = write_run(tmp_path)
+    refreshed(tmp_path)
+    made.add("late", *of_epoch(2, episode(0, "late"), failed(1, "late")))
+    made.store.close()
+    kept = refreshed(tmp_path)
+    assert [len(table) for table in kept] == [5, 10, 1, 5]
+    assert rebuilt(tmp_path) == kept
 
 
 def damaged(run: Path) -> None:
@@ -78,41 +83,64 @@ def of_another_release(run: Path) -> None:
         database.executescript("PRAGMA user_version = 99; DROP TABLE episodes;")
 
 
-def not_closed_before_a_restart(run: Path) -> None:
-    with closing(sqlite3.connect(run / INDEX)) as database:
-        database.executescript("UPDATE about SET boot = 'another'; DELETE FROM episodes;")
+def not_closed(run: Path) -> None:
+    code = f"""
+import os, pathlib
+from insitu.runs.index import RunIndex
+index = RunIndex(pathlib.Path({str(run)!r}))
+index.refresh()
+with index.changing():
+    index.insert("groups.jsonl", "DELETE FROM episodes", [()])
+os._exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+    assert content(run)[1] == []
 
 
-@pytest.mark.parametrize("damage", [damaged, cut, of_another_release, not_closed_before_a_restart])
-def test_an_index_that_cannot_be_trusted_is_made_anew(tmp_path: Path, damage: Any) -> None:
+@pytest.mark.parametrize("damage", [damaged, cut, of_another_release, not_closed])
+def test_an_index_that_is_odd_is_built_again(tmp_path: Path, damage: Any) -> None:
     run = write(tmp_path / "run")
-    kept = content(run)
+    kept = refreshed(run)
     damage(run)
     assert refreshed(run) == kept
 
 
-def test_a_damaged_index_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", [f"{INDEX}-wal", f"{INDEX}-journal"])
+def test_a_link_beside_a_received_index_is_not_followed(tmp_path: Path, name: str) -> None:
+    run = write(tmp_path / "run")
+    kept = refreshed(run)
+    with closing(sqlite3.connect(run / INDEX)) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    (tmp_path / "private").write_text("private " * 1000)
+    (run / name).symlink_to("../private")
+    assert refreshed(run) == kept
+    assert not (run / name).exists()
+    assert (tmp_path / "private").read_text() == "private " * 1000
+
+
+def test_a_damaged_index_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = write(tmp_path / "run")
     damaged(run)
-    made = Run(run, epoch_over=False)
-    made.store.cut_to({name: (run / name).stat().st_size for name in ("episodes.jsonl.gz", "calls.jsonl.gz")})
-    made.add("new", *of_epoch(3, episode(0, "new")))
-    made.store.update_index()
-    made.store.close()
-    assert f"{run / INDEX} is damaged (file is not a database): it is made anew" in caplog.text
-    assert [row[1:3] for row in content(run)[0]] == [(3, "new")]
+    refreshed(run)
+    assert f"{run / INDEX} is built again: file is not a database" in caplog.text
 
 
-def test_a_run_without_a_place_for_its_index_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Readers make a temporary one."""
+def test_a_run_without_a_place_for_its_index_is_shown(tmp_path: Path) -> None:
+    """By a temporary one."""
     run = tmp_path / "run"
     (run / INDEX).mkdir(parents=True)
-    with caplog.at_level(logging.WARNING):
-        write(run)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(f"{run / INDEX} is not kept up to date: unable to open database file")
+    write(run)
     assert len(show(run).out.splitlines()) == 10
     assert not [*(run / INDEX).iterdir()]
+
+
+def test_what_is_shown_twice_is_read_once(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    show(run)
+    inode = (run / INDEX).stat().st_ino
+    show(run)
+    assert (run / INDEX).stat().st_ino == inode
+    assert [len(table) for table in content(run)] == [5, 10, 1, 5]
 
 
 def test_while_another_machine_runs_it_the_index_is_temporary(tmp_path: Path) -> None:
@@ -132,40 +160,38 @@ def test_while_another_machine_runs_it_the_index_is_temporary(tmp_path: Path) ->
 
 def test_a_copy_and_a_moved_run_are_indexed_by_their_own_files(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
+    refreshed(run)
     shutil.copytree(run, tmp_path / "copy")
     made = Run(run, epoch_over=False)
     made.store.cut_to({})
     made.store.close()
     run.rename(tmp_path / "run.1")
-    assert [len(table) for table in refreshed(tmp_path / "copy")] == [5, 10, 1]
-    assert [len(table) for table in refreshed(tmp_path / "run.1")] == [0, 0, 0]
+    assert [len(table) for table in refreshed(tmp_path / "copy")] == [5, 10, 1, 5]
+    assert [len(table) for table in refreshed(tmp_path / "run.1")] == [0, 0, 0, 0]
 
 
 def test_lines_that_a_run_has_written_again_are_those_of_the_index(tmp_path: Path) -> None:
+    """Also of one that is in use meanwhile. The lines are as long as before."""
     made = write_run(tmp_path / "run")
     sizes = made.store.sizes()
     made.add("late", *of_epoch(2, episode(0, "late", reward=0.25)))
-    made.store.update_index()
     made.store.close()
-    reader = RunIndex(tmp_path / "run")
-    reader.refresh()
-    again = Run(tmp_path / "run", epoch_over=False)
-    again.store.cut_to(sizes)
-    again.add("late", *of_epoch(2, episode(0, "late", reward=0.75)))
-    again.store.update_index()
-    reader.refresh()
-    rewards = "SELECT reward FROM episodes WHERE row_id = 'late'"
-    assert [row["reward"] for row in reader.select(rewards)] == [0.75]
-    reader.close()
+    with closing(RunIndex(tmp_path / "run")) as reader:
+        reader.refresh()
+        again = Run(tmp_path / "run", epoch_over=False)
+        again.store.cut_to(sizes)
+        again.add("late", *of_epoch(2, episode(0, "late", reward=0.75)))
+        reader.refresh()
+        rewards = "SELECT reward FROM episodes WHERE row_id = 'late'"
+        assert [row["reward"] for row in reader.select(rewards)] == [0.75]
     again.store.close()
     kept = content(tmp_path / "run")
-    (tmp_path / "run" / INDEX).unlink()
-    assert refreshed(tmp_path / "run") == kept
+    assert rebuilt(tmp_path / "run") == kept
 
 
 def test_a_file_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    kept = content(run)
+    kept = refreshed(run)
     index = RunIndex(run)
     index.refresh()
     (run / INDEX).unlink()
@@ -176,21 +202,22 @@ def test_a_file_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:
     assert content(run) == kept
 
 
-def test_a_run_and_its_readers_change_the_index_together(tmp_path: Path) -> None:
-    """Each has a connection of its own, as if it were a process."""
+def test_one_of_several_readers_keeps_the_index_while_a_run_writes(tmp_path: Path) -> None:
+    """Each has a connection of its own, as if it were a process, and sees what the run has written."""
     made = write_run(tmp_path / "run")
     over, failures = threading.Event(), list[BaseException]()
+    counts = list[int]()
 
     def read() -> None:
-        index = RunIndex(tmp_path / "run")
         try:
-            while not over.is_set():
+            with closing(RunIndex(tmp_path / "run")) as index:
+                while not over.is_set():
+                    index.refresh()
                 index.refresh()
-                index.select("SELECT count(*) FROM episodes")
+                [row] = index.select("SELECT count(*) AS episodes FROM episodes JOIN advantages USING (episode)")
+                counts.append(row["episodes"])
         except BaseException as error:  # reported by the test
             failures.append(error)
-        finally:
-            index.close()
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
@@ -200,16 +227,54 @@ def test_a_run_and_its_readers_change_the_index_together(tmp_path: Path) -> None
         members = of_epoch(2, episode(0, row), episode(1, row))
         made.add(row, *members)
         made.weigh({0: 0.5}, *members)
-        made.store.update_index()
     over.set()
     for reader in readers:
         reader.join()
     made.store.close()
     assert failures == []
+    assert len(counts) == 3
+    assert len({*counts}) == 1
+    assert counts[0] >= 120
     kept = refreshed(tmp_path / "run")
-    assert [len(table) for table in kept] == [64, 128, 1]
-    (tmp_path / "run" / INDEX).unlink()
-    assert refreshed(tmp_path / "run") == kept
+    assert [len(table) for table in kept] == [64, 128, 1, 125]
+    assert rebuilt(tmp_path / "run") == kept
+
+
+def test_another_process_keeps_its_index_meanwhile(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    with closing(RunIndex(run)) as index:
+        index.refresh()
+        inode = (run / INDEX).stat().st_ino
+        done = subprocess.run(
+            [sys.executable, "-m", "insitu", "trajectories", "show", str(run)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert len(done.stdout.splitlines()) == 10
+        assert (run / INDEX).stat().st_ino == inode
+        index.refresh()
+        assert index.indexed == (5, 5)
+
+
+def test_episodes_that_are_not_in_their_file_yet(tmp_path: Path) -> None:
+    """As in a folder that is being copied: their advantages come with them."""
+    run = write(tmp_path / "run")
+    kept = refreshed(run)
+    whole = (run / "episodes.jsonl.gz").read_bytes()
+    with closing(RunIndex(run)) as index:
+        index.refresh()
+        (run / INDEX).unlink()
+        os.truncate(run / "episodes.jsonl.gz", len(whole) - 1)
+        index.refresh()
+        assert index.indexed == (5, 5)
+        assert [f"has {len(whole) - 1} bytes, but {len(whole)} were written" in each for each in index.problems] == [
+            True
+        ]
+        (run / "episodes.jsonl.gz").write_bytes(whole)
+        index.refresh()
+        assert index.problems == []
+    assert content(run) == kept
 
 
 async def test_a_page_shows_what_the_run_writes_and_leaves_its_time(tmp_path: Path) -> None:
@@ -221,7 +286,6 @@ async def test_a_page_shows_what_the_run_writes_and_leaves_its_time(tmp_path: Pa
         assert len(await page.episodes()) == 8
         made.add("late", *of_epoch(2, replace(episode(0, "late"))))
         assert (await page.groups())[-1] == (2, "late")
-        made.store.update_index()
         made.store.close()
         assert len(await page.episodes()) == 9
     assert read_summary(run).written is not None
@@ -230,10 +294,3 @@ async def test_a_page_shows_what_the_run_writes_and_leaves_its_time(tmp_path: Pa
         if path.name != INDEX:
             os.utime(path, (1e9, 1e9))
     assert read_summary(run).written == "2001-09-09T01:46:40+00:00"
-
-
-def test_a_store_without_groups_makes_no_index(tmp_path: Path) -> None:
-    with closing(RunStore(tmp_path)) as store:
-        store.append("journal.jsonl", [{"a": 1}])
-        store.update_index()
-    assert not (tmp_path / INDEX).exists()

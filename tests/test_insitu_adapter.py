@@ -364,7 +364,7 @@ async def test_checkpoints_of_an_earlier_run_are_moved_aside(
     async with Builder(config) as builder:
         adapter = await builder.get(TRAINER_ADAPTER, "a")
         monkeypatch.setattr(sys, "executable", "/bin/false")  # not worth the time of a real one
-        with pytest.raises(BackendUnavailable, match="insitu backend exited with code 1"):
+        with pytest.raises(BackendUnavailable, match="insitu backend ended with exit code 1"):
             await adapter.initialize(config.finetuning)
     moved = path.parent / "run/backend.1/checkpoints/step_000001/model.safetensors"
     assert moved.read_text() == "weights"

@@ -34,9 +34,7 @@ APART = {
 }
 """What packages do without, whichever floors they stand on."""
 INTEGRATIONS = PACKAGE / "integrations"
-SHARED = ("child_process",)
-"""Modules beside the integrations that these may import."""
-SERVER_HALVES = ("art/server", "torchrun", "vllm", *(f"{name}.py" for name in SHARED))
+SERVER_HALVES = ("art/server", "torchrun", "vllm")
 """What runs in the backend's process."""
 BACKEND_MAY = {"errors", "schemas", "wire", "disk", "formats", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -209,7 +207,7 @@ def test_integrations_are_leaves(path: Path) -> None:
 
     What they share imports none of them.
     """
-    allowed = {path.relative_to(INTEGRATIONS).parts[0], *SHARED} if path.is_relative_to(INTEGRATIONS) else set()
+    allowed = {path.relative_to(INTEGRATIONS).parts[0]} if path.is_relative_to(INTEGRATIONS) else set()
     for line, module in imports_of(path):
         parts = module.split(".")
         if parts[:2] == ["insitu", "integrations"]:

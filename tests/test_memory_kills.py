@@ -125,9 +125,9 @@ def test_the_kernel_counts_what_it_ends(small_group: Path) -> None:
 
 
 REASON = (
-    r"\(SIGKILL\)|before it was ready); the kernel ended it for lack of memory[^;]*; (the memory of this machine|the "
-    r"limit of \S+) is \S+ GB; it needs less with training\.lora, dtype, quantization, max_length, kv_memory, "
-    r"eval\.general\.max_concurrency \(insitu validate lists what needs how much; log: \S+/backend\.log\)"
+    r"was ended by SIGKILL( before it was ready)?; the kernel ended it for lack of memory[^;]*; (the memory of this "
+    r"machine|the limit of \S+) is \S+ GB; it needs less with training\.lora, dtype, quantization, max_length, "
+    r"kv_memory, eval\.general\.max_concurrency \(insitu validate lists what needs how much; log: \S+/backend\.log\)"
 )
 
 
@@ -136,7 +136,7 @@ async def test_a_backend_that_is_ended_while_it_loads(small_group: Path, tmp_pat
     starting = asyncio.create_task(process.start(300))
     await until(lambda: process.pid is not None)
     (small_group / "cgroup.procs").write_text(str(process.pid))
-    with pytest.raises(BackendUnavailable, match=r"exited with code -9 (" + REASON):
+    with pytest.raises(BackendUnavailable, match=REASON):
         await starting
 
 
@@ -149,9 +149,9 @@ async def test_a_backend_that_the_kernel_ends_is_started_again_once(
     try:
         await asyncio.to_thread(exhaust, small_group, process, url)
         await until(lambda: process.restarted_at > 0)
-        assert re.search(rf"exited with code -9 ({REASON}\nstarting it again \(1 of 1\)", caplog.text)
+        assert re.search(rf"{REASON}\nstarting it again \(1 of 1\)", caplog.text)
         await asyncio.to_thread(exhaust, small_group, process, url)
-        with pytest.raises(BackendUnavailable, match=r"exited with code -9 (" + REASON):
+        with pytest.raises(BackendUnavailable, match=REASON):
             await asyncio.wait_for(watched, 300)
     finally:
         watched.cancel()
@@ -173,6 +173,6 @@ async def test_another_sigkill_is_not_taken_for_it(tmp_path: Path) -> None:
     await process.start(300)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(BackendUnavailable, match=r"exited with code -9 \(SIGKILL\); the end of its log"):
+    with pytest.raises(BackendUnavailable, match=r"process was ended by SIGKILL; the end of its log"):
         await process.keep_running()
     await process.stop()

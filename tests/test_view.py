@@ -18,12 +18,10 @@ from typing import Any
 import httpx
 import processes
 import pytest
-import torch
 from factories import MODEL, recorded_run
 from test_inspection import Run, call, episode, failed, user
 from waiting import until
 
-from insitu.backend.model import load_model
 from insitu.runs.files import INDEX
 from insitu.runs.records import RunProgress
 from insitu.view.run_pages import OpenedFolder
@@ -465,57 +463,6 @@ async def test_other_kinds_of_runs(tmp_path: Path) -> None:
         assert (customizer["summary"]["run_id"], customizer["final_metrics"]) == ("c", {"status": "completed"})
         problems = (await page.get("run", run="early"))["problems"]
         assert f"{tmp_path}/early/groups.jsonl has format 1; supported: 2" in problems
-
-
-async def test_what_the_newest_weights_say(tmp_path: Path) -> None:
-    """As a forward pass by transformers does, for turns of one conversation and for another one."""
-    run = recorded_run(tmp_path / "run", [0.25, 0.75], [1.0, 1.0])
-    first = call(0, [user("a")], "b", ([1, 5, 9], [7, 2]))
-    second = call(1, [user("a"), {"role": "assistant", "content": "b"}, user("c")], "d", ([1, 5, 9, 7, 2, 6], [3]))
-    other = call(2, [user("e")], "f", ([8], [4, 4]))
-    judge = call(3, [user("g")], "h", ([1], [5]), llm="judge", policy_version=None)
-    made = Run(run, epoch_over=False)
-    made.add("r", episode(0, "r", calls=[first, second, other, judge]))
-    made.store.close()
-    checkpoint = run / "backend/checkpoints/step_000001"
-    async with shown(run) as page:
-        asked = {"episode": "run_1/1/r/0/0", "changed": 1}
-        plain = await page.get("episode", episode="run_1/1/r/0/0")
-        assert "newest" not in plain | plain["calls"][0]["tokens"][0]
-        answer = await page.get("episode", **asked)
-        assert (answer["newest"], answer["newest_problem"]) == ({"checkpoint": "step_000001", "step": 1}, None)
-        module = load_model(str(checkpoint), "cpu").module
-        for of_call, recorded in zip((first, second, other), answer["calls"], strict=False):
-            text = torch.tensor([*of_call.prompt_token_ids, *of_call.token_ids])
-            with torch.no_grad():
-                logprobs = module(text[None]).logits[0, :-1].log_softmax(-1).gather(-1, text[1:, None])[:, 0]
-            expected = logprobs[-len(of_call.token_ids) :].tolist()
-            assert [token["newest"] for token in recorded["tokens"]] == pytest.approx(expected, abs=1e-5)
-        assert [token["newest"] for token in answer["calls"][3]["tokens"]] == [None]
-        (checkpoint / "training.json").unlink()
-        answer = await page.get("episode", **asked)
-        assert (answer["newest"], "it has no training.json" in answer["newest_problem"]) == (None, True)
-        assert [token["newest"] for token in answer["calls"][0]["tokens"]] == [None, None]
-
-
-async def test_weights_that_would_fill_the_memory_are_not_loaded(tmp_path: Path) -> None:
-    """The file has a hole: it takes no place on the disk."""
-    run = recorded_run(tmp_path / "run", [0.25, 0.75], [1.0, 1.0])
-    made = Run(run, epoch_over=False)
-    made.add("r", episode(0, "r"))
-    made.store.close()
-    os.truncate(run / "backend/checkpoints/step_000001/model.safetensors", 1 << 43)
-    async with shown(run) as page:
-        answer = await page.get("episode", episode="run_1/1/r/0/0", changed=1)
-        assert "would need about 17592.2 GB of memory" in answer["newest_problem"]
-
-
-async def test_without_a_checkpoint_there_are_no_newest_weights(tmp_path: Path) -> None:
-    write_run(tmp_path).store.close()
-    async with shown(tmp_path) as page:
-        answer = await page.get("episode", episode="run_1/1/r 1/0/0", changed=1)
-        assert answer["newest_problem"].startswith(f"{tmp_path} has no checkpoint")
-        assert answer["calls"][0]["tokens"][0]["newest"] is None
 
 
 async def test_a_run_received_from_others_reads_nothing_else_and_does_not_stop_the_page(tmp_path: Path) -> None:

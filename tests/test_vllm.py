@@ -1,5 +1,6 @@
 """Sampling by vLLM, as far as no vLLM is needed: options, refusals, routing, processes."""
 
+import asyncio
 import json
 import os
 import re
@@ -21,11 +22,11 @@ from pydantic import ValidationError
 from insitu.backend.inference.sampler import Completion, SamplingParams
 from insitu.backend.inference.structured import Grammar
 from insitu.errors import BackendError
-from insitu.integrations.child_process import ChildProcess
 from insitu.integrations.vllm.fleet import AFFINITY, BLOCK, PrefixRouter
 from insitu.integrations.vllm.replica import request_body, sampled_tokens
 from insitu.integrations.vllm.servers import visible_devices
 from insitu.training.native.config import InsituAdapterConfig
+from insitu.wire.child_process import ChildProcess, describe_exit
 
 ADDRESS = "http://10.0.0.7:8000"
 
@@ -233,7 +234,7 @@ def test_a_bound_command_ends_with_its_parent_and_leaves_nothing_behind(tmp_path
     script = f"""if True:
         import os, sys, time
         from pathlib import Path
-        from insitu.integrations.child_process import ChildProcess
+        from insitu.wire.child_process import ChildProcess
         code = {sleeper!r} + "; print('up', flush=True); time.sleep(600)"
         ChildProcess([sys.executable, "-c", code], Path("log"), os.environ, bound=True)
         time.sleep(600)"""
@@ -245,6 +246,13 @@ def test_a_bound_command_ends_with_its_parent_and_leaves_nothing_behind(tmp_path
     wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family))
 
 
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "ended with exit code 3"), (-9, "was ended by SIGKILL"), (-40, "was ended by signal 40")]
+)
+def test_how_a_command_ended_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
 def test_how_a_command_ended_and_what_it_printed_last(tmp_path: Path) -> None:
     code = "import os; print('one'); print('two', flush=True); os.kill(os.getpid(), 9)"
     process = ChildProcess([sys.executable, "-c", code], tmp_path / "log", os.environ, bound=True)
@@ -253,3 +261,17 @@ def test_how_a_command_ended_and_what_it_printed_last(tmp_path: Path) -> None:
     assert process.outcome() == f"was ended by {signal.SIGKILL.name}"
     assert process.last_lines(1) == "two"
     process.kill()
+    again = ChildProcess([sys.executable, "-c", "print('three')"], tmp_path / "log", os.environ, append=True)
+    again.wait(60)
+    assert again.output() == "three\n"
+    assert again.last_lines() == "one\n  two\n  three"
+
+
+async def test_a_command_that_ignores_sigterm_is_killed_after_a_while(tmp_path: Path) -> None:
+    code = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    process = ChildProcess([sys.executable, "-c", code], tmp_path / "log", os.environ)
+    await asyncio.to_thread(wait_until, lambda: "up" in process.output())
+    await process.end(0.1)
+    assert not process.ended
+    await process.stop(0.1)
+    assert process.code == -signal.SIGKILL

@@ -122,7 +122,7 @@ def test_a_server_that_ends_and_one_that_needs_a_token(open_page: Open, runs: Pa
 
 
 def test_a_real_run_while_it_trains(folder: Path, open_page: Open) -> None:
-    """Shows the run's episodes afterwards, and how the newest weights changed them."""
+    """Shows the run's episodes afterwards."""
     folder.mkdir()
     command = [PYTHON, "-m", "insitu", "finetune", "--config_file", ROOT / "examples/tic_tac_toe/grpo.yml"]
     changes = {
@@ -147,16 +147,7 @@ def test_a_real_run_while_it_trains(folder: Path, open_page: Open) -> None:
         page.get_by_role("link", name=re.compile("^train-")).first.click()
         page.locator(".episodes tbody a").first.click()
         expect(page.locator(".message .t").filter(has_text="move").first).to_be_visible()
-        page.get_by_role("button", name="change").click()
-        expect(page.get_by_text("compared with the weights of step_000002")).to_be_visible(timeout=120_000)
+        page.get_by_role("button", name="probability").click()
         page.locator(".message .t").nth(1).hover()
-        expect(page.get_by_role("tooltip")).to_contain_text("newest weights")
-        save(page, "episode-change-1600-light")
-
-
-def test_why_the_newest_weights_cannot_be_asked(open_page: Open) -> None:
-    page = open_page("/episode", run="learning", episode="insitu_run_learning/3/row-001/0/0", colour="changed")
-    expect(page.locator(".controls [role=status]")).not_to_be_empty(timeout=60_000)
-    expect(page.locator(".controls [role=status]")).not_to_contain_text("Asking", timeout=60_000)
-    save(page, "episode-change-unknown-1600-light")
-    expect(page.locator(".t").first).to_have_class("t ")
+        expect(page.get_by_role("tooltip")).to_contain_text("log-probability")
+        save(page, "episode-probability-1600-light")

@@ -17,7 +17,6 @@ from real_model import real_model
 from real_project import EPOCHS, GENERATIONS, METHODS, QUESTION, ROWS, Recorded, Runs, project
 from safetensors.torch import load_file
 from test_resume import outcome
-from test_view import shown
 from transformers import AutoModelForCausalLM
 
 import insitu
@@ -90,20 +89,6 @@ def test_an_export_has_the_logprobs_of_the_checkpoint(runs: Runs, method: str, t
         reloaded = PeftModel.from_pretrained(base, str(out)) if adapter else base
     for call in calls(recorded, EPOCHS)[::5]:
         assert torch.equal(logprobs(reloaded.eval(), call), logprobs(kept, call))
-
-
-@each_precise
-async def test_the_colours_of_tokens_are_the_newest_logprobs(runs: Runs, method: str) -> None:
-    recorded = runs(method)
-    module = load_model(str(recorded.checkpoint(EPOCHS)), "cpu").module
-    by_episode = {call["episode"]: call for call in calls(recorded, EPOCHS)}
-    async with shown(recorded.run) as page:
-        for episode, call in [*by_episode.items()][::5]:
-            answer = await page.get("episode", episode=episode, changed=1)
-            assert answer["newest"] == {"checkpoint": f"step_{EPOCHS:06d}", "step": EPOCHS}
-            tokens = answer["calls"][0]["tokens"]
-            assert [token["logprob"] for token in tokens] == pytest.approx(call["logprobs"])
-            assert [token["newest"] for token in tokens] == pytest.approx(logprobs(module, call).tolist(), abs=GAP)
 
 
 @pytest.mark.parametrize("method", ["all weights", "LoRA"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from processes import wait_until
 
-from insitu.integrations.child_process import ChildProcess
+from insitu.wire.child_process import ChildProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CPU = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64", "--max-model-len", "256")

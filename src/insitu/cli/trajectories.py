@@ -1,5 +1,6 @@
 """The command `trajectories`."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +52,15 @@ def show(
     from insitu.cli.episode_view import View, print_episode, print_list
     from insitu.runs.episodes import Selection, load_decoder
 
-    selection = Selection(run_dir)
-    matches = selection.find(_SORT_KEYS[sort] if sort is not None else None, **filters)
-    if reverse:
-        matches.reverse()
-    if len(matches[:limit]) > 1:
-        print_list(matches[:limit], len(matches))
-        return
-    recorded = selection.read(matches[0])
-    folder = tokenizer or selection.files.tokenizer()
+    with closing(Selection(run_dir)) as selection:
+        matches = selection.find(_SORT_KEYS[sort] if sort is not None else None, **filters)
+        if reverse:
+            matches.reverse()
+        if len(matches[:limit]) > 1:
+            print_list(matches[:limit], len(matches))
+            return
+        recorded = selection.read(matches[0])
+        folder = tokenizer or selection.files.tokenizer()
     decode = load_decoder(folder) if tokens and folder is not None else None
     print_episode(recorded, View(tokens, None if full else _MAX_CHARACTERS, decode))
 

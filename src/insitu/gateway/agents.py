@@ -30,10 +30,11 @@ from insitu.gateway.templates import check_placeholders, filled, filled_text, se
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.wire.child_process import describe_exit
 from insitu.wire.json_values import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.functions import FunctionInfo, convert, register_function
-from insitu.workflow.programs import Program, how_it_ended, inherited_environment, run_program
+from insitu.workflow.programs import Program, inherited_environment, run_program
 
 _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""
@@ -261,7 +262,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         if done.output_too_long:
             raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
         if code := done.exit_code:
-            message = f"{name} {how_it_ended(code)}: {done.stderr_tail}"
+            message = f"{name} {describe_exit(code)}: {done.stderr_tail}"
             if withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
             if endpoint.failure:

@@ -26,8 +26,9 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, copy_over, read_outcome, run_tool
+from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
-from insitu.workflow.programs import Program, how_it_ended, run_program
+from insitu.workflow.programs import Program, run_program
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _MAX_VERIFIER_OUTPUT = 2**24
@@ -316,7 +317,7 @@ class Workspace:
         done = await self.run(verify, row, cwd=self.work, env=env, on_exit=lambda: None, **limits)
         code = done.exit_code
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
-            problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else how_it_ended(code)
+            problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)
             raise WorkflowError(f"workflow.verify: {verify[0]} {problem}: {done.stderr_tail}")
         return read_outcome(reward_file, answer, float(code == 0)).model_dump()
 

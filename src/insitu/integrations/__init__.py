@@ -2,5 +2,4 @@
 
 The core finds them by entry points (`pyproject.toml`) and never imports them. An integration may import all of the
 core; those with a half that runs in the backend's process (`art/server`, `torchrun`, `vllm`) import `backend` there.
-`child_process` is shared by those that start commands.
 """

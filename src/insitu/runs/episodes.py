@@ -209,7 +209,7 @@ class RecordedGroups:
 
     def members(self, row: sqlite3.Row) -> list[sqlite3.Row | dict[str, Any]]:
         """`episode` and `generation` of the episodes of a group, in the order they were recorded."""
-        if row["state"]:
+        if row["is_read"]:
             return [*self.index.select("SELECT * FROM episodes WHERE group_id = ? ORDER BY id", (row["id"],))]
         return Problems().attempt(lambda: [*self.files.episode_records([stored_group(row)])], [])
 
@@ -251,12 +251,16 @@ class RecordedGroups:
 
 
 class Selection:
-    """The episodes that `insitu trajectories show` selects. Raises ConfigError if the folder has no episodes."""
+    """The episodes that `insitu trajectories show` selects. Raises ConfigError if the folder has no episodes.
+
+    To be closed, so that the next one finds the index.
+    """
 
     def __init__(self, run: Path) -> None:
         self.files = RunReader(run).check_episodes()
         self._groups = [*self.files.groups()]
         self._index = RunIndex(run)
+        self.close = self._index.close
 
     def find(self, order: str | None = None, **filters: str | float | None) -> list[sqlite3.Row]:
         """The episodes that meet these filters, those with the most of the column `order` first.

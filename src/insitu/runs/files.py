@@ -78,7 +78,7 @@ CURRICULUM = _file("curriculum_state.json", Format.OBJECT)
 PLOT = _file("reward_plot.png", Format.IMAGE)
 """Training reward and held-out score by epoch."""
 INDEX = _file(".index.sqlite", Format.DATABASE)
-"""An index of the episodes, made again if it is deleted."""
+"""An index of the episodes, made by readers."""
 _file(".lock", Format.LOCK)
 """Who writes the run."""
 COLLECTIONS = _file("data_collection_progress.jsonl", Format.PLAIN_LINES, by_epoch=True)

@@ -1,7 +1,7 @@
 """The index of the groups and episodes of a run, which follows its files as they grow.
 
 It holds what lists show and sort by, and where the rest is in the files. `refresh` reads what was appended since the
-last time, by this process or another; a run whose files were cut or replaced, as by `--resume`, is indexed anew.
+last time; a run whose files were cut or replaced, as by `--resume`, is indexed anew.
 """
 
 import math
@@ -9,7 +9,6 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -30,29 +29,24 @@ from insitu.disk.json_files import (
 )
 from insitu.errors import InsituError
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
-from insitu.runs.index_database import IndexDatabase, Outdated, Values
+from insitu.runs.index_database import IndexDatabase, Values
 from insitu.runs.records import StoredGroup, excerpt, format_problem, membership
 
 _BATCH = 100
-"""Groups or lines that are indexed before others may read the index."""
-_PAUSE = 0.05
-"""Seconds that a group or a batch of lines waits for requests to be answered."""
+"""Groups or lines that are indexed in a transaction, for which requests wait."""
 _DAMAGES = (InsituError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
-_NOT_STORABLE = (sqlite3.Error, OverflowError, UnicodeEncodeError)
+_END = "(episodes_offset + episodes_size)"
+"""Where the episodes of a group end in their file."""
 
-_STATUS = """status(e.in_group < 1 + (e.reward IS NULL) OR e.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
-    e.trained, e.sent)"""
+_STATUS = """status(e.in_group < 1 + (e.reward IS NULL) OR a.dropped IS NOT NULL, epochs.epoch IS NOT NULL, epochs.job,
+    a.trained, a.sent)"""
 _QUESTION = "(SELECT question FROM groups WHERE groups.id = e.group_id)"
+_TRAINED = "a.dropped, a.trained, a.sent, a.sides, a.line_offset, a.line_size, a.number"
 QUERY = (
-    f"SELECT e.*, {_STATUS} AS status, {_QUESTION} AS question FROM episodes e "
-    "LEFT JOIN epochs ON epochs.epoch = e.epoch"
+    f"SELECT e.*, {_TRAINED}, {_STATUS} AS status, {_QUESTION} AS question FROM episodes e "
+    "LEFT JOIN advantages a ON a.episode = e.episode LEFT JOIN epochs ON epochs.epoch = e.epoch"
 )
 """The query of episodes with their training status, which is None as long as it is not indexed."""
-
-_MISSING, _UNREADABLE = "missing", "unreadable"
-"""Keys of problems that may go away. Those of others are the names of files."""
-_TO_READ, _INDEXED, _SHORT, _DAMAGED = range(4)
-"""States of a group: its lines are to be read, were read, are not all in the file, or cannot be read."""
 
 
 class Indexed(NamedTuple):
@@ -63,23 +57,17 @@ class Indexed(NamedTuple):
 
 
 class RunIndex(IndexDatabase):
-    """The index of a run. Any thread may call it; one `refresh` runs at a time.
+    """The index of a run. Any thread may call it; one `refresh` runs at a time."""
 
-    With `temporary` false, raises sqlite3.Error or OSError if there can be none in the run's directory.
-    """
-
-    def __init__(self, run: Path, *, temporary: bool = True) -> None:
+    def __init__(self, run: Path) -> None:
         self.run = run
         self.groups_known = threading.Event()
         """Set when all groups have been read once; their episodes are read after them."""
-        self._requests = 0
-        self._no_requests = threading.Event()
-        self._no_requests.set()
         self._refreshing = threading.Lock()
         self._closed = False
-        self._notes: list[tuple[str, str]] = []
-        """Problems that are not in the database yet."""
-        super().__init__(run, temporary=temporary)
+        self._passing: list[str] = []
+        """What the last refresh could not read. The next one reads it again."""
+        super().__init__(run)
 
     def close(self) -> None:
         """Ends a refresh that is running. What was written survives a power failure from now on."""
@@ -90,172 +78,102 @@ class RunIndex(IndexDatabase):
 
     @property
     def indexed(self) -> Indexed:
-        [row] = self.select("SELECT count(*) FILTER (WHERE state > 0) AS read, count(*) AS of FROM groups")
-        read = row["read"] if self.complete else min(row["read"], row["of"] - 1)  # advantages come after all groups
-        return Indexed(max(read, 0), row["of"])
+        read = f"SELECT count(*) FILTER (WHERE is_read OR {_END} > ?) AS read, count(*) AS of FROM groups"
+        [row] = self.select(read, (file_size(self.run / EPISODES),))
+        # advantages come after all groups
+        return Indexed(row["read"] if self.complete else max(min(row["read"], row["of"] - 1), 0), row["of"])
 
     @property
     def problems(self) -> list[str]:
         """What is damaged, a sentence per file."""
-        return [
+        return [*self._passing] + [
             row["problem"] + f" (and {row['count'] - 1} more in this file)" * (row["count"] > 1)
             for row in self.select("SELECT * FROM problems ORDER BY rowid")
         ]
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """Lets a request be answered before indexing continues, which would compete for the interpreter."""
-        self._requests += 1
-        self._no_requests.clear()
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self._no_requests.set()
-
     def refresh(self) -> None:
         """Indexes what the files hold by now."""
         with self._refreshing:
-            replaced = False
+            self.check()
             while not self._closed:
-                self._notes.clear()
                 try:
-                    if replaced:
-                        self.reset()
-                    self.complete = self.check() and self.complete
-                    replaced = False
-                    self._read_files()
-                except Outdated:  # by a process that does the same
-                    continue
+                    self._passing = [*self._read_files()]
                 except FileReplaced:
-                    replaced = True
+                    self.rebuild()
                 except sqlite3.DatabaseError as error:
-                    self.replace(error)
+                    self.rebuild(error)
                 else:
-                    return
+                    break
+            self.groups_known.set()
 
-    def _read_files(self) -> None:
-        """Reads the files in the reverse order of their writing, so that what a line refers to is read as well."""
+    def _read_files(self) -> Iterator[str]:
+        """Yields what is wrong now. An epoch that is over has its advantages, as they are read later."""
         try:
-            self._insert(METRICS, _epoch, _ADD_EPOCH)
-            advantages = file_size(self.run / ADVANTAGES)  # those after it may be of groups that are not read this time
-            self._insert(GROUPS, _group, _ADD_GROUP)
+            yield from self._read_lines(METRICS, _epoch, _ADD_EPOCH)
+            yield from self._read_lines(GROUPS, _group, _ADD_GROUP)
             self.groups_known.set()
-            self._retry_short_groups()
-            self._read_episodes()
-            self._insert(ADVANTAGES, _advantages, _ADD_ADVANTAGES, advantages)
-            self._forget(_UNREADABLE)
+            yield from self._read_episodes()
+            yield from self._read_lines(ADVANTAGES, _advantages, _ADD_ADVANTAGES)
         except OSError as error:
-            self._forget(_UNREADABLE)
-            self._note(_UNREADABLE, str(cannot_read(error.filename, error)))
-            self._write_notes()
-            self.groups_known.set()
+            yield str(cannot_read(error.filename, error))
         self.complete = not self._closed
 
-    def _insert(
-        self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str, end: int | None = None
-    ) -> None:
+    def _read_lines(self, name: str, read: Callable[[dict[str, Any], Line], Values], statement: str) -> Iterator[str]:
         """Executes a statement with what `read` takes from each new record of a file; damaged ones are noted."""
         path = self.run / name
         while not self._closed:
-            before = self.position(name)
-            lines = AppendedLines(path, before)
-            batch = [*islice(lines.read(end), _BATCH)]
+            lines = AppendedLines(path, self.position(name))
+            batch = [*islice(lines.read(), _BATCH)]
             if not batch:
                 return
-            self._no_requests.wait(_PAUSE)
-            values: list[Values] = []
+            values, damages = list[Values](), list[str]()
             for line in batch:
                 try:
                     record = read_line(path, line.number, line.content)
                     if line.number > 1 or name == METRICS:
                         values.append(read(record, line))
                     elif problem := format_problem(record):
-                        self.execute("INSERT OR IGNORE INTO problems VALUES (?, ?, 1)", (name, f"{path} {problem}"))
+                        yield f"{path} {problem}"
                         return
                 except _DAMAGES as error:
-                    self._note_damage(name, f"line {line.number}", error)
+                    damages.append(_damage(f"{path}, line {line.number}", error))
             with self.changing():
-                self.move(name, before, lines.position)
-                self._execute(name, statement, values)
-                self._write_notes()
+                self.insert(name, statement, values)
+                self.note(name, damages)
+                self.move(name, lines.position)
 
-    def _execute(self, name: str, statement: str, values: list[Values]) -> None:
-        """Values that a database cannot hold are noted and left out."""
-        self.execute("SAVEPOINT all_values")
-        try:
-            self.executemany(statement, values)
-        except _NOT_STORABLE as error:
-            if len(values) == 1:
-                self._note(name, f"{self.run / name} has a record of another form: {error}")
-                return
-            self.execute("ROLLBACK TO all_values")
-            for each in values:
-                self._execute(name, statement, [each])
-
-    def _retry_short_groups(self) -> None:
-        """Groups whose lines were not all in the file, which may have been copied meanwhile."""
-        if not self.select("SELECT 1 FROM groups WHERE state = ? LIMIT 1", (_SHORT,)):
-            self._forget(_MISSING)
-            return
-        enough = "state = ? AND episodes_offset + episodes_size <= ?"
-        size = file_size(self.run / EPISODES)
-        if self.select(f"SELECT 1 FROM groups WHERE {enough} LIMIT 1", (_SHORT, size)):
-            with self.changing():
-                self.execute(f"UPDATE groups SET state = ? WHERE {enough}", (_TO_READ, _SHORT, size))
-                # the advantages of their episodes have been read already
-                self.execute("DELETE FROM files WHERE name = ?", (ADVANTAGES,))
-
-    def _read_episodes(self) -> None:
+    def _read_episodes(self) -> Iterator[str]:
+        path = self.run / EPISODES
         while not self._closed:
-            groups = self.select("SELECT * FROM groups WHERE state = 0 ORDER BY id LIMIT ?", (_BATCH,))
+            size = file_size(path)
+            whole = f"SELECT * FROM groups WHERE is_read = 0 AND {_END} <= ? ORDER BY id LIMIT ?"
+            groups = self.select(whole, (size, _BATCH))
             if not groups:
-                return
-            read = [(group, *self._read_group(group)) for group in groups]
+                break
+            episodes, damages = list[Values](), list[str]()
+            for group in groups:
+                block = stored_group(group).episodes
+                try:
+                    line = self.line(GROUPS, group)
+                    shared = (group["id"], group["row_key"])
+                    episodes += [(*shared, *_episode(record, line)) for record in read_block(path, block)]
+                except _DAMAGES as error:
+                    damages.append(_damage(f"{path}, {block}", error))
             with self.changing():
-                states = [(state, group["id"]) for group, state, _ in read]
-                changed = self.executemany("UPDATE groups SET state = ? WHERE id = ? AND state = 0", states)
-                if changed.rowcount != len(states):
-                    raise Outdated
-                episodes = [values for _, _, rows in read for values in rows]
-                self._execute(EPISODES, _ADD_EPISODE, episodes)
-                self._write_notes()
-
-    def _read_group(self, group: sqlite3.Row) -> tuple[int, list[Values]]:
-        """The state of a group, and what the index holds of its episodes."""
-        self._no_requests.wait(_PAUSE)
-        path, block = self.run / EPISODES, stored_group(group).episodes
-        if (size := file_size(self.run / EPISODES)) < block.end:
-            self._note(_MISSING, shorter_than_written(path, size, block.end))
-            return _SHORT, []
-        try:
-            line = self.line(GROUPS, group)
-            records = read_block(path, block)
-            return _INDEXED, [(group["id"], group["row_key"], *_episode(record, line)) for record in records]
-        except _DAMAGES as error:
-            self._note_damage(EPISODES, str(block), error)
-        return _DAMAGED, []
+                self.insert(GROUPS, "UPDATE groups SET is_read = 1 WHERE id = ?", [(group["id"],) for group in groups])
+                self.insert(EPISODES, _ADD_EPISODE, episodes)
+                self.note(EPISODES, damages)
+        [row] = self.select(f"SELECT max({_END}) AS written FROM groups WHERE is_read = 0")
+        if row["written"] is not None and not self._closed:  # the folder may be copied just now
+            yield shorter_than_written(path, size, row["written"])
 
     def line(self, name: str, row: sqlite3.Row) -> dict[str, Any]:
         """The record of the line that a row of the index names. Raises InsituError if it is no longer there."""
         return read_line_at(self.run / name, row["number"], Block(row["line_offset"], row["line_size"]))
 
-    def _note_damage(self, name: str, where: str, error: Exception) -> None:
-        unknown = f"{self.run / name}, {where} has another form: {error!r}"
-        self._note(name, str(error) if isinstance(error, InsituError) else unknown)
 
-    def _note(self, name: str, problem: str) -> None:
-        self._notes.append((name, problem))
-
-    def _write_notes(self) -> None:
-        statement = "INSERT INTO problems VALUES (?, ?, 1) ON CONFLICT (name) DO UPDATE SET count = count + 1"
-        self.executemany(statement, self._notes)
-        self._notes.clear()
-
-    def _forget(self, name: str) -> None:
-        if self.select("SELECT 1 FROM problems WHERE name = ?", (name,)):
-            self.execute("DELETE FROM problems WHERE name = ?", (name,))
+def _damage(where: str, error: Exception) -> str:
+    return str(error) if isinstance(error, InsituError) else f"{where} has another form: {error!r}"
 
 
 def _group(record: dict[str, Any], line: Line) -> Values:
@@ -318,9 +236,8 @@ _ADD_GROUP = _insertion(
 )
 _ADD_EPISODE = _insertion("episodes", "group_id", "row_key", *_EPISODE_KEYS, "answer", "episode", "row_id", "in_group")
 _ADD_EPOCH = _insertion("epochs", "epoch", "job")
-_ADD_ADVANTAGES = (
-    "UPDATE episodes SET dropped = ?, trained = ?, sent = ?, sides = ?, line_offset = ?, line_size = ?, number = ? "
-    "WHERE episode = ?"
+_ADD_ADVANTAGES = _insertion(
+    *("advantages", "dropped", "trained", "sent", "sides", "line_offset", "line_size", "number", "episode")
 )
 
 

@@ -253,7 +253,6 @@ class ResumableRun:
         store.clear(JOURNAL)
         if later := [*journal]:
             store.append(JOURNAL, later)
-        await asyncio.to_thread(store.update_index)
         self._finished = [episode for episode in self._finished if episode.key.epoch > reached.epoch]
 
     def enter(self, phase: Phase) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
-from insitu.runs.index import RunIndex
 from insitu.runs.records import call_records, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.evaluation import EvalInputItem
@@ -76,8 +76,6 @@ class RunStore:
         """The folder wherever the process is: the workflow may change the working directory."""
         self._lock = FolderLock(folder, key)
         self._files: dict[str, LineFile] = {}
-        self._index: RunIndex | None = None
-        self._indexes = True
         self._is_closed = False
         self.keeps_token_ids = True
         """Whether calls are recorded with the ids of their tokens."""
@@ -91,24 +89,7 @@ class RunStore:
                 file.close()
             except InsituError as error:  # closes the others, and does not mask what ended the run
                 logger.error("%s", error)
-        if self._index is not None:
-            self._index.close()
         self._lock.release()
-
-    def update_index(self) -> None:
-        """Brings the index up to date with the groups that are written. A run does without it if that fails."""
-        if files.GROUPS in self._files:
-            self._use_index(RunIndex.refresh)
-
-    def _use_index(self, use: Callable[[RunIndex], None]) -> None:
-        if not self._indexes:
-            return
-        try:
-            self._index = self._index or RunIndex(self.path, temporary=False)
-            use(self._index)
-        except Exception as error:  # what is derived from the other files must not end a run
-            logger.warning("%s is not kept up to date: %s; a reader makes it", self.path / files.INDEX, error)
-            self._indexes = False
 
     def append(self, name: str, records: Iterable[Any]) -> Block:
         """Appends whole lines to a file, after a first line with the format's version; returns where they are."""
@@ -138,8 +119,9 @@ class RunStore:
         for name in files.BY_EPOCH:
             if name in sizes or name in before:
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
-        if before != self.sizes() and (self.path / files.INDEX).exists():
-            self._use_index(RunIndex.reset)
+        if before != self.sizes():
+            with suppress(OSError):
+                (self.path / files.INDEX).unlink()
 
     def clear(self, name: str) -> None:
         """Removes all lines of a file."""

@@ -58,8 +58,8 @@ class EpisodePages:
             "problems": group.problems,
         }
 
-    def episode(self, name: str) -> tuple[dict[str, Any], list[ModelCall]]:
-        """The answer of `/api/episode`, and the policy's calls whose tokens are known. Raises RequestRefused (404)."""
+    def episode(self, name: str) -> dict[str, Any]:
+        """The answer of `/api/episode`. Raises RequestRefused (404)."""
         group = self._groups.read(self._groups.find_by_episode(name))
         names = [each.record["episode"] for each in group.episodes]
         if name not in names:
@@ -71,9 +71,7 @@ class EpisodePages:
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
         trained: dict[str, Any] = attempt(partial(_training, episode), {})
-        with_tokens = [call for call in episode.calls if call.token_ids and call.prompt_token_ids is not None]
-        sampled = [call for call in with_tokens if _is_policy(call, episode, policies)]
-        answer = {
+        return {
             "episode": name,
             "record": episode.record,
             **trained,
@@ -97,7 +95,6 @@ class EpisodePages:
             **self._links(group.row, names, place, episode.record.get("generation")),
             "problems": group.problems,
         }
-        return answer, sampled
 
     def request(self, name: str, index: int) -> dict[str, Any]:
         """The answer of `/api/request`. Raises RequestRefused (404)."""

@@ -6,7 +6,7 @@
     GET /api/...                           JSON; needs the token if there is one
     GET /api/events                        server-sent events: which files change
 
-Nothing is written, and there is no other method.
+Nothing is written but the index of a run, and there is no other method.
 """
 
 import asyncio
@@ -21,13 +21,11 @@ import orjson
 from aiohttp import web
 
 from insitu.disk.json_files import dump_json
-from insitu.errors import InsituError, RequestRefused
+from insitu.errors import RequestRefused
 from insitu.runs.monitor import Monitor
-from insitu.schemas.episodes import ModelCall
 from insitu.view.episode_lists import IndexedRun, Indexes, number
 from insitu.view.long_values import part, shortened
 from insitu.view.run_pages import OpenedFolder, Watcher, one_run
-from insitu.view.token_scores import Newest, Scorer
 from insitu.wire.addresses import http_url
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import format_event
@@ -58,7 +56,6 @@ class ViewServer:
         self._access = access or AccessPolicy()
         self._watcher = Watcher(opened)
         self._indexes = Indexes()
-        self._scorer = Scorer()
         self._monitor = Monitor(opened.runs)
 
     @asynccontextmanager
@@ -79,7 +76,6 @@ class ViewServer:
                 yield http_url(host, port)
         finally:
             await asyncio.to_thread(self._indexes.close)
-            await self._scorer.close()
 
     async def _runs(self, request: web.Request) -> web.Response:
         return await _json(self._opened.all_runs)
@@ -111,18 +107,13 @@ class ViewServer:
     async def _episode(self, request: web.Request) -> web.Response:
         if (name := request.query.get("episode")) is None:
             raise RequestRefused("episode is missing", param="episode", code="missing_value")
-        if request.query.get("changed", "0") not in ("1", "true"):
-            return await self._from_index(request, lambda run: shortened(run.pages.episode(name)[0]))
-        async with self._indexed(request) as run:
-            answer, calls = await asyncio.to_thread(run.pages.episode, name)
-        await self._add_newest(run.index.run, answer, calls)
-        return await _json(lambda: shortened(answer))
+        return await self._from_index(request, lambda run: shortened(run.pages.episode(name)))
 
     async def _part(self, request: web.Request) -> web.Response:
         """The rest of a long value, of the answer about an episode, or else about a group."""
         path, offset = request.query.get("path", ""), max(number(request.query, "offset", int, 0), 0)
         if (name := request.query.get("episode")) is not None:
-            return await self._from_index(request, lambda run: part(run.pages.episode(name)[0], path, offset))
+            return await self._from_index(request, lambda run: part(run.pages.episode(name), path, offset))
         epoch, row = number(request.query, "epoch", int, 0), request.query.get("row", "")
         return await self._from_index(request, lambda run: part(run.pages.group(epoch, row), path, offset))
 
@@ -131,35 +122,14 @@ class ViewServer:
         name, index = request.query.get("episode", ""), number(request.query, "call", int, 0)
         return await self._from_index(request, lambda run: run.pages.request(name, index))
 
-    async def _add_newest(self, run: Path, answer: dict[str, Any], calls: list[ModelCall]) -> None:
-        """Adds the log-probabilities of the sampled tokens under the newest weights, or why there are none."""
-        newest: Newest | None = None
-        scores: dict[int, list[float | None]] = {}
-        problem = None
-        try:
-            newest, scores = await self._scorer.score(run, calls)
-        except (InsituError, OSError) as error:
-            problem = str(error)
-        answer |= {"newest": newest and newest._asdict(), "newest_problem": problem}
-        for call in answer["calls"]:
-            logprobs = scores.get(call["index"]) or [None] * len(call["tokens"])
-            for token, logprob in zip(call["tokens"], logprobs, strict=True):
-                token["newest"] = logprob
-
-    @asynccontextmanager
-    async def _indexed(self, request: web.Request) -> AsyncIterator[IndexedRun]:
-        """The index of the request's run, brought up to date first if that takes no time."""
+    async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
+        """What `read` returns of the index of the request's run, brought up to date first if that takes no time."""
         path = await asyncio.to_thread(self._opened.path, request.query.get("run", "."))
         indexed = await asyncio.to_thread(self._indexes.open, path)
         try:
-            with indexed.index.first():
-                yield indexed
+            return await _json(lambda: read(indexed))
         finally:
             await asyncio.to_thread(self._indexes.release, indexed)
-
-    async def _from_index(self, request: web.Request, read: Callable[[IndexedRun], Any]) -> web.Response:
-        async with self._indexed(request) as run:
-            return await _json(lambda: read(run))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Streams changes until the client disconnects."""

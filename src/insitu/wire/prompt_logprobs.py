@@ -19,30 +19,30 @@ _REQUEST_TOKENS = 16384
 
 
 async def logprobs_of_texts(
-    connection: Connection, base_url: str, model: str, texts: Iterable[Text], *, retried: bool = True
+    connection: Connection, base_url: str, model: str, texts: Iterable[Text]
 ) -> dict[Text, Logprobs]:
     """The log-probability of each token, given those before it in its text. Raises BackendError or RequestRefused."""
     found: dict[Text, Logprobs] = {}
     for together in _together(dict.fromkeys(texts)):
         try:
-            found |= await _ask(connection, base_url, model, together, retried=retried)
+            found |= await _ask(connection, base_url, model, together)
         except RequestRefused as error:
             if not _is_too_long(error):
                 raise
             for text in together:
-                found[text] = await _ask_alone(connection, base_url, model, text, retried=retried)
+                found[text] = await _ask_alone(connection, base_url, model, text)
     return found
 
 
-async def _ask_alone(connection: Connection, base_url: str, model: str, text: Text, *, retried: bool) -> Logprobs:
+async def _ask_alone(connection: Connection, base_url: str, model: str, text: Text) -> Logprobs:
     """Without the last token, if the text is as long as the limit, which is for prompt and completion together."""
     try:
-        return (await _ask(connection, base_url, model, [text], retried=retried))[text]
+        return (await _ask(connection, base_url, model, [text]))[text]
     except RequestRefused as error:
         if not _is_too_long(error) or len(text) < 2:
             raise
     shorter = text[:-1]
-    return [*(await _ask(connection, base_url, model, [shorter], retried=retried))[shorter], None]
+    return [*(await _ask(connection, base_url, model, [shorter]))[shorter], None]
 
 
 def _is_too_long(error: RequestRefused) -> bool:
@@ -60,9 +60,7 @@ def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
         yield together
 
 
-async def _ask(
-    connection: Connection, base_url: str, model: str, texts: Sequence[Text], *, retried: bool
-) -> dict[Text, Logprobs]:
+async def _ask(connection: Connection, base_url: str, model: str, texts: Sequence[Text]) -> dict[Text, Logprobs]:
     body = {"model": model, "prompt": texts, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
     def parse(content: bytes) -> list[Any]:
@@ -70,7 +68,7 @@ async def _ask(
         return [choice.get("prompt_logprobs") for choice in choices]
 
     url = f"{base_url}/completions"
-    answers = await connection.request("POST", url, parse, orjson.dumps(body), JSON, retried=retried)
+    answers = await connection.request("POST", url, parse, orjson.dumps(body), JSON)
     if len(answers) != len(texts):
         raise BackendError(f"{connection.server} returned {len(answers)} choices for {len(texts)} prompts")
     return {text: _read(connection, text, answer) for text, answer in zip(texts, answers, strict=True)}

@@ -129,16 +129,6 @@ class Program:
         return self._errors.decode(errors="replace").strip() or "its standard error is empty"
 
 
-def how_it_ended(code: int) -> str:
-    """An exit status other than 0 in words; -N if signal N killed the program."""
-    if code > 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"was ended by signal {-code}"
-
-
 def _wait(process: subprocess.Popen[bytes], exited: Callable[[], object]) -> None:
     process.wait()
     with suppress(RuntimeError):  # the event loop is closed

@@ -22,10 +22,10 @@ from insitu.backend.learner.versions import write_rows
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
-from insitu.integrations.child_process import ChildProcess, describe_exit
 from insitu.integrations.torchrun.heartbeat import LIMIT_SECONDS, Heartbeats
 from insitu.schemas.backend_processes import LearnerOptions
 from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.wire.child_process import ChildProcess, describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ Such a process ends when its standard input does, which is when the run ends, ev
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,10 +25,10 @@ from insitu.disk.files import write_file
 from insitu.disk.folder_lock import FolderLock, end_owner
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError, InsituError
-from insitu.integrations.child_process import describe_exit
 from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
 from insitu.training.trackers import KEY, tracker_class
+from insitu.wire.child_process import ChildProcess
 from insitu.wire.redaction import hide_url_secrets, redact, redact_stream, remember_environment
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ _INTERVAL = 1.0
 """Seconds between looks at the files."""
 _NICENESS = 19
 """The lowest priority: about 1.5 % of a core that the run wants too."""
-_TAIL_BYTES = 4096
 _NOTE = "the files of the run have everything"
 
 
@@ -81,53 +80,32 @@ async def _check_server(name: str) -> None:
 async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
     """Runs a tracker's process until it has ended; if cancelled, tells it to end, and kills it if it does not."""
     log = folder / TRACKERS / f"{name}.log"
+    command = [sys.executable, "-m", "insitu.integrations.trackers.processes", name, str(folder)]
     try:
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as file:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "insitu.integrations.trackers.processes", name, str(folder)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        process = ChildProcess(command, log, os.environ, stdin=subprocess.PIPE, append=True)
     except OSError as error:
         logger.warning("%s: %s cannot be started: %s; %s", KEY, name, error, _NOTE)
         return
     try:
-        await process.wait()
+        await process.end()
     except asyncio.CancelledError:
-        assert process.stdin is not None
-        process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(end_seconds):
-                await process.wait()
+        process.close_input()
+        await process.end(end_seconds)
     finally:
-        ended_itself = process.returncode is not None
-        with contextlib.suppress(ProcessLookupError):  # and what it has started
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        ended_itself, code = process.ended, process.code or 0
+        await asyncio.to_thread(process.kill)
     if not ended_itself:
         logger.warning("%s: %s did not end within %g s after the run; %s", KEY, name, end_seconds, _NOTE)
-    elif process.returncode is not None and process.returncode < 0:
-        why = " (as when memory runs out)" if process.returncode == -signal.SIGKILL else ""
-        how = describe_exit(process.returncode) + why
-        logger.warning("%s: %s %s: %s (%s); %s", KEY, name, how, _last_line(log), log, _NOTE)
-    elif process.returncode:
-        logger.warning("%s: %s has failed: %s (%s); %s", KEY, name, _last_line(log), log, _NOTE)
+    elif code:
+        why = " (as when memory runs out)" if code == -signal.SIGKILL else ""
+        how = "has failed" if code > 0 else process.outcome() + why
+        last = redact(process.last_lines(1)[:300])
+        logger.warning("%s: %s %s: %s (%s); %s", KEY, name, how, last, log, _NOTE)
 
 
 def _absolute(folder: Path) -> Path:
     """Resolves paths now: the workflow may change the working directory."""
     return folder.absolute()
-
-
-def _last_line(log: Path) -> str:
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-        return redact(lines[-1][:300]) if lines else "without a message"
-    return "its log cannot be read"
 
 
 class _Tracked:

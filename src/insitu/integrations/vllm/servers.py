@@ -16,8 +16,8 @@ from insitu.backend.model import LoadedModel, base_and_adapter
 from insitu.disk.gguf_files import is_gguf
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError, install_command
-from insitu.integrations.child_process import ChildProcess
 from insitu.schemas.backend_processes import SamplerOptions
+from insitu.wire.child_process import ChildProcess
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

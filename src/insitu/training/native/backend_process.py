@@ -8,7 +8,6 @@ import re
 import resource
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,16 @@ from pathlib import Path
 from insitu.disk.files import readable_bytes
 from insitu.disk.memory import machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
+from insitu.wire.child_process import ChildProcess, last_lines
 from insitu.wire.redaction import remember_secret
 
 logger = logging.getLogger(__name__)
 
-_READY_LINE = re.compile(rb"insitu backend ready at (http://\S+)\s")
+_READY_LINE = re.compile(r"insitu backend ready at (http://\S+)\s")
+_LOOK_SECONDS = 0.02
+"""How often the log of a backend that is starting is read."""
+_END_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL."""
 
 _OWN_PREFIX = "insitu backend: "
 
@@ -35,27 +39,6 @@ MEMORY_KEYS = "training.lora, dtype, quantization, max_length, kv_memory, eval.g
 def _peak_of_children() -> int:
     """Bytes that the largest of this process's children held which have ended."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-
-
-class _Output(asyncio.SubprocessProtocol):
-    """Finds the URL in the process's standard output, and notices the end of the process."""
-
-    def __init__(self) -> None:
-        self.url: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """None if the process exits before it is ready."""
-        self.exited = asyncio.Event()
-        self._start = b""
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if not self.url.done():
-            self._start += data
-            if match := _READY_LINE.search(self._start):
-                self.url.set_result(match[1].decode())
-
-    def process_exited(self) -> None:
-        self.exited.set()
-        if not self.url.done():
-            self.url.set_result(None)
 
 
 class BackendProcess:
@@ -83,7 +66,7 @@ class BackendProcess:
         self._kept_running = False
         self.ready = asyncio.Event()
         """Set while it runs, and clear while it is started again."""
-        self._started: tuple[asyncio.SubprocessTransport, _Output] | None = None
+        self._process: ChildProcess | None = None
         self._kills: int | None = None
         """Processes that the kernel had ended for lack of memory when this one was started."""
         self._peak = 0
@@ -94,32 +77,19 @@ class BackendProcess:
 
         A process that has ended can be started again, at the same URL.
         """
-        await asyncio.to_thread(self._log_path.parent.mkdir, parents=True, exist_ok=True)
-        if self._started is not None:
-            self._started[0].close()
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--port", str(self._port)]
         command += ["--parent_pid", str(os.getpid())]
+        environment = {**os.environ, **self._secret_variables, "INSITU_BACKEND_TOKEN": self.token}
         self._kills, self._peak = memory_kills(), _peak_of_children()
-        with self._log_path.open("ab") as log:
-            # a new session, so that Ctrl-C reaches only this process, which then stops the child
-            self._started = await asyncio.get_running_loop().subprocess_exec(
-                _Output,
-                *command,
-                stdin=None,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **self._secret_variables, "INSITU_BACKEND_TOKEN": self.token},
-            )
-        transport, output = self._started
+        self._process = ChildProcess(command, self._log_path, environment, append=True)
         try:
             async with asyncio.timeout(startup_timeout):
-                url = await output.url
-            if url is None:
-                code = transport.get_returncode()
-                problem = f"insitu backend exited with code {code} before it was ready"
-                reason = self._own_reason() or f"; {self._memory_reason() or self._log_tail()}"
-                raise BackendUnavailable(f"{problem}{reason}")
+                while (match := _READY_LINE.search(self._process.output())) is None:
+                    if self._process.ended:
+                        problem = f"insitu backend {self._process.outcome()} before it was ready"
+                        reason = self._own_reason() or f"; {self._memory_reason() or self._log_tail()}"
+                        raise BackendUnavailable(f"{problem}{reason}")
+                    await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             await self.stop()
             problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
@@ -127,7 +97,8 @@ class BackendProcess:
         except BaseException:  # the process must not outlive a failed start
             await self.stop()
             raise
-        logger.info("backend process %d at %s", transport.get_pid(), url)
+        url = match[1]
+        logger.info("backend process %d at %s", self._process.pid, url)
         self._port, self._startup_timeout = int(url.rpartition(":")[2]), startup_timeout
         self.ready.set()
         return url
@@ -135,7 +106,7 @@ class BackendProcess:
     @property
     def pid(self) -> int | None:
         """None if it is not started."""
-        return self._started[0].get_pid() if self._started is not None else None
+        return self._process.pid if self._process is not None else None
 
     async def keep_running(self) -> None:
         """Starts the process again whenever it has ended, to continue from its last checkpoint.
@@ -144,8 +115,8 @@ class BackendProcess:
         """
         self._kept_running = True
         try:
-            while self._started is not None:
-                await self._started[1].exited.wait()
+            while self._process is not None:
+                await self._process.end()
                 self.ready.clear()
                 report = str(self.exit_report())
                 if self._restarts >= (most := self._restarts_allowed()):
@@ -166,15 +137,14 @@ class BackendProcess:
         return min(limit, self._max_restarts)
 
     def exit_report(self) -> str | None:
-        """The exit code and the end of the log if the process has exited on its own."""
-        if self._started is None or (code := self._started[0].get_returncode()) is None:
+        """How the process has ended on its own, and the end of its log; None while it runs."""
+        if self._process is None or not self._process.ended:
             return None
-        name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-        return f"the backend process exited with code {code}{name}; {self._memory_reason() or self._log_tail()}"
+        return f"the backend process {self._process.outcome()}; {self._memory_reason() or self._log_tail()}"
 
     def _memory_reason(self) -> str | None:
         """A sentence if the kernel has ended the process for lack of memory, as its counters say."""
-        if self._started is None or self._started[0].get_returncode() != -signal.SIGKILL:
+        if self._process is None or self._process.code != -signal.SIGKILL:
             return None
         kills, memory, peak = memory_kills(), machine_memory(), _peak_of_children()
         if kills is None or kills <= (self._kills or 0):
@@ -191,31 +161,14 @@ class BackendProcess:
 
     def _own_reason(self) -> str | None:
         """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""
-        last = next(reversed(self._log_lines()), "")
+        last = last_lines(self._log_path, 1)
         return f": {last.removeprefix(_OWN_PREFIX)} (log: {self._log_path})" if last.startswith(_OWN_PREFIX) else None
 
-    def _log_lines(self) -> list[str]:
-        try:
-            return self._log_path.read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return []
-
     def _log_tail(self) -> str:
-        lines = self._log_lines()[-8:]
-        return f"the end of its log ({self._log_path}):\n  " + "\n  ".join(lines or ["(empty)"])
+        return f"the end of its log ({self._log_path}):\n  {last_lines(self._log_path)}"
 
     async def stop(self) -> None:
         """Terminates the process, and kills it after five seconds."""
-        if self._started is None:
-            return
-        (transport, output), self._started = self._started, None
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            if output.exited.is_set():
-                break
-            try:
-                transport.send_signal(signal_number)
-                transport.send_signal(signal.SIGCONT)  # a stopped process acts on SIGTERM only once it continues
-                await asyncio.wait_for(output.exited.wait(), timeout=5.0)
-            except (ProcessLookupError, TimeoutError):
-                continue
-        transport.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop(_END_SECONDS)

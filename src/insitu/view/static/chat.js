@@ -11,7 +11,7 @@ import { advantageClass, TokenText } from "./tokens.js";
 
 /**
  * @typedef {{answer: Record<string, any>, view: {colour: import("./tokens.js").Colour, bound: number}, title: string,
- *   href: (call: number) => string, request: (call: number) => Promise<any>, withText: (call: number, text: TokenText) => void}} Shown
+ *   href: (call: number) => string, request: (call: number) => Promise<any>, texts: TokenText[]}} Shown
  */
 
 /** @param {Record<string, any>[]} messages @param {Shown} shown */
@@ -134,7 +134,7 @@ function body(message, call, shown) {
     shown.view,
     `${plural(tokens.length, "sampled token")} of call ${call.index}; the arrow keys go from token to token`,
   );
-  shown.withText(call.index, text);
+  shown.texts.push(text);
   return [
     foldLong(text.node, tokens.map((/** @type {any} */ token) => token.text).join("")),
     toolCallsOf(message),

@@ -1,15 +1,13 @@
-/** Sampled tokens in colour: by log-probability, by advantage, or by how the newest weights changed them. */
+/** Sampled tokens in colour: by log-probability or by advantage. */
 
 import { fill, h, style } from "./dom.js";
 import { ABSENT, isNumber, number, signed } from "./format.js";
 
-/** @typedef {{text: string | null, id: number, logprob: number | null, advantage: number | null, newest?: number | null}} Token */
-/** @typedef {"none" | "logprob" | "advantage" | "changed"} Colour */
+/** @typedef {{text: string | null, id: number, logprob: number | null, advantage: number | null}} Token */
+/** @typedef {"none" | "logprob" | "advantage"} Colour */
 
 /** Probabilities below which a token is coloured one step stronger. */
 const SURPRISE = [0.9, 0.5, 0.2, 0.05, 0.01];
-/** Factors of a token's probability above which it is coloured one step stronger. */
-const FACTORS = [1.05, 1.25, 1.6, 2.5, 5];
 const STEPS = 5;
 
 /** The largest advantage, by which the others are coloured; at least 1. @param {{tokens?: Token[] | null, advantage?: number | null}[]} calls */
@@ -32,11 +30,6 @@ export function tokenClass(token, colour, bound) {
     return `q${SURPRISE.filter((limit) => probability < limit).length}`;
   }
   if (colour === "advantage") return advantageClass(token.advantage, bound);
-  if (colour === "changed" && isNumber(token.newest) && isNumber(token.logprob)) {
-    const change = token.newest - token.logprob;
-    const step = FACTORS.filter((factor) => Math.abs(change) >= Math.log(factor)).length;
-    return step ? `${change < 0 ? "down" : "up"}${step}` : "even";
-  }
   return "";
 }
 
@@ -60,15 +53,12 @@ export function legend(colour, bound) {
       labels.map((label, index) => swatch(`q${index}`, label)),
     );
   }
-  if (colour === "none") return null;
-  const [low, high] = colour === "advantage" ? [number(-bound).replace("-", "−"), `+${number(bound)}`] : ["÷ 5", "× 5"];
-  const [less, more] =
-    colour === "advantage" ? ["made less likely", "made more likely"] : ["less likely now", "more likely now"];
+  if (colour !== "advantage") return null;
   const steps = [5, 4, 3, 2, 1];
   return h(
     "p",
     { class: "scale" },
-    h("span", {}, `${less}, ${low}`),
+    h("span", {}, `made less likely, ${number(-bound).replace("-", "−")}`),
     h(
       "span",
       { class: "swatches", "aria-hidden": "true" },
@@ -76,7 +66,7 @@ export function legend(colour, bound) {
       swatch("even"),
       steps.toReversed().map((step) => swatch(`up${step}`)),
     ),
-    h("span", {}, `${high}, ${more}`),
+    h("span", {}, `+${number(bound)}, made more likely`),
   );
 }
 
@@ -177,12 +167,6 @@ function showTip(element, token) {
     ["probability", isNumber(token.logprob) ? `${number(Math.exp(token.logprob) * 100)} %` : ABSENT],
     ["log-probability", isNumber(token.logprob) ? signed(token.logprob, 4) : ABSENT],
     ["advantage", isNumber(token.advantage) ? signed(token.advantage, 4) : "not trained"],
-    ...(isNumber(token.newest)
-      ? [
-          ["newest weights", `${number(Math.exp(token.newest) * 100)} %`],
-          ["change", isNumber(token.logprob) ? `${signed(token.newest - token.logprob, 4)} nats` : ABSENT],
-        ]
-      : []),
   ];
   fill(
     tip,

@@ -37,9 +37,10 @@ from insitu.gateway.templates import check_placeholders, template_texts
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import Outcome
+from insitu.wire.child_process import describe_exit
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
-from insitu.workflow.programs import Program, how_it_ended, inherited_environment, run_program
+from insitu.workflow.programs import Program, inherited_environment, run_program
 
 _SCRIPT = """
 trap 'exit 143' TERM
@@ -173,7 +174,7 @@ class Images:
             on_exit=lambda: None,
         )
         if done.exit_code:
-            how = f"{self._program} {how_it_ended(done.exit_code)}: {done.stderr_tail}"
+            how = f"{self._program} {describe_exit(done.exit_code)}: {done.stderr_tail}"
             raise WorkflowError(f"task {task.name}: its image cannot be built: {how}")
         self._built.add(image)
 
@@ -292,7 +293,7 @@ class Container:
         if done.output_too_long:
             raise WorkflowError(f"{agent} printed more than max_output: {self._config.max_output} bytes")
         if done.exit_code:
-            ended = how_it_ended(done.exit_code)
+            ended = describe_exit(done.exit_code)
         if not self.reported("started"):
             message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {done.stderr_tail}"
             raise BackendUnavailable(message) if done.exit_code == _DAEMON_FAILED else WorkflowError(message)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.errors import BackendUnavailable, ConfigError
-from insitu.integrations.child_process import ChildProcess
+from insitu.wire.child_process import ChildProcess
 
 _PROGRAM = Path(__file__).with_name("worker.py")
 _GRACE_SECONDS = 20.0

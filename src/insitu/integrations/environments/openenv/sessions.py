@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, WorkflowError, first_problem
-from insitu.integrations.child_process import ChildProcess
 from insitu.schemas.evaluation import Number
+from insitu.wire.child_process import ChildProcess
 from insitu.wire.connection import is_transient
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ export async function episodePage({ parameters, signal, go }) {
   const run = parameters.get("run") ?? ".";
   const name = parameters.get("episode") ?? "";
   const asked = parameters.get("colour");
-  let answer = await get("episode", { run, episode: name }, signal);
+  const answer = await get("episode", { run, episode: name }, signal);
   withAdvantages(answer);
   const { record } = answer;
   loadParts((path, offset) => get("part", { run, episode: name, path: JSON.stringify(path), offset }, signal));
@@ -37,40 +37,13 @@ export async function episodePage({ parameters, signal, go }) {
   const texts = /** @type {import("../tokens.js").TokenText[]} */ ([]);
   const key = h("div", { class: "colour-legend" });
   const dialogues = h("div", { class: "dialogues" });
-  const status = h("p", { class: "muted small", role: "status" });
-  const recolour = async (/** @type {string} */ colour) => {
+  const recolour = (/** @type {string} */ colour) => {
     view.colour = /** @type {import("../tokens.js").Colour} */ (colour);
     history.replaceState(history.state, "", toEpisode(run, name, { colour, call: /** @type {any} */ (called) }));
-    if (colour === "changed") await readChanges();
-    else status.textContent = "";
     dialogues.dataset.colour = view.colour;
     for (const text of texts) text.recolour();
     fill(key, legend(view.colour, view.bound));
   };
-  const readChanges = async () => {
-    if (
-      answer.calls.some((/** @type {any} */ call) =>
-        call.tokens?.some((/** @type {any} */ token) => token.newest != null),
-      )
-    )
-      return;
-    status.textContent = "Asking the newest weights. The first time, a model is loaded …";
-    const changed = await get("episode", { run, episode: name, changed: 1 }, signal).catch((error) => ({
-      newest_problem: error.message,
-    }));
-    if (signal.aborted) return;
-    if (changed.calls) {
-      answer = changed;
-      withAdvantages(answer);
-      texts.forEach((text, index) => (text.tokens = answer.calls[callOrder[index]].tokens));
-    }
-    status.textContent =
-      changed.newest_problem ?? (changed.newest ? `compared with the weights of ${changed.newest.checkpoint}` : "");
-  };
-  const callOrder = /** @type {number[]} */ ([]);
-  const positions = new Map(
-    answer.calls.map((/** @type {any} */ call, /** @type {number} */ position) => [call.index, position]),
-  );
   const openCall = (/** @type {number} */ index, smooth = true) => {
     called = String(index);
     history.replaceState(history.state, "", here(called));
@@ -87,11 +60,6 @@ export async function episodePage({ parameters, signal, go }) {
     const next = indices[at + by];
     if (next != null) openCall(next);
   };
-  const withText = (/** @type {number} */ index, /** @type {import("../tokens.js").TokenText} */ text) => {
-    texts.push(text);
-    callOrder.push(/** @type {number} */ (positions.get(index)));
-  };
-
   dialogues.dataset.colour = view.colour;
   append(
     dialogues,
@@ -105,7 +73,7 @@ export async function episodePage({ parameters, signal, go }) {
             ? `Conversation ${index + 1} of ${answer.conversations.length}`
             : "Conversation",
         href: here,
-        withText,
+        texts,
       }),
     ),
   );
@@ -118,7 +86,6 @@ export async function episodePage({ parameters, signal, go }) {
     [
       ["advantage", "advantage", "what training pushed up and down"],
       ["logprob", "probability", "how likely each token was when it was sampled"],
-      ["changed", "change", "how the newest weights changed its probability"],
       ["none", "none"],
     ],
     recolour,
@@ -146,7 +113,6 @@ export async function episodePage({ parameters, signal, go }) {
                 { class: "controls sticky" },
                 h("span", { class: "field" }, h("span", {}, "Tokens by"), colours),
                 key,
-                status,
               )
             : null,
           calls ? dialogues : h("p", { class: "empty" }, "This episode made no model call."),
@@ -161,7 +127,6 @@ export async function episodePage({ parameters, signal, go }) {
     ],
     shown: () => {
       if (called != null) openCall(Number(called), false);
-      if (view.colour === "changed") void recolour("changed");
     },
     close: hideTip,
   };
