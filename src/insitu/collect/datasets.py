@@ -103,6 +103,10 @@ class FileDatasetConfig(DatasetConfig):
     file_path: Path
     """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
 
+    @property
+    def rows_file(self) -> Path:
+        return self.file_path
+
 
 def loads(data: bytes) -> Any:
     """Parses JSON in UTF-8: integers of any size, also with a byte order mark or lone surrogates.
@@ -277,7 +281,7 @@ def find_dataset(config: Config, path: str | Path | None = None, moved: Moved | 
         return Dataset(config, block, file_format(Path(path)), config.find_path(path, "dataset", moved))
     if config.eval.dataset is None:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    file = getattr(block, "file_path", None)
+    file = block.rows_file
     if file is not None:
         file = config.find_path(file, "eval.general.dataset.file_path", moved)
     return Dataset(config, block, block.type, file)

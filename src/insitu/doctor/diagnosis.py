@@ -275,7 +275,8 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
             await examination.rescore(evidence)
             await examination.train(evidence)
             examination.measure(evidence)
-            plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
+            plan = examination.plan
+            keep = ready.adapter.adapter_config.keeps if isinstance(ready.adapter, TrainerAdapter) else None
         measures, decode = examination.measure_checkpoint(), examination.decoder()
     estimated = estimate(plan, measures, keep, output_dir, memory)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])

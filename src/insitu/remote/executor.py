@@ -105,7 +105,7 @@ async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
     config, endpoint = builder.config, None
     if has_policy_llms(config):
         endpoint = await builder.policy_endpoint()
-    elif any(policy_named_by(name, config.block(LLM, name), builder) for name in config.trained_llms()):
+    elif any(policy_named_by(name, config.llm(name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy
     trained = config.trained_llms() if builder.trained_policy is not None else None
     return lambda: ServedPolicy.of(endpoint, trained) if endpoint is not None else None

@@ -142,6 +142,10 @@ class BaseModelRegistryTag:
 class LLMBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `llms`."""
 
+    def request_settings(self) -> dict[str, Any]:
+        """What the requests of the model have in common, as far as its block says so: server, model, sampling."""
+        return {key: value for key, value in self if value is not None}
+
 
 class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
@@ -173,6 +177,11 @@ class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""
+
+    @property
+    def rows_file(self) -> Path | None:
+        """The file of the rows; None if they come from elsewhere."""
+        return None
 
 
 class ExecutorBaseConfig(TypedBaseModel, BaseModelRegistryTag):

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.errors import ConfigError, not_found
-from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
-from insitu.schemas.kinds import FUNCTION, LLM, TRAINER_ADAPTER, Kind
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, LLMBaseConfig, TypedBaseModel
+from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig, TrainerConfig
+from insitu.schemas.kinds import FUNCTION, LLM, TRAINER, TRAINER_ADAPTER, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,16 @@ class Config:
                 raise ConfigError(f"{self.source} has no section workflow") from None
             raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
 
+    def llm(self, name: str) -> LLMBaseConfig:
+        """The block of a model."""
+        return self.block(LLM, name)  # type: ignore[return-value]
+
+    @property
+    def trainer(self) -> TrainerConfig | None:
+        """The block of the trainer; None if there is none of the name that `finetuning` has."""
+        block = self.blocks.get((TRAINER.section, str(self.finetuning.trainer)))
+        return block if isinstance(block, TrainerConfig) else None
+
     @property
     def run_dir(self) -> Path:
         """`finetuning.output_dir`; absolute once code of the file has changed the working directory."""
@@ -148,8 +158,9 @@ class Config:
         """The model name by key of `llms`; None if only the running backend knows it."""
         adapter = self.blocks.get((TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
         served = adapter.served_name if isinstance(adapter, TrainerAdapterConfig) else None
-        blocks = {name: self.block(LLM, name) for name in self.names(LLM)}
-        return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
+        blocks = {name: self.llm(name) for name in self.names(LLM)}
+        of_policy = {name: served if block.type == "policy" else None for name, block in blocks.items()}
+        return {name: block.request_settings().get("model_name", of_policy[name]) for name, block in blocks.items()}
 
     def find_path(self, path: str | Path, key: str, moved: Moved | None = None) -> Path:
         """An input file or folder, relative to the working directory or else to the file's own folder.

@@ -12,7 +12,6 @@ from insitu.errors import BackendError, ConfigError, InsituError, PluginError, T
 from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus, TrajectoryCollection
-from insitu.schemas.kinds import LLM
 from insitu.training.interfaces import (
     GroupTrainer,
     PairTrainer,
@@ -57,9 +56,8 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
     if not isinstance(trainer, GroupTrainer) or trainer.trajectory_builder.stored is not None:
         return
     for name in sorted(config.trained_llms()):
-        block = config.block(LLM, name)
-        values = {key: getattr(block, key, None) for key in ("temperature", *NEUTRAL_SAMPLING)}
-        values["logprobs_processed"] = getattr(trainer.trainer_adapter.adapter_config, "trains_shaped_logits", False)
+        values = config.llm(name).request_settings()
+        values["logprobs_processed"] = trainer.trainer_adapter.adapter_config.trains_shaped_logits
         if (problem := truncation(values)) is not None:
             key = "temperature" if problem == "greedy" else problem
             allowed = "above 0" if problem == "greedy" else str(NEUTRAL_SAMPLING[key][0])
@@ -74,7 +72,7 @@ def check_token_bridge(trainer: Trainer, config: Config) -> None:
     """Raises ConfigError if an llm has a token bridge that the backend does not know."""
     adapter = trainer.trainer_adapter.adapter_config
     for name in sorted(config.trained_llms()):
-        if getattr(config.block(LLM, name), "token_bridge", False) and not getattr(adapter, "bridges_tokens", False):
+        if config.llm(name).request_settings().get("token_bridge") and not adapter.bridges_tokens:
             raise ConfigError(
                 f"llms.{name}.token_bridge is true, but the backend of {adapter.type} does not continue from tokens; "
                 "allowed: false, or an adapter of _type: insitu_trainer_adapter"

@@ -27,7 +27,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStat
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.schemas.kinds import EVALUATOR, LLM
+from insitu.schemas.kinds import EVALUATOR
 from insitu.training.budget import BudgetConfig, EpochRows, KnownGroups, PlannedRows
 from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer, TrajectoryBuilder
 from insitu.training.planned_builder import PlannedBuilder
@@ -49,6 +49,10 @@ class CollectingBuilderConfig(TrajectoryBuilderConfig):
     episodes_from: StoredEpisodesConfig | None = None
     """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
     The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
+
+    @property
+    def needs_dataset(self) -> bool:
+        return self.episodes_from is None
 
 
 class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
@@ -92,7 +96,8 @@ class EpisodesBuilder(PlannedBuilder):
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
         self.stored: StoredRun | None = None
-        self.budget: BudgetConfig | None = getattr(trajectory_builder_config, "budget", None)
+        config = trajectory_builder_config
+        self.budget = config.budget if isinstance(config, EpisodesBuilderConfig) else None
         self._planned_rows: PlannedRows | None = None
         if self._given_builder is not None:
             self._check()
@@ -110,7 +115,7 @@ class EpisodesBuilder(PlannedBuilder):
         if reward is not None and reward.shape is not None:
             self.shape = load_part(reward.shape, "finetuning.reward_function.shape", self._full_config.folder)
         for llm in sorted(self._full_config.trained_llms()):
-            if getattr(self._full_config.block(LLM, llm), "seed", None) is not None:
+            if "seed" in self._full_config.llm(llm).request_settings():
                 raise ConfigError(
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"

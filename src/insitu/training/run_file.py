@@ -13,7 +13,6 @@ from insitu.config.resolved import resolved_config, without_secrets
 from insitu.disk.json_files import read_object
 from insitu.disk.model_files import model_digest
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
-from insitu.schemas.kinds import LLM
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
 
 
@@ -27,9 +26,8 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
         "on_failure": reward.on_failure if reward else None,
     }
     settings |= builder.settings() | trainer.trainer_adapter.serving_settings()
-    if bridged := [
-        name for name in sorted(config.trained_llms()) if getattr(config.block(LLM, name), "token_bridge", False)
-    ]:
+    llms = {name: config.llm(name).request_settings() for name in sorted(config.trained_llms())}
+    if bridged := [name for name, llm in llms.items() if llm.get("token_bridge")]:
         settings["token_bridge"] = bridged
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)

@@ -41,6 +41,10 @@ class LoopTrainerConfig(TrainerConfig):
     """With `staleness`. `pinned`: the episodes of an epoch are sampled from the same version in each run. `latest`:
     calls are sampled from the newest weights, for backends that serve no others; such a run does not repeat."""
 
+    @property
+    def epochs_ahead(self) -> int:
+        return self.staleness
+
 
 @dataclass
 class _Flight:
@@ -173,7 +177,7 @@ class Schedule:
         if not self._trajectory_builder.plans_episodes:
             kind = self._trajectory_builder.trajectory_builder_config.type
             raise ConfigError(f"{key}, but {kind} does not plan its episodes; allowed: 0")
-        keep = getattr(adapter.adapter_config, "keep", None)
+        keep = adapter.adapter_config.keeps
         if keep is not None and "last" in keep.model_fields_set and keep.last < self.staleness + 2:
             problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self.staleness + 2}, or leave it out"
             raise ConfigError(f"{key}, but {problem}")

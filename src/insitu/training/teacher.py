@@ -23,7 +23,6 @@ from insitu.runs.records import as_text
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.schemas.kinds import LLM
 from insitu.training.interfaces import Trainer
 from insitu.wire.connection import Connection
 from insitu.wire.prompt_logprobs import JSON, Logprobs, Text, logprobs_of_texts, longest, part_of
@@ -125,7 +124,7 @@ class Teacher:
             kind = builder.trajectory_builder_config.type
             raise ConfigError(f"{self.key}: {kind} does not play the episodes that a teacher scores; leave it out")
         for name in sorted(config.trained_llms()):
-            temperature = getattr(config.block(LLM, name), "temperature", None)
+            temperature = config.llm(name).request_settings().get("temperature")
             if temperature not in (None, 1):
                 problem = f"llms.{name}.temperature is {temperature:g}, but {self.key} gives the log-probabilities of"
                 raise ConfigError(f"{problem} temperature 1, with which those of the policy are compared; allowed: 1")

@@ -49,6 +49,10 @@ class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
     """[On-policy distillation](../guides/distill.md): what is trained is what a teacher says about each sampled token,
     instead of the rewards or beside them."""
 
+    @property
+    def warms_up(self) -> bool:
+        return self.sft is not None
+
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
         if isinstance(self.advantages, AdvantagesPart):

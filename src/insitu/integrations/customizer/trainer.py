@@ -16,7 +16,7 @@ from insitu.builder import Builder
 from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.disk.json_files import load_json, read_object
 from insitu.errors import ConfigError, JobFailed, Stalled, TrajectoryError, describe_error
-from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
 from insitu.registry import register_trainer
@@ -70,7 +70,8 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
         if finetuning.curriculum_learning.enabled:
             problem = f"{self.trainer_config.type} trains once, on all pairs; set enabled: false"
             raise ConfigError(f"finetuning.curriculum_learning: {problem}")
-        deploys = getattr(trainer_adapter.adapter_config, "deploy_on_completion", False)
+        adapter = trainer_adapter.adapter_config
+        deploys = isinstance(adapter, NeMoCustomizerTrainerAdapterConfig) and adapter.deploy_on_completion
         if deploys and not self.trainer_config.wait_for_completion:
             problem = "is false, but the adapter's deploy_on_completion is true"
             reason = "a model is deployed by the run that waits for its job"

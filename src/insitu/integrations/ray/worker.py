@@ -31,7 +31,6 @@ from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.client import TOKEN_VARIABLE
 from insitu.remote.pool import KEY
 from insitu.remote.service import WorkflowService
-from insitu.schemas.kinds import LLM
 from insitu.wire.addresses import is_loopback_address
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_server import raise_file_limit
@@ -119,7 +118,7 @@ def _targets(config: Config, policy: ServedPolicy | None) -> list[Target]:
     if policy is not None:
         return [Target(key=f"trainer_adapters.{config.finetuning.trainer_adapter}", base_url=policy.base_url)]
     names = sorted(config.trained_llms()) if config.finetuning.enabled else []
-    urls = {name: getattr(config.block(LLM, name), "base_url", None) for name in names}
+    urls = {name: config.llm(name).request_settings().get("base_url") for name in names}
     return [Target(key=f"llms.{name}.base_url", base_url=url) for name, url in urls.items() if url is not None]
 
 

@@ -171,6 +171,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return self.sampler.kind == "embedded"
 
     @property
+    def keeps(self) -> KeepConfig:
+        return self.keep
+
+    @property
     def starts_from(self) -> str | None:
         return self.model
 
