@@ -594,28 +594,6 @@ async def test_the_pairs_of_a_job_that_has_failed_meanwhile_are_submitted_again(
     assert len(nemo.datasets) == len({job["dataset"]["name"] for job in nemo.jobs.values()}) == 1
 
 
-@pytest.mark.parametrize("ended", [False, True])
-async def test_a_run_of_an_earlier_release_continues(tmp_path: Path, nemo: FakeNeMo, ended: bool) -> None:
-    """It kept its state in `submission.json`."""
-    done = await run(tmp_path, nemo, trainer={"wait_for_completion": ended})
-    final, folder = done.json("final_metrics.json"), done.folder
-    job = {"run_id": final["run_id"], "backend": "nemo-customizer", "metadata": final["job"]}
-    state = {"phase": "ended", "status": "completed"} if ended else {"phase": "submitted", "status": None}
-    record = {"format": 2, "run_id": final["run_id"], "settings": {}, "job": job, **state}
-    record |= {"pairs": final["pairs"], "dropped": final["dropped"]}
-    (folder / "submission.json").write_text(json.dumps(record))
-    for name in ("progress.json", "progress_history.jsonl", "final_metrics.json"):
-        (folder / name).unlink()
-    again = await resume(tmp_path, nemo)
-    assert [(status.status, (status.metadata or {})["job_id"]) for status in again.statuses] == [
-        ("completed", "cust-0")
-    ]
-    assert len(nemo.jobs) == 1
-    assert not (tmp_path / "run.1").exists()
-    if not ended:
-        assert again.json("final_metrics.json")["pairs"] == final["pairs"]
-
-
 async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
     options = {"deploy_on_completion": True, "deployment_config": {"image_tag": "1.8", "gpu": 2}}
     done = await run(tmp_path, nemo, adapter=options)

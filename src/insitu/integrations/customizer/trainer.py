@@ -8,7 +8,6 @@ pairs are collected continues with them: it waits for the job that was submitted
 import asyncio
 import time
 from collections import Counter
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
 from insitu.registry import register_trainer
-from insitu.runs.files import BY_EPOCH, COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS, SUBMISSION
-from insitu.runs.records import RunProgress
-from insitu.runs.store import RunStore
+from insitu.runs.files import COLLECTION_HISTORY, COLLECTIONS, FINAL_METRICS, PAIRS, PROGRESS
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainingJobRef,
@@ -82,7 +79,6 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             self._submits_again |= request is not None and request.force
 
     def _open_run(self, folder: Path) -> list[str]:
-        _adopt(folder)
         progress = folder / PROGRESS
         self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
         return super()._open_run(folder)
@@ -233,26 +229,3 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
 
 def _size(collection: TrajectoryCollection) -> int:
     return sum(map(len, collection.trajectories))
-
-
-def _adopt(folder: Path) -> None:
-    """Writes the progress of a run of an earlier release, which kept it in `submission.json`."""
-    path = folder / SUBMISSION
-    if not path.is_file() or (folder / PROGRESS).exists():
-        return
-    record = read_object(path)
-    completed = TrainingStatusEnum.COMPLETED
-    ended = record.get("status") == completed
-    jobs = [TrainingJobStatus(**record["job"], status=completed, progress=100.0)] if ended else []
-    progress = RunProgress(
-        run_id=record["run_id"],
-        status="completed" if jobs else "interrupted",
-        epoch=len(jobs),
-        phase="submitted" if record.get("job") else "collected",
-        jobs=jobs,
-        sizes={name: (folder / name).stat().st_size for name in BY_EPOCH if (folder / name).is_file()},
-    )
-    with closing(RunStore(folder)) as store:
-        if not (folder / FINAL_METRICS).is_file():
-            store.write(FINAL_METRICS, {name: record[name] for name in ("pairs", "dropped")})
-        store.write(PROGRESS, progress.model_dump(mode="json"))
