@@ -111,15 +111,11 @@ def test_the_best_may_be_what_the_run_started_from(config: Config) -> None:
 
 
 def test_a_moved_run_names_its_own_weights(config: Config) -> None:
-    """Also one of an earlier release, which wrote absolute paths."""
-    old = str(Path("runs/agent/backend/checkpoints/step_000001").resolve())
-    make_run(Path("runs/old"), best=old)
-    for run, step in (("runs/agent", "step_000002"), ("runs/old", "step_000001")):
-        Path(run).rename(f"{run}.1")
-        make_run(Path(run), steps=0)
-        found = find_checkpoint(config, f"{run}.1", "key").folder
-        assert found is not None
-        assert found.resolve() == Path(f"{run}.1/backend/checkpoints/{step}").resolve()
+    Path("runs/agent").rename("runs/agent.1")
+    make_run(Path("runs/agent"), steps=0)
+    found = find_checkpoint(config, "runs/agent.1", "key").folder
+    assert found is not None
+    assert found.resolve() == Path("runs/agent.1/backend/checkpoints/step_000002").resolve()
 
 
 def test_paths_of_the_file_follow_a_run_that_was_moved_aside(config: Config) -> None:

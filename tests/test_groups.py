@@ -39,7 +39,7 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
         ({"temperature": 1}, None, None),
         ({"temperature": 1.5, "top_p": 1, "top_k": -1}, 1.5, None),
         ({"temperature": None, "top_p": None}, 1.0, None),
-        ({"temperature": 1.5}, None, "raw_logprobs"),  # a call that an earlier release has stored
+        ({"temperature": 1.5}, None, "raw_logprobs"),  # a call of a server that does not say it
         ({"temperature": 1.5}, 1.0, "raw_logprobs"),
         ({"temperature": 0}, 1.0, "greedy"),
         ({"top_p": 0.9}, 1.0, "top_p"),

@@ -437,7 +437,7 @@ RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
     [
         (None, RATE, "other settings: trainer_adapters.backend.training.learning_rate was 0.001 and is 0.5. Set them"),
         (change_rows, (), "the dataset .*rows.jsonl has changed. Set them as they were, or give --force"),
-        (lose_progress, (), "the run in run has no progress.json: an earlier release recorded it"),
+        (lose_progress, (), "the run in run has no progress.json: a trainer without epochs recorded it"),
         (damage, (), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
         (lose_weights, (), "the run in run was at policy version 1, but the backend serves version 0"),
     ],

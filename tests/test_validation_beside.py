@@ -15,8 +15,8 @@ from factories import digits_project, read_lines, write_rows
 from processes import Process, run, run_project, start_project, wait_until
 
 from insitu.integrations.trackers.stream import TrackedFiles
-from insitu.runs.records import EarlyStop, RunProgress
-from insitu.training.validation import best_of, validations_since_best
+from insitu.runs.records import EarlyStop, RunProgress, best_validation
+from insitu.training.validation import validations_since_best
 
 BESIDE = ("-o", "finetuning.validation.beside", "true")
 STALE = ("-o", "trainers.grpo.staleness", "1", "-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
@@ -297,7 +297,7 @@ def test_components_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[s
 
 def test_ties_and_failures_are_no_improvement() -> None:
     history = [{"epoch": epoch, "avg_reward": score} for epoch, score in enumerate([0.25, 0.5, 0.5, 0.25])]
-    assert best_of(history) == {"epoch": 1, "avg_reward": 0.5}
+    assert best_validation(history) == {"epoch": 1, "avg_reward": 0.5}
     assert validations_since_best(history) == 2
     assert validations_since_best([*history, {"epoch": 4, "error": "nothing could be scored"}]) == 2
     assert validations_since_best([]) == 0

@@ -48,7 +48,7 @@ class Rescoring:
         block = self.config.block(EVALUATOR, evaluator)
         digest = hashlib.sha256(f"{block.type} {block.model_dump_json()}".encode()).hexdigest()
         self._about = {"evaluator": evaluator, "config_file": self.config.source, "config_hash": digest[:16]}
-        if dataset is None and (recorded := settings.get("dataset")):  # None: an earlier release
+        if dataset is None and (recorded := settings.get("dataset")):  # None: a builder of a plugin
             dataset = _unchanged_dataset(self.config, recorded, folder)
         self._rows = {str(row.id): row for row in load_dataset(self.config, dataset)}
         missing = {group.row_id for group in self._run.selected} - self._rows.keys()

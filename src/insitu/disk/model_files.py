@@ -70,7 +70,7 @@ class TrainingRecord(BaseModel):
     """`step` counts all jobs since the start of training, `version` those of the process that wrote the checkpoint.
 
     `started_from` is the model that training started from, the reference of the KL penalty. Without `lora` all weights
-    are trained. `sha256` has the digests of the other files by name; None in checkpoints of earlier releases. `tokens`
+    are trained. `sha256` has the digests of the other files by name; None if another program wrote it. `tokens`
     counts those that all jobs have computed.
     """
 
@@ -116,7 +116,7 @@ def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
 def check_model(folder: Path) -> None:
     """Raises BackendError if a file of the checkpoint's model is missing or differs from what was saved.
 
-    Does nothing for a folder without a record, or with one of an earlier release.
+    Does nothing for a folder without a record, or with one that lists no files.
     """
     for name, sha256 in _listed(folder).items():
         if name != OPTIMIZER_FILE:
@@ -132,7 +132,7 @@ def check_optimizer_file(folder: Path, *, required: bool) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """The digest of a checkpoint's weights, by its record; None for folders without one, as of earlier releases."""
+    """The digest of a checkpoint's weights, by its record; None for folders without one."""
     record = read_record(folder)
     if record is not None and record.job is not None and record.job.weights is not None:
         return record.job.weights

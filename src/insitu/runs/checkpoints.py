@@ -144,8 +144,7 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     checkpoint = record.get("checkpoint")
     if checkpoint is None:
         return Checkpoint(None, f"{note}, before training")
-    folder = saved / Path(checkpoint).name  # earlier releases wrote paths that a move made wrong
-    folder = folder if folder.is_dir() else run / checkpoint
+    folder = run / checkpoint
     if not folder.is_dir():
         if saved.is_dir():
             _kept(folder, f"{key}: {run / BEST}")

@@ -87,8 +87,6 @@ COLLECTION_HISTORY = _file("collection_history.json", Format.LIST)
 """NeMo Customizer: the same as a list."""
 PAIRS = _file("pairs.jsonl", Format.LINES, by_epoch=True)
 """NeMo Customizer: the pairs that are trained."""
-SUBMISSION = _file("submission.json", Format.OBJECT)
-"""NeMo Customizer: the state of the job, in runs of earlier releases."""
 FINAL_METRICS = _file("final_metrics.json", Format.OBJECT)
 """NeMo Customizer: how the job has ended."""
 

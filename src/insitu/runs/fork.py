@@ -17,7 +17,7 @@ from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, ch
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EpochState, RunProgress, new_run_id
+from insitu.runs.records import EpochState, RunProgress, best_validation, new_run_id
 from insitu.runs.resume import find_run
 from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
@@ -190,9 +190,7 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     validations = [record for record in origin.reader.validations() if record["epoch"] <= epoch]
     if validations:
         store.write(files.VALIDATIONS, validations)
-    scored = [record for record in validations if "error" not in record]
-    if scored:
-        best = max(scored, key=lambda record: record["avg_reward"])
+    if (best := best_validation(validations)) is not None:
         version = best["policy_version"]
         checkpoint = _checkpoint_of(progress, version) or store.relative(origin.reader.warmed_up(version))
         store.write(files.BEST, {**best, "checkpoint": checkpoint})

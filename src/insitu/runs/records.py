@@ -243,7 +243,7 @@ def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
     """The calls of one episode from its lines of `calls.jsonl.gz`."""
     calls: list[ModelCall] = []
     for record in records:
-        values = {name: record[name] for name in _CALL_FIELDS if name in record}  # earlier releases have fewer
+        values = {name: record[name] for name in _CALL_FIELDS if name in record}
         key = next((key for key in ("continues", "continues_prompt") if key in record), None)
         if key is not None:
             before = calls[record[key]]
@@ -279,6 +279,11 @@ def format_problem(header: Mapping[str, Any]) -> str | None:
 
 def new_run_id(prefix: str = "insitu_run") -> str:
     return f"{prefix}_{uuid.uuid4().hex[:8]}"
+
+
+def best_validation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The validation with the highest score, the first of equal ones; None if none has a score."""
+    return max((each for each in records if "error" not in each), key=lambda each: each["avg_reward"], default=None)
 
 
 class EarlyStop(BaseModel):

@@ -49,8 +49,8 @@ def find_run(folder: Path, key: str) -> RunProgress | None:
     progress = RunReader(folder).progress()
     if progress is None and (folder / EPISODES).exists():
         raise ConfigError(
-            f"{key}: the run in {folder} has no {PROGRESS}: an earlier release recorded it, or a trainer without "
-            "epochs; it cannot continue from an epoch"
+            f"{key}: the run in {folder} has no {PROGRESS}: a trainer without epochs recorded it; it cannot "
+            "continue from an epoch"
         )
     return progress
 
@@ -68,7 +68,7 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
     harmless: list[str] = []
     serious: list[str] = []
     for key, (before, now) in differences(settings, resolved_config(config)).items():
-        if key not in recorded_keys and nested(config.data, key) is None:  # a key of a later release, which is not set
+        if key not in recorded_keys and nested(config.data, key) is None:  # a key that is new, and is not set
             continue
         changes = harmless if any(fnmatch(key, pattern) for pattern in _HARMLESS) else serious
         changes.append(f"{key} was {before!r:.100} and is {now!r:.100}")

@@ -15,7 +15,7 @@ from insitu.errors import ConfigError
 from insitu.runs.files import BEST, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
 from insitu.runs.index import natural
 from insitu.runs.reader import Problems, RunReader
-from insitu.runs.records import RunProgress
+from insitu.runs.records import RunProgress, best_validation
 
 DEFAULT_FOLDERS = ("runs", ".tmp")
 """Where to look for runs, in the working directory: that of the examples, and that of the default `output_dir`."""
@@ -50,7 +50,7 @@ class RunSummary:
 class RunDetails:
     """A run on a page, from `read_details`.
 
-    `settings` are those that its file gives, by dotted key; all of a run that an earlier release recorded.
+    `settings` are those that its file gives, by dotted key.
     """
 
     summary: RunSummary
@@ -124,10 +124,9 @@ def _describe_settings(summary: RunSummary, settings: Mapping[str, Any]) -> None
 
 
 def _describe_validations(summary: RunSummary, validations: list[dict[str, Any]]) -> None:
-    scored = [(record["avg_reward"], record["epoch"]) for record in validations if "error" not in record]
-    if scored:
-        summary.first_score = scored[0][0]
-        summary.best_score, summary.best_epoch = max(scored, key=lambda each: each[0])
+    summary.first_score = next((record["avg_reward"] for record in validations if "error" not in record), None)
+    if (best := best_validation(validations)) is not None:
+        summary.best_score, summary.best_epoch = best["avg_reward"], best["epoch"]
 
 
 def _damaged_sizes(files: RunReader, progress: RunProgress) -> Iterator[str]:
@@ -160,8 +159,7 @@ def read_details(run: Path) -> RunDetails:
 
 
 def _given(files: RunReader) -> dict[str, Any]:
-    recorded = files.settings(required=True)
-    return dict(leaves(recorded.get("given", recorded.get("config")) or {}))
+    return dict(leaves(files.settings(required=True).get("given", {})))
 
 
 def _where_it_continues(files: RunReader) -> str:

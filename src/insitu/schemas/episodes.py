@@ -77,7 +77,7 @@ class ModelCall:
     choice is a separate call. `prompt_token_ids` (P), `token_ids` (C) and `logprobs` (C, natural logarithms) are as
     returned by the server, and `policy_version` is the version of the weights that sampled them, `weights` their digest
     if the server sends one. `logprobs` are of the logits divided by `logprobs_temperature`; None if the server does not
-    say: they are the model's own, as in calls recorded by releases that did not divide. `functions` are the enclosing
+    say: they are the model's own. `functions` are the enclosing
     functions, outermost first; `started` and `ended` are Unix timestamps. `error` says why the completion is missing or
     incomplete, and `tool_call_malformed` that its text has tool calls that the server could not parse.
     `teacher_logprobs` are those of the sampled tokens under a teacher, if the trainer has one; None for a

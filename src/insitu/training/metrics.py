@@ -40,8 +40,8 @@ class Cause(NamedTuple):
 _UNTRAINED = {
     "greedy": ("were sampled at temperature 0", "set a temperature above 0"),
     "raw_logprobs": (
-        "were sampled at a temperature that their logprobs do not include: those of an earlier release, or of a server "
-        "that sends no logprobs_temperature, are raw",
+        "were sampled at a temperature that their logprobs do not include: those of a server that sends no "
+        "logprobs_temperature are raw",
         "collect the episodes again, or sample at temperature 1",
     ),
     "teacher_temperature": (

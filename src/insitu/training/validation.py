@@ -12,7 +12,7 @@ from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
-from insitu.runs.records import EarlyStop, RunProgress
+from insitu.runs.records import EarlyStop, RunProgress, best_validation
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.run import Run
@@ -61,7 +61,7 @@ class Validation:
     @property
     def best(self) -> dict[str, Any] | None:
         """The record of the highest score so far."""
-        return best_of(self.history)
+        return best_validation(self.history)
 
     def _read_rows(self) -> tuple[int, str]:
         """The number of episodes of a validation, and the digest of their dataset."""
@@ -199,7 +199,7 @@ class Validation:
 
     def _keep_best(self, epoch: float = math.inf) -> None:
         """Has the adapter keep the checkpoint of the best version up to an epoch."""
-        best = best_of(self._until(epoch))
+        best = best_validation(self._until(epoch))
         if best is not None and isinstance(self._adapter, RowAdapter):
             self._adapter.note_best(best["policy_version"])
 
@@ -207,17 +207,12 @@ class Validation:
         """The best record up to an epoch, if as many as the patience have come after it."""
         patience, history = self.config.patience, self._until(epoch)
         exhausted = patience is not None and validations_since_best(history) >= patience
-        return best_of(history) if exhausted else None
-
-
-def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The validation with the highest score, the first of equal ones; None if there is none with a score."""
-    return max((r for r in history if "error" not in r), key=lambda record: record["avg_reward"], default=None)
+        return best_validation(history) if exhausted else None
 
 
 def validations_since_best(history: list[dict[str, Any]]) -> int:
     """How many validations with a score came after the best."""
-    best = best_of(history)
+    best = best_validation(history)
     return 0 if best is None else sum("error" not in r and r["epoch"] > best["epoch"] for r in history)
 
 

@@ -142,7 +142,7 @@ class Checkpoints:
     async def _write(self, version: int, query: str = "", **options: Any) -> None:
         try:
             await self._request("POST", f"/v1/train/versions/{version}/write{query}", orjson.loads, b"", {}, **options)
-        except RequestRefused as error:  # an earlier release, which has written it; or the version was deleted
+        except RequestRefused as error:  # the version was deleted, or a server that writes all
             logger.info("%s", error)
         except BackendError as error:
             logger.warning("version %d may have no checkpoint: %s", version, error)

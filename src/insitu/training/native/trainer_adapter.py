@@ -206,7 +206,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             for key, part in self._training.code.items():
                 part.sha256 = checked.code[key].sha256
         except RequestRefused as error:
-            if error.status not in (404, 405):  # earlier releases refuse only the job itself
+            if error.status not in (404, 405):  # a server without the check refuses only the job itself
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
 
     async def _check_settings(self, path: str) -> Any:
