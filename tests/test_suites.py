@@ -1,5 +1,6 @@
 """`make test WITH=NAME`: the table of suites, what makes their environments, and the pages that name them."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -72,3 +73,14 @@ def test_an_unknown_suite_is_refused_with_those_that_exist() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"WITH=rey: there are {', '.join(SUITES)}\n"
+
+
+def test_the_areas_of_the_mutation_check_name_files_that_exist() -> None:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts/mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mutants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutants)
+    for name, area in mutants.AREAS.items():
+        assert len(mutants.chosen(name, 20, seed=0)) == 20
+        assert [test for test in area.tests if len([*(ROOT / "tests").rglob(f"test_{test}.py")]) != 1] == [], name
