@@ -63,12 +63,13 @@ PYTEST  = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxpr
 WITH ?= $(with)
 
 test: $(VENV)/.installed-dev
-	$(if $(WITH),$(BIN)/python scripts/test_with.py $(WITH),$(PYTEST) -m 'not slow')
+	$(if $(WITH),$(BIN)/python scripts/test_with.py $(WITH),$(PYTEST) -m 'not slow and not types')
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -m types tests/test_nat_paths.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python scripts/test_with.py --install preferences
