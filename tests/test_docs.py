@@ -67,6 +67,8 @@ BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+LONG = {ROOT / name for name in ("docs/guides/python.md", "docs/guides/external-agents.md")}
+"""Guides whose runs take many epochs as printed."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 del sys.modules[name]
 
 
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG else page for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_block_does_what_it_says(
     page: Path, desks: dict[str, Desk], monkeypatch: pytest.MonkeyPatch, importable: None
 ) -> None:

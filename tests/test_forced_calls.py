@@ -176,7 +176,9 @@ async def test_calls_after_reasoning(name: str, tmp_path: Path) -> None:
         tokenizer = tokenizer_of(family)
         ends = {"hermes": "</think>", "gpt_oss": "<|end|>", "mistral": "[/THINK]"}
         likely = {str(tokenizer.convert_tokens_to_ids(ends[name])): 4} if name in ends else {}
-        choices = await answers(engine, n=16, reasoning_format=None, logit_bias=likely, tool_choice=BY_NAME)
+        choices = await answers(
+            engine, n=16, reasoning_format=None, logit_bias=likely, tool_choice=BY_NAME, max_tokens=400
+        )
     finished = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
     assert finished
     assert [[function for function, _ in called(choice)] for choice in finished] == [["weather"]] * len(finished)
@@ -285,7 +287,7 @@ async def of_responses(door: EpisodeEndpoint, choice: Any, streamed: bool) -> li
 async def of_messages(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
     tools: Any = [{"name": "weather", "input_schema": SCHEMA}, {"name": "now", "input_schema": {"type": "object"}}]
     async with anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.key, max_retries=0) as client:
-        asked: Any = {"model": "m", "max_tokens": 900, "messages": QUESTION, "tools": tools, "tool_choice": choice}
+        asked: Any = {"model": "m", "max_tokens": 400, "messages": QUESTION, "tools": tools, "tool_choice": choice}
         if streamed:
             async with client.messages.stream(**asked) as stream:
                 answer = await stream.get_final_message()
@@ -311,7 +313,7 @@ async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path) -> None
     options = ("--port", 0, "--token", TOKEN, "--output_dir", tmp_path / "out")
     with serving("backend", "--model", untrained("hermes", tmp_path / "model"), *options) as (_, address):
         taught = Taught("hermes", ALL_FAMILIES["hermes"], address)
-        async with gateway_to(taught, reasoning_format="none", max_tokens=900) as gateway:
+        async with gateway_to(taught, reasoning_format="none", max_tokens=400) as gateway:
             for streamed in (False, True):
                 with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
                     for ask, choice, expected in CHOICES:
