@@ -36,11 +36,6 @@ class Source(NamedTuple):
     def is_adapter(self) -> bool:
         return (self.folder / _ADAPTER_FILES[0]).exists()
 
-    @property
-    def local_base(self) -> bool:
-        """Whether training started from a model of this machine, rather than from a model of the Hub."""
-        return Path(self.record.started_from).is_absolute()
-
 
 def open_source(run: Path, folder: Path) -> Source:
     """Raises ConfigError if the folder is not a checkpoint of the backend."""
@@ -108,9 +103,9 @@ def check_push(name: str, source: Source, merge: bool) -> None:
         raise ConfigError(f"--push: {name!r} is not the name of a repository: {error}") from None
     if hub.get_token() is None:
         raise ConfigError("--push: no token of the Hugging Face Hub; set HF_TOKEN or run `hf auth login`")
-    if source.is_adapter and source.local_base and not merge:
-        base = Path(source.record.started_from).name
-        raise ConfigError(f"--push: the adapter's base model {base} is on this machine only; add --merge")
+    base = Path(source.record.started_from)
+    if source.is_adapter and base.is_absolute() and not merge:  # a model of the Hub has a name with one slash
+        raise ConfigError(f"--push: the adapter's base model {base.name} is on this machine only; add --merge")
 
 
 def upload(folder: Path, name: str) -> str:
