@@ -16,7 +16,7 @@ from insitu.disk.model_files import (
     copy_model,
     read_record,
 )
-from insitu.errors import BackendError, ConfigError, describe_error, format_error, install_command
+from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, install_command
 from insitu.release.model_card import CardSubject, model_card
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _merge(adapter: Path, target: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
     location, options = weights_location(base)
-    try:
+    with foreign_errors(BackendError, f"{adapter} cannot be merged into {base}"):
         module: Any = transformers.AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32, **options)
         location, options = model_location(base)
         config = transformers.AutoConfig.from_pretrained(location, **options, **NO_CODE)
@@ -89,8 +89,6 @@ def _merge(adapter: Path, target: Path) -> None:
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed projections
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
             module = peft.PeftModel.from_pretrained(module, adapter).merge_and_unload()
-    except Exception as error:  # third-party loaders raise anything on files they cannot read
-        raise BackendError(f"{adapter} cannot be merged into {base}: {describe_error(error)}") from error
     module.to(getattr(config, "dtype", None) or torch.float32).save_pretrained(target)
 
 
