@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
-from insitu.collect.datasets import StructureConfig
+from insitu.collect.datasets import dataset_config
 from insitu.config import check_config, load_config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import ConfigError, InsituError
@@ -187,8 +187,7 @@ class TrainedAgent(_Served[Any]):
         for key, (before, now) in differences(recorded, resolved_config(config)).items():
             if key.startswith(_OF_AGENT):
                 logger.warning("%s: %s was %.100r and is %.100r in %s", run, key, before, now, config.source)
-        structure = getattr(config.eval.dataset, "structure", StructureConfig())
-        self._question_key = structure.question_key
+        self._question_key = dataset_config(config).structure.question_key
         super().__init__(run, copy.deepcopy(dict(config.data or {})), Path(config.source), weights)
 
     async def _build(self, builder: Builder) -> Any:
