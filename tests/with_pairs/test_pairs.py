@@ -1,4 +1,4 @@
-"""Every two features meet in some run, and the same holds after each: `make test-pairs`."""
+"""Every two features meet in some run, and the same holds after each: `make test WITH=pairs`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -26,6 +26,8 @@ ORPHAN_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 _SHARE_OF_TIME = 0.02
 """Drawing the plot takes at most this share of a run's time."""
+_FIRST_PLOT_SECONDS = 5.0
+"""A shorter run draws its plot once, at its end."""
 _AXES = (0.1, 0.115, 0.88, 0.815)
 """Left, bottom, width, height; a layout computed from the labels would double the time of drawing."""
 
@@ -183,11 +185,16 @@ class RunStore:
 class RewardPlot:
     """`reward_plot.png`, of training and held-out reward over the epochs."""
 
-    def __init__(self, path: Path, draw: Callable[[Path, Records, Records], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        draw: Callable[[Path, Records, Records], None] | None = None,
+        delay: float = _FIRST_PLOT_SECONDS,
+    ) -> None:
         self._path = path
         self._draw = draw or draw_rewards
         self._drawn = (0, 0)
-        self._due = 0.0
+        self._due = time.monotonic() + delay
         self._drawing: asyncio.Future[None] | None = None
 
     async def update(self, rewards: Records, validations: Records) -> None:

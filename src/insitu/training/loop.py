@@ -15,14 +15,13 @@ from insitu.schemas.finetuning import (
     TrainingJobStatus,
 )
 from insitu.training import checks
-from insitu.training.estimating import EstimatingTrainer
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
 from insitu.training.run import Run, Stage
 from insitu.training.run_file import settings_of
 from insitu.training.schedule import LoopTrainerConfig, Schedule
-from insitu.training.streaming import EpochSelections
+from insitu.training.selection import EpochSelections, EstimatingTrainer
 from insitu.training.validation import Validation
 
 

@@ -44,11 +44,12 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
         """Collects an epoch that has no plan."""
         raise NotImplementedError
 
-    @property
-    def collects_itself(self) -> bool:
-        """Whether `start_run` or `finalize` are overridden, and therefore have to be called."""
-        own, base = type(self), PlannedBuilder
-        return (own.start_run, own.finalize) != (base.start_run, base.finalize)
+    collects_itself = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """`start_run` and `finalize` have to be called if one of them is overridden."""
+        super().__init_subclass__(**kwargs)
+        cls.collects_itself = (cls.start_run, cls.finalize) != (PlannedBuilder.start_run, PlannedBuilder.finalize)
 
     def expect(self, plan: Plan, observers: Sequence[Observer]) -> None:
         """Has `start_run` collect this plan of its epoch, with these observers, instead of one that it makes."""
