@@ -144,6 +144,11 @@ class Config:
             return frozenset(matching_llms(target, models))
         return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
 
+    @property
+    def serves_policy(self) -> bool:
+        """Whether an llm is the model under training."""
+        return any(self.block(reg.LLM, name).type == "policy" for name in self.names(reg.LLM))
+
     def model_names(self) -> dict[str, str | None]:
         """The model name by key of `llms`; None if only the running backend knows it."""
         adapter = self.blocks.get((reg.TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))

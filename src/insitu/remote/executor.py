@@ -14,7 +14,6 @@ from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
 from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import current_run
-from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import LLM, register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, request_fields
@@ -100,14 +99,10 @@ class RemoteExecutor(Executor):
         return AttemptResult(episode, transient)
 
 
-def has_policy_llms(config: Config) -> bool:
-    return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
-
-
 async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
     """Returns a function that gives the current address and name of the policy; None if no llm uses the policy."""
     config, endpoint = builder.config, None
-    if has_policy_llms(config):
+    if config.serves_policy:
         endpoint = await builder.policy_endpoint()
     elif any(policy_named_by(name, config.block(LLM, name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy
