@@ -40,7 +40,8 @@ RUN_ID = "insitu_run_0benchma"
 def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations: int = GENERATIONS) -> None:
     """A run's directory as the training loop writes it."""
     from insitu.collect.conversations import GroupRecord
-    from insitu.runs.records import RunProgress
+    from insitu.runs.files import ADVANTAGES
+    from insitu.runs.records import RunProgress, training_records
     from insitu.runs.store import RunStore
 
     store = RunStore(folder)
@@ -60,7 +61,7 @@ def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations:
             trajectories += members
         for trajectory in trajectories:
             of_calls.append((trajectory, {position: chance.gauss(0, 1) for position in range(CALLS)}))
-        store.append_advantages(epoch, trajectories, {}, of_calls)
+        store.append(ADVANTAGES, training_records(epoch, trajectories, {}, of_calls))
         rewards = [trajectory.reward for trajectory in trajectories]
         metrics = {"epoch": epoch, "run_id": RUN_ID, "avg_reward": statistics.fmean(rewards), "job": "completed"}
         others = {"dropped": {}, "seconds": {"collect": 60.0, "train": 30.0, "validate": 0.0}, "tokens": 500_000}
@@ -72,7 +73,7 @@ def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations:
 
 def make_episode(chance: random.Random, epoch: int, row: str, generation: int) -> "Episode":
     """Three turns; the texts and tokens are random. One of 100 fails."""
-    from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, ModelCall, Outcome
+    from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 
     started = 1.8e9 + epoch * 100 + chance.random()
     messages: list[dict[str, Any]] = []
@@ -90,10 +91,10 @@ def make_episode(chance: random.Random, epoch: int, row: str, generation: int) -
         calls.append(ModelCall(index, "policy", messages, message=answer, **tokens, **known, **times))
         messages, prompt = [*messages, answer], [*prompt, *sampled]
     values: dict[str, Any] = {"output": _words(chance, SAMPLED), "reward": round(chance.random(), 2)}
-    outcome = Outcome.OK
+    outcome = EpisodeStatus.OK
     if chance.random() < 0.01:
         values = {"reward": None, "reason": DropReason.TIMEOUT, "error": "EpisodeTimeout: no answer for 60 s"}
-        outcome = Outcome.FAILED
+        outcome = EpisodeStatus.FAILED
     return Episode(EpisodeKey(RUN_ID, epoch, row, generation), outcome, calls=calls, seconds=float(CALLS), **values)
 
 
