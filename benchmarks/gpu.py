@@ -33,7 +33,7 @@ from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import create_backend
 from insitu.schemas.training_jobs import LoRASettings
-from insitu.wire.http_format import http_url
+from insitu.wire.addresses import http_url
 from insitu.wire.http_server import listening
 
 CONCURRENCY = 64

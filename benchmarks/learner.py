@@ -43,8 +43,8 @@ SCALE = Scale(
 )
 LEARNING_RATE = 1e-5
 LORA_RANK = 16
-OF_TRL = Path(__file__).parent.parent / ".venv-preferences/bin/python"
-OF_TRL_STAMP = ".venv-preferences/.installed"
+OF_TRL = Path(__file__).parent.parent / ".environments/preferences/bin/python"
+HOW_TO_GET_TRL = "python scripts/test_with.py --install preferences"
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -293,7 +293,7 @@ class Side:
 
 
 def python_with_trl() -> str | None:
-    """This Python if it has TRL, otherwise that of `.venv-preferences`, if there is one."""
+    """This Python if it has TRL, otherwise that of `.environments/preferences`, if there is one."""
     if importlib.util.find_spec("trl"):
         return sys.executable
     return str(OF_TRL) if OF_TRL.exists() else None
@@ -336,7 +336,7 @@ def report() -> str:
     """The section `learner` of RESULTS.md."""
     python = python_with_trl()
     if python is None:
-        raise SystemExit(f"{OF_TRL} does not exist; the benchmark needs TRL, which this installs: make {OF_TRL_STAMP}")
+        raise SystemExit(f"{OF_TRL} does not exist; the benchmark needs TRL, which this installs: {HOW_TO_GET_TRL}")
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_model(Path(folder), SCALE))
         rows = [compare(model, shape, trained, python) for trained in ("all weights", "LoRA") for shape in SHAPES]

@@ -58,7 +58,7 @@ async def measured(url: str, address: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    from insitu.collect.event_loop import run_async
+    from insitu.workflow.event_loop import run_async
 
     with stub_endpoint(LATENCY) as url, TemporaryDirectory() as folder:
         print(json.dumps(run_async(measured(url, sys.argv[1], Path(folder)))))

@@ -33,7 +33,7 @@ def model() -> str:
 def python_with_trl() -> str:
     python = learner.python_with_trl()
     if python is None:
-        raise SystemExit(f"real needs TRL, which this installs: make {learner.OF_TRL_STAMP}")
+        raise SystemExit(f"real needs TRL, which this installs: {learner.HOW_TO_GET_TRL}")
     return python
 
 

@@ -39,10 +39,10 @@ RUN_ID = "insitu_run_0benchma"
 
 def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations: int = GENERATIONS) -> None:
     """A run's directory as the training loop writes it."""
-    from insitu.collect.conversations import GroupRecord
     from insitu.runs.files import ADVANTAGES
     from insitu.runs.records import RunProgress, training_records
     from insitu.runs.store import RunStore
+    from insitu.schemas.groups import GroupRecord
 
     store = RunStore(folder)
     settings = {"run_id": RUN_ID, "epochs": epochs, "seed": 0, "credit": "episode", "discount": 1.0}

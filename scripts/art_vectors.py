@@ -1,6 +1,7 @@
 """Writes tests/data/art/vectors.json: rows, advantages and losses as ART's own modules compute them.
 
-    .venv-art/0.5.4/bin/python scripts/art_vectors.py && .venv-art/0.5.18/bin/python scripts/art_vectors.py
+    .environments/art/0.5.4/bin/python scripts/art_vectors.py
+    .environments/art/0.5.18/bin/python scripts/art_vectors.py
 
 Each run adds its release. torch and transformers come from .venv, which has them for the backend.
 """

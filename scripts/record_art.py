@@ -1,6 +1,6 @@
 """Records what official ART clients send, for tests/test_art_protocol.py, between them and a backend of ours.
 
-    python scripts/record_art.py [RELEASE ...]      # those of `make test-art`, in their environments
+    python scripts/record_art.py [RELEASE ...]      # those of `make test WITH=art`, in their environments
 
 Writes tests/data/art/RELEASE.json: a list of requests in their order with `method`, `path`, `headers`, `body`, and what
 came back as `status` and `answer`.
@@ -65,7 +65,7 @@ async def between(address: str, release: str, folder: str) -> list[dict]:
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
     async with aiohttp.ClientSession(address) as session:
-        client = [ROOT / f".venv-art/{release}/bin/python", ROOT / "scripts/art_session.py"]
+        client = [ROOT / f".environments/art/{release}/bin/python", ROOT / "scripts/art_session.py"]
         process = await asyncio.create_subprocess_exec(
             *client, release, f"http://127.0.0.1:{port}", env=os.environ | QUIET, cwd=folder
         )

@@ -30,7 +30,7 @@ from insitu.schemas.steps import (
     StreamEventData,
     TraceMetadata,
 )
-from insitu.wire.http_format import decode, encode
+from insitu.wire.json_values import decode, encode
 from insitu.workflow.context import Context, EpisodeScope
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "parsers"

@@ -1,4 +1,4 @@
-"""Writes docs/frameworks.md from the results of `make test-frameworks`, the framework modules and the examples."""
+"""Writes docs/frameworks.md from the results of `make test WITH=frameworks`, the framework modules and the examples."""
 
 import ast
 import json
@@ -24,11 +24,11 @@ captured for training. The packages are extras of insitu; install them in the ro
 TAIL = """
 ## What is tested
 
-`make test-frameworks` tests each row of the table with the real package against a real `insitu backend`: an agent with
-one tool runs 12 episodes concurrently, the captured token ids and logprobs are compared with what the backend sampled,
-every model call and tool run must belong to its own episode, and one training job must change the policy version. The
-tool raises an exception for one of three questions. Its `TOOL_END` step carries the error; the framework either reports
-it to the model and continues, or ends its run, which fails the episode.
+`make test WITH=frameworks` tests each row of the table with the real package against a real `insitu backend`: an agent
+with one tool runs 12 episodes concurrently, the captured token ids and logprobs are compared with what the backend
+sampled, every model call and tool run must belong to its own episode, and one training job must change the policy
+version. The tool raises an exception for one of three questions. Its `TOOL_END` step carries the error; the framework
+either reports it to the model and continues, or ends its run, which fails the episode.
 
 ## Other frameworks
 

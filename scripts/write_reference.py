@@ -16,13 +16,14 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from insitu import registry as reg
 from insitu.config import EvalGeneralConfig, GeneralConfig
 from insitu.config.keys import fields_not_in_file, models_of
-from insitu.registry import Kind, registry
+from insitu.registry import registry
+from insitu.schemas import kinds
 from insitu.schemas.backend_processes import MemorySize
 from insitu.schemas.components import ComponentRef, FunctionGroupBaseConfig
 from insitu.schemas.finetuning import FinetuneConfig
+from insitu.schemas.kinds import Kind
 
 _TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
 _TYPE_NAMES |= {MemorySize: "bytes, or a size such as `2GB`"}
@@ -157,28 +158,28 @@ def page() -> str:
         INTRODUCTION,
         *section("`general`", GeneralConfig, "general"),
         "## `general.executor`\n",
-        *components(reg.EXECUTOR),
+        *components(kinds.EXECUTOR),
         "## `llms`\n",
-        *components(reg.LLM),
+        *components(kinds.LLM),
         "## `functions` and `workflow`\n",
         "Blocks whose `_type`s your plugins register with `register_function`; their keys are the fields of your",
         "configuration classes. `workflow` is one such block: the function to run on each row. Two types are built in,",
         "for [external agents](../guides/external-agents.md).\n",
-        *components(reg.FUNCTION),
+        *components(kinds.FUNCTION),
         *section("`function_groups`", FunctionGroupBaseConfig, "function_groups.NAME"),
         "\nThe other keys of a group are the fields of your configuration class, which `register_function_group`",
         "registers ([functions as tools](../guides/extend.md#functions-as-tools)).\n",
         *section("`eval.general`", EvalGeneralConfig, "eval.general"),
         "## `eval.general.dataset`\n",
-        *components(reg.DATASET),
+        *components(kinds.DATASET),
         "## `eval.evaluators`\n",
         "Blocks whose `_type`s your plugins register with `register_evaluator`.\n",
     ]
-    for kind in (reg.TTC_STRATEGY, reg.TRAJECTORY_BUILDER, reg.TRAINER_ADAPTER, reg.TRAINER):
+    for kind in (kinds.TTC_STRATEGY, kinds.TRAJECTORY_BUILDER, kinds.TRAINER_ADAPTER, kinds.TRAINER):
         lines += [f"## `{kind.section}`\n", *components(kind)]
     lines += section("`finetuning`", FinetuneConfig, "finetuning")
     text = "\n".join(lines)
-    for kind in (reg.DATASET, reg.EXECUTOR):
+    for kind in (kinds.DATASET, kinds.EXECUTOR):
         text = text.replace(f"{kind.section}.NAME", kind.section)
     return text.rstrip() + "\n"
 

@@ -20,7 +20,7 @@ from waiting import until
 from insitu.backend import BackendOptions
 from insitu.backend.model import load_model
 from insitu.backend.server import create_backend
-from insitu.wire.http_format import http_url
+from insitu.wire.addresses import http_url
 from insitu.wire.http_server import listening
 
 DATA = Path(__file__).parent / "data/art"

@@ -16,7 +16,6 @@ from insitu.agents.frameworks import sync_client
 from insitu.capture.ledger import CallLedger
 from insitu.collect.collector import Plan, collect
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState
 from insitu.config import Config
 from insitu.plugin_api import Builder, register_function
@@ -24,6 +23,7 @@ from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.workflow.context import Context
+from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import ModelClient, OpenAIConfig
 
 Agent = Callable[[ModelClient, str], Awaitable[str]]

@@ -30,12 +30,12 @@ from insitu.config.resolved import resolved_config
 from insitu.errors import BackendUnavailable
 from insitu.plugin_api import Builder, EvaluatorInfo, register_evaluator, register_function
 from insitu.runs import files
-from insitu.runs.resume import ResumableRun
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInput, EvalOutput, EvalOutputItem, EvaluatorBaseConfig
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
-from insitu.training.batches import BatchCollector, Collected
-from insitu.training.report import Report
+from insitu.training.observers import Collected
+from insitu.training.run import Run
+from insitu.training.schedule import LoopTrainerConfig, Schedule
 from insitu.workflow.context import current_scope
 from insitu.workflow.functions import FunctionInfo
 
@@ -194,29 +194,30 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
             state.wait_for_policy = lost
             episodes = await builder.get_trajectory_builder("episodes")
             await episodes.initialize(config.finetuning)
-            durable = ResumableRun("run")
+            run = Run("run")
+            durable = run.durable
             durable.open(folder, builder, {})
             _episodes.committed, _episodes.is_paused = durable.progress.epoch, False
-            report = Report(builder.console)
-            batches = BatchCollector(builder, episodes, durable, report, lambda *_: None, staleness)
+            schedule = Schedule(builder, episodes, run, LoopTrainerConfig(staleness=staleness))
             try:
                 if not durable.continues:
                     durable.store.write(files.RUN, {"run_id": "run", "config": resolved_config(config)})
                     await durable.commit(run_id="run", policy_version=0)
                 for epoch in range(durable.next_epoch, EPOCHS + 1):
                     served = replace(endpoint, version=epoch - 1) if staleness else None
-                    batch = await batches.collect(epoch, "run", served, EPOCHS)
+                    batch = await schedule.collect(epoch, "run", served, EPOCHS)
                     collected.append(epoch)
                     check_complete(folder, epoch, batch, staleness)
                     await turns(order.job * IDLE)
                     ahead = {member for member in journaled(folder) if member[0] > epoch}
                     _episodes.is_paused = order.job == 0
-                    await durable.commit(epoch=epoch, policy_version=epoch, journal=batches.journal())
+                    await durable.commit(epoch=epoch, policy_version=epoch, journal=schedule.journal())
                     _episodes.committed, _episodes.is_paused = epoch, False
                     assert ahead <= journaled(folder), "nothing that was recorded is lost"
                     assert _episodes.held(lambda number, last=epoch: number <= last) == 0
                     assert _episodes.held(lambda number: True) <= staleness * PER_EPOCH
             finally:
+                await schedule.abandon()
                 durable.close()
                 closed = sizes(folder)
                 await turns(2 * IDLE)  # other components are closed

@@ -16,7 +16,7 @@ from tiny_backend import Served
 
 EPOCHS = 2
 FULL = "CHAOS_SEEDS" in os.environ
-"""As by `make test-chaos`: 50 seeds, 200 episodes a run."""
+"""As by `make test WITH=chaos`: 50 seeds, 200 episodes a run."""
 ROWS, GENERATIONS = (10, 10) if FULL else (4, 4)
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
-from insitu.registry import TRAINER_ADAPTER
 from insitu.runs.checkpoints import find_checkpoint, model_of_run
+from insitu.schemas.kinds import TRAINER_ADAPTER
 from insitu.training.runtime import starting_from
 
 

@@ -10,7 +10,6 @@ import plain_parts  # noqa: F401 - registers the workflow and the evaluator
 import pytest
 
 from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import GroupRecord
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import Scoring
@@ -19,6 +18,7 @@ from insitu.config import Config, load_config
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.finetuning import RewardFunctionConfig
+from insitu.schemas.groups import GroupRecord
 
 ROWS = ("good", "raise no idea", "fine")
 GENERATIONS = 2

@@ -17,17 +17,18 @@ from insitu.builder import Builder
 from insitu.config import load_config
 from insitu.config.keys import models_of
 from insitu.config.resolved import is_harmless
-from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
-from insitu.registry import DATASET, EXECUTOR, FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind, registry
+from insitu.registry import registry
 from insitu.schemas.components import WritableModel, frozen, writable
+from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
     FinetuneRunConfig,
     RewardFunctionConfig,
 )
+from insitu.schemas.kinds import DATASET, EXECUTOR, FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind
 from insitu.schemas.parts import Part
 
 SECRET = "sk-very-secret"

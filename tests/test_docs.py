@@ -11,7 +11,7 @@ The word after a block's language says what becomes of it; a block with no rule 
 The blocks of the two guides that train an agent run as they are printed, and the held-out scores of their runs must
 rise as the guides say. On the other pages, commands run in a copy of the examples with few rows and one epoch, by
 options added to the line, on the one backend and the one workflow service that are started here for all pages. Files
-that need the ART library are checked, and not run: `make test-art` has it.
+that need the ART library are checked, and not run: `make test WITH=art` has it.
 """
 
 import ast
@@ -67,6 +67,8 @@ BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+LONG = {ROOT / name for name in ("docs/guides/python.md", "docs/guides/external-agents.md")}
+"""Guides whose runs take many epochs as printed."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 del sys.modules[name]
 
 
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG else page for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_block_does_what_it_says(
     page: Path, desks: dict[str, Desk], monkeypatch: pytest.MonkeyPatch, importable: None
 ) -> None:
@@ -358,10 +364,12 @@ def test_every_page_is_in_the_index() -> None:
 def test_make_targets_and_extras_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     makefile = (ROOT / "Makefile").read_text()
+    suites = tomllib.loads((ROOT / "tests/environments.toml").read_text())["suites"]
     for page in PAGES:
         text = page.read_text()
-        for target in re.findall(r"`make ([\w-]+)`|^    make ([\w-]+)", text, re.MULTILINE):
-            assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"{name_of(page)}: make {target}"
+        for target, suite in re.findall(r"(?:`|^    )make ([\w-]+)(?: WITH=(\w+))?", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{name_of(page)}: make {target}"
+            assert not suite or suite in suites, f"{name_of(page)}: make {target} WITH={suite}"
         for named in re.findall(r"pip install -e '\.\[([\w-]+)\]'", text):
             assert named in extras, f"{name_of(page)}: the extra {named}"
 

@@ -135,7 +135,7 @@ CURRICULUM = "finetuning.curriculum_learning"
         (scored_by("not_a_number"), "nan_score", STOPS, "eval.evaluators.score", "a finite number"),
         (agent("fail"), "workflow_error", STOPS, "workflow", "correct the agent"),
         (agent("elaborate"), "prompt_too_long", STOPS, "trainer_adapters.backend.model", "shorten the prompts"),
-        (agent("by_own_client"), "unrecorded_calls", STOPS, "workflow", "the client of llms.player"),
+        (agent("by_own_client"), "no_calls", STOPS, "workflow", "call the model of its llm"),
         (agent("rewrite"), "answers_rewritten", HARMS, "workflow", "as it was returned"),
         (("finetuning.target_functions", ["plan"]), "no_target_calls", STOPS, "target_functions (plan)", "<workflow>"),
         (("trainers.grpo.credit", "step"), "no_step_rewards", STOPS, "trainers.grpo.credit", "credit: episode"),
@@ -175,7 +175,7 @@ async def test_a_conversation_whose_calls_extend_one_another_is_healthy(tmp_path
 async def test_an_llm_on_another_server_than_the_trained_one(tmp_path: Path, backend: str, other_backend: str) -> None:
     llm = {"_type": "openai", "base_url": f"{other_backend}/v1", "api_key": TOKEN, "model_name": "policy"}
     [finding] = serious(await diagnose(tmp_path, backend, ("llms.player", {**llm, "max_tokens": 16})))
-    assert (finding.code, finding.severity, finding.where) == ("other_server", STOPS, "llms.player.base_url")
+    assert (finding.code, finding.severity, finding.where) == ("other_server", HARMS, "llms.player.base_url")
     assert backend in finding.what
     assert other_backend in finding.what
     assert "_type: policy" in finding.change

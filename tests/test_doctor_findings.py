@@ -25,7 +25,6 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStat
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig, PolicyEndpoint, Trajectory, TrajectoryCollection
 from insitu.schemas.training_jobs import KeepConfig
-from insitu.training.checks import Leftovers
 
 STOPS, HARMS, NOTE = Severity.STOPS_LEARNING, Severity.HARMS, Severity.NOTE
 SERVED = PolicyEndpoint("http://127.0.0.1:8700/v1", "policy", max_length=100)
@@ -76,7 +75,7 @@ def evidence(*groups: list[float], episodes: list[Episode] | None = None, **valu
     alike = {str(t.id): DropReason.NO_VARIANCE for group in made for t in group if len({t.reward for t in group}) == 1}
     collection = TrajectoryCollection(trajectories=made, run_id="r")
     selected = collection.model_copy(update={"drop_reasons": alike})
-    return Evidence(collection, selected, episodes=episodes or [], served=SERVED, **values)
+    return Evidence(collection, selected, episodes=episodes or [], **{"served": SERVED, **values})
 
 
 def answered(*calls: ModelCall) -> Evidence:
@@ -142,10 +141,18 @@ def test_calls_that_cannot_be_trained() -> None:
     assert (finding.code, finding.severity, finding.where) == ("no_token_ids", STOPS, "llms.player._type")
     problem = "episode r/1/0/0/0: a call to train on was sampled at policy version 1"
     asked = played(call(), requested={SERVED.base_url: 1})
-    stray = evidence([0, 1], episodes=[asked], leftovers=Leftovers(3, 0, 0), sampled_problem=problem)
+    stray = evidence([0, 1], episodes=[asked], stray_completions=3, sampled_problem=problem)
     found = [*about_calls(PLAN, stray)]
     assert [(f.code, f.severity) for f in found] == [("other_weights", STOPS), ("stray_calls", HARMS)]
     assert "3 completions" in found[1].what
+
+
+@pytest.mark.parametrize(("version", "severity"), [(None, STOPS), (0, HARMS)])
+def test_calls_of_another_server(version: int | None, severity: Severity) -> None:
+    """One that reports a version may be the trained one by another name."""
+    asked = played(replace(call(), policy_version=version), requested={"http://elsewhere/v1": 1})
+    [finding] = about_calls(PLAN, evidence(episodes=[asked], served=replace(SERVED, version=0)))
+    assert (finding.code, finding.severity) == ("other_server", severity)
 
 
 def test_answers_that_fill_the_context() -> None:

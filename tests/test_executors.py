@@ -26,7 +26,7 @@ from insitu.runs.resume import check_same_run
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.wire.http_format import encode
+from insitu.wire.json_values import encode
 
 OPTIONS = EpisodeOptions(seed=7, training=frozenset({"player"}))
 RAY = {"_type": "ray", "workers": 2}

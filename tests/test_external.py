@@ -23,10 +23,10 @@ from waiting import hang, until
 from insitu.config import load_config
 from insitu.disk.json_files import write_json
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
-from insitu.gateway import programs
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
 from insitu.wire.redaction import redact
+from insitu.workflow import programs
 from insitu.workflow.context import EpisodeScope
 
 AGENT = """

@@ -12,9 +12,9 @@ from factories import connected
 from fake_openai import FakeOpenAI, encode
 
 from insitu.agents.frameworks import ToolSteps, async_client, sync_client
-from insitu.collect.event_loop import run_async
 from insitu.integrations.frameworks import anthropic
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.event_loop import run_async
 
 
 def ask(text: str) -> Any:

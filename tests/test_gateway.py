@@ -21,7 +21,7 @@ from fake_openai import FakeOpenAI, encode, logprob
 from processes import HANGS
 from waiting import until
 
-from insitu.gateway.dialects import dialects
+from insitu.capture.dialects import dialects
 from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named

@@ -1,6 +1,6 @@
 """Task folders of Harbor, in containers of a small `docker` that runs their commands in namespaces.
 
-`make test-containers` runs the same in containers of podman.
+`make test WITH=containers` runs the same in containers of podman.
 """
 
 import asyncio

@@ -143,15 +143,15 @@ def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> N
 
 STUCK = """
 import asyncio, contextlib, threading, time
-import insitu.collect.episodes, insitu.collect.event_loop
+import insitu.collect.episodes, insitu.workflow.event_loop
 from insitu.collect.evaluators import BaseEvaluator
 from insitu.plugin_api import EvaluatorInfo, register_evaluator, register_function
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.evaluation import EvalOutputItem, EvaluatorBaseConfig
 
 insitu.collect.episodes.CANCEL_GRACE_SECONDS = 0.2
-insitu.collect.event_loop.STOP_SECONDS = 2.0
-insitu.collect.event_loop._CLOSE_SECONDS = 0.2
+insitu.workflow.event_loop.STOP_SECONDS = 2.0
+insitu.workflow.event_loop._CLOSE_SECONDS = 0.2
 
 
 class StuckConfig(FunctionBaseConfig, name="stuck"):

@@ -1,6 +1,6 @@
 """Generated requests to each of our servers: no 5xx, no hang, and no memory kept.
 
-`make test` sends a few hundred to each, `make test-hostile` sends 10,000. INSITU_HOSTILE_REQUESTS sets the number,
+`make test` sends a few hundred to each, `make test WITH=hostile` sends 10,000. INSITU_HOSTILE_REQUESTS sets the number,
 INSITU_HOSTILE_SEED the seed.
 """
 

@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
+from insitu.wire.addresses import http_url
 from insitu.wire.connection import choice_tokens, event_data, parse_events
-from insitu.wire.http_format import (
-    error_body,
-    error_message,
-    format_event,
-    format_token_id,
-    http_url,
-    parse_token_ids,
-)
+from insitu.wire.http_format import error_body, error_message, format_event, format_token_id, parse_token_ids
 
 
 @pytest.mark.parametrize(

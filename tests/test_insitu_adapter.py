@@ -23,9 +23,9 @@ from insitu.cli.backend import command as backend_command
 from insitu.config import load_config
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobFailed, TrajectoryError
 from insitu.plugin_api import Builder
-from insitu.registry import TRAINER_ADAPTER
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
+from insitu.schemas.kinds import TRAINER_ADAPTER
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter

@@ -17,13 +17,13 @@ import pytest
 from factories import MODEL
 
 from insitu.cli import main
-from insitu.collect import event_loop
-from insitu.collect.conversations import GroupRecord
 from insitu.runs.episodes import token_texts
 from insitu.runs.records import training_records
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.groups import GroupRecord
+from insitu.workflow import event_loop
 
 
 def user(text: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from insitu.backend.protocols.native.uploads import Limits, read_job
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
+from insitu.wire.addresses import http_url
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, listening
 
 SETTINGS = {"learning_rate": 0.01, "mini_batch_size": 4}

@@ -5,8 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -17,45 +16,33 @@ from processes import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "insitu"
-ORDER = [
-    "errors",
-    "schemas",
-    "wire",
-    "disk",
-    "formats",
-    "algorithms",
-    "advantages",
-    "preferences",
-    "registry",
-    "config",
-    "builder",
-    "capture",
-    "workflow",
-    "gateway",
-    "agents",
-    "collect",
-    "remote",
-    "runs",
-    "training",
-    "release",
-    "plugin_api",
-    "api",
-    "starter",
-    "view",
-    "doctor",
-    "cli",
-]
+ARCHITECTURE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Architecture")[2].partition("\n## ")[0]
+FLOORS = {
+    name: int(floor)
+    for floor, names in re.findall(r"^ {4} *(\d+)  (.+)$", ARCHITECTURE, re.M)
+    for name in names.split()
+}
+"""The floor of each package; a single file counts as one."""
+APART = {
+    "wire": {"schemas"},
+    "builder": {"config"},
+    "config": {"builder", "disk"},
+    "agents": {"gateway"},
+    "runs": {"collect"},
+    "collect": {"agents", "gateway"},
+}
+"""What packages do without, whichever floors they stand on."""
 INTEGRATIONS = PACKAGE / "integrations"
 SERVER_HALVES = ("art/server", "torchrun", "vllm")
 """What runs in the backend's process."""
 BACKEND_MAY = {"errors", "schemas", "wire", "disk", "formats", "algorithms", "advantages", "backend"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(m.relative_to(PACKAGE)) for m in MODULES]
-each_module = pytest.mark.parametrize("path", MODULES, ids=NAMES)
-OUTSIDE_CLI = [m for m in MODULES if m.parent != PACKAGE / "cli"]
-each_module_outside_cli = pytest.mark.parametrize(
-    "path", OUTSIDE_CLI, ids=[str(m.relative_to(PACKAGE)) for m in OUTSIDE_CLI]
-)
+
+
+def found_by(check: Callable[[Path], Iterable[str]]) -> str:
+    """What a check finds in the modules, a line each; empty if all is well."""
+    return "\n".join(f"{name}: {found}" for path, name in zip(MODULES, NAMES, strict=True) for found in check(path))
 
 
 def part_of(path: Path) -> str:
@@ -111,32 +98,45 @@ def parse(path: Path) -> ast.Module:
 
 def may_import(importer: str, imported: str) -> bool:
     if importer == "integrations":
-        return imported in ORDER or imported == "integrations"
+        return imported in FLOORS or imported == "integrations"
     if importer == "backend":
         return imported in BACKEND_MAY
-    if imported == "backend" or imported not in ORDER:
+    if imported == "backend" or imported not in FLOORS or imported in APART.get(importer, ()):
         return False
-    return importer in ("", imported) or ORDER.index(imported) < ORDER.index(importer)
+    return importer in ("", imported) or FLOORS[imported] < FLOORS[importer]
 
 
-def test_every_part_has_its_place_in_the_order() -> None:
-    assert {part_of(m) for m in MODULES} - {""} <= {*ORDER, "backend", "integrations"}
+def test_packages_stand_on_at_most_ten_floors() -> None:
+    """CONTRIBUTING has the table: a package is one floor above the highest that it imports."""
+    core = {part_of(path) for path in MODULES} - {"", "backend", "integrations"}
+    graph = {
+        part: {part_of(other) for path in MODULES if part_of(path) == part for other in imported_by(path)}
+        & core - {part}
+        for part in core
+    }
+    floors: dict[str, int] = {}
+    for part in TopologicalSorter(graph).static_order():
+        floors[part] = 1 + max((floors[each] for each in graph[part]), default=0)
+    assert floors == FLOORS
+    assert max(floors.values()) <= 10
 
 
-@each_module
-def test_imports_go_leftwards_only(path: Path) -> None:
-    wrong = []
+def imports_of_later_parts(path: Path) -> Iterator[str]:
     for line, module in imports_of(path):
         top, _, rest = module.partition(".")
-        assert top != "nat", f"line {line}: nothing in insitu imports nat"
+        if top == "nat":
+            yield f"line {line}: nothing in insitu imports nat"
         if top != "insitu" or not rest or rest == "__version__":
             continue
         imported = rest.partition(".")[0]
         starts_the_backend = path == PACKAGE / "cli" / "backend.py" and imported == "backend"
         serves = is_server_half(path) and may_import("backend", imported)
         if not may_import(part_of(path), imported) and not starts_the_backend and not serves:
-            wrong.append(f"line {line}: {module}")
-    assert not wrong
+            yield f"line {line}: {module}"
+
+
+def test_imports_go_leftwards_only() -> None:
+    assert not found_by(imports_of_later_parts)
 
 
 def test_the_check_of_imports_sees_what_it_must() -> None:
@@ -157,6 +157,7 @@ def test_the_check_of_imports_sees_what_it_must() -> None:
     assert not may_import("backend", "config")
     assert not may_import("cli", "backend")
     assert not may_import("schemas", "registry")
+    assert not may_import("config", "disk")
     assert may_import("training", "training")
 
 
@@ -201,19 +202,24 @@ def is_server_half(path: Path) -> bool:
     return any(path.is_relative_to(INTEGRATIONS / half) for half in SERVER_HALVES)
 
 
-@each_module
-def test_integrations_are_leaves(path: Path) -> None:
-    """Nothing imports one, except itself; a half that runs in the backend imports no more than the backend may.
-
-    What they share imports none of them.
-    """
+def imports_of_integrations(path: Path) -> Iterator[str]:
+    """Those of another integration, and those of a server half that the backend may not have."""
     allowed = {path.relative_to(INTEGRATIONS).parts[0]} if path.is_relative_to(INTEGRATIONS) else set()
     for line, module in imports_of(path):
         parts = module.split(".")
         if parts[:2] == ["insitu", "integrations"]:
-            assert parts[2] in allowed, f"line {line}: {module}"
-        elif is_server_half(path) and parts[0] == "insitu" and len(parts) > 1:
-            assert may_import("backend", parts[1]), f"line {line}: {module}"
+            if parts[2] not in allowed:
+                yield f"line {line}: {module}"
+        elif is_server_half(path) and parts[0] == "insitu" and len(parts) > 1 and not may_import("backend", parts[1]):
+            yield f"line {line}: {module}"
+
+
+def test_integrations_are_leaves() -> None:
+    """Nothing imports one, except itself; a half that runs in the backend imports no more than the backend may.
+
+    What they share imports none of them.
+    """
+    assert not found_by(imports_of_integrations)
 
 
 def test_folders_are_at_most_two_deep() -> None:
@@ -265,61 +271,89 @@ def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
     assert "learner: this installation of insitu cannot run torchrun (" in done.stderr
 
 
-@each_module
-def test_lengths(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-    long = [f"{f.name}: {n}" for f in functions(parse(path)) if (n := f.end_lineno - f.lineno + 1) > 60]  # type: ignore[operator]
-    assert not long
+def too_long(path: Path) -> Iterator[str]:
+    if (lines := len(path.read_text().splitlines())) > 400:
+        yield f"{lines} lines"
+    for function in functions(parse(path)):
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > 60:
+            yield f"{function.name}: {lines} lines"
 
 
-@each_module
-def test_a_module_opens_with_one_sentence(path: Path) -> None:
+def test_lengths() -> None:
+    assert not found_by(too_long)
+
+
+def odd_docstrings(path: Path) -> Iterator[str]:
     docstring = ast.get_docstring(parse(path)) or ""
     first = docstring.partition("\n\n")[0].partition("\n")[0]
-    assert re.fullmatch(r"[A-Za-z`].*[.:]", first), first
-    assert not re.search(r"\w\. [A-Z]", first), "one sentence"
+    if not re.fullmatch(r"[A-Za-z`].*[.:]", first) or re.search(r"\w\. [A-Z]", first):
+        yield repr(first)
 
 
-@each_module
-def test_broad_excepts_say_why(path: Path) -> None:
+def test_a_module_opens_with_one_sentence() -> None:
+    assert not found_by(odd_docstrings)
+
+
+def excepts_without_a_reason(path: Path) -> Iterator[str]:
     lines = path.read_text().splitlines()
     for node in ast.walk(parse(path)):
         if not isinstance(node, ast.ExceptHandler):
             continue
-        assert node.type is not None, f"line {node.lineno}: bare except"
+        if node.type is None:
+            yield f"line {node.lineno}: bare except"
+            continue
         names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
         reraises = isinstance(node.body[-1], ast.Raise)  # so nothing is swallowed
-        if names & {"Exception", "BaseException"} and not reraises:
-            assert re.search(r"# (?!type:|noqa)\w", lines[node.lineno - 1]), f"line {node.lineno}: no reason given"
+        explained = re.search(r"# (?!type:|noqa)\w", lines[node.lineno - 1])
+        if names & {"Exception", "BaseException"} and not reraises and not explained:
+            yield f"line {node.lineno}: no reason given"
 
 
-@each_module_outside_cli
-def test_only_the_command_line_prints(path: Path) -> None:
-    calls = (n for n in ast.walk(parse(path)) if isinstance(n, ast.Call))
-    assert not [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+def test_broad_excepts_say_why() -> None:
+    assert not found_by(excepts_without_a_reason)
 
 
-@each_module
-def test_left_out_things_stay_out(path: Path) -> None:
-    text = path.read_text()
-    assert "TypedDict" not in text, "configuration is pydantic, data inside is a dataclass or NamedTuple"
-    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
-    assert not re.search(r"#\s*[-=#*]{4,}", text), "no banners"
+def prints(path: Path) -> Iterator[str]:
+    if path.parent != PACKAGE / "cli":
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield f"line {node.lineno}"
 
 
-@each_module
-def test_nothing_configures_logging_or_reads_the_environment_at_import(path: Path) -> None:
+def test_only_the_command_line_prints() -> None:
+    assert not found_by(prints)
+
+
+def left_out_things(path: Path) -> Iterator[str]:
+    """Configuration is pydantic, data inside is a dataclass or NamedTuple; no reminders, no banners."""
+    found = re.finditer(r"TypedDict|\b(TODO|FIXME|XXX)\b|#\s*[-=#*]{4,}", path.read_text())
+    return (match[0] for match in found)
+
+
+def test_left_out_things_stay_out() -> None:
+    assert not found_by(left_out_things)
+
+
+def effects_of_import(path: Path) -> Iterator[str]:
     for statement in parse(path).body:
         if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             source = ast.unparse(statement)
-            assert "os.environ" not in source
-            assert "basicConfig" not in source
+            yield from (f"line {statement.lineno}: {what}" for what in ("os.environ", "basicConfig") if what in source)
 
 
-@pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=["lint", "format"])
-def test_ruff_finds_nothing(check: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "ruff", *check, "-q", "."], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_nothing_configures_logging_or_reads_the_environment_at_import() -> None:
+    assert not found_by(effects_of_import)
+
+
+def test_the_checks_find_what_they_must(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    body = "    pass\n" * 60
+    file.write_text(
+        f'"""Two. Sentences."""\nTABLE = os.environ\ntry:\n    pass\nexcept:\n    pass\n'
+        f"try:\n    pass\nexcept Exception:\n    print()  # TODO\ndef f():\n{body}" + "\n" * 400
+    )
+    checks = [too_long, odd_docstrings, excepts_without_a_reason, prints, left_out_things, effects_of_import]
+    assert [len([*check(file)]) for check in checks] == [2, 1, 2, 1, 1, 1]
 
 
 def test_our_own_classes_are_not_mocked() -> None:

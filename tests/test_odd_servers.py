@@ -263,7 +263,7 @@ async def test_an_answer_that_is_no_completion(kind: str, body: dict[str, Any]) 
 
 
 async def test_a_failure_told_in_a_stream_reaches_an_agent_of_this_process() -> None:
-    from insitu.gateway.translation import translating_transport
+    from insitu.agents.translation import translating_transport
     from insitu.workflow.llms import http_library
 
     async with door_to(written(*SAID[:2], {"error": {"message": "boom"}})) as (_, door):

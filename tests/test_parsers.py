@@ -32,8 +32,8 @@ from insitu.integrations.frameworks.langchain import make_llm
 from insitu.integrations.nat import adk_parser, langchain_parser, llama_index_parser
 from insitu.integrations.nat.base_parser import parse_calls, parse_to_conversations, parse_to_openai_messages
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, StreamEventData, TraceMetadata, read_step
-from insitu.wire.http_format import decode
-from insitu.wire.http_format import encode as as_json
+from insitu.wire.json_values import decode
+from insitu.wire.json_values import encode as as_json
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect, http_library
 

@@ -11,8 +11,8 @@ from processes import run_project
 
 from insitu.builder import Builder
 from insitu.config import load_config
-from insitu.registry import EVALUATOR
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutputItem
+from insitu.schemas.kinds import EVALUATOR
 
 AGENT = """
 import insitu

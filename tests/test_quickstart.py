@@ -96,7 +96,7 @@ def test_the_benchmark_for_a_gpu_runs_on_a_cpu() -> None:
     assert all(float(difference) < 1e-4 for difference in found.strip(" |").split(" and "))
 
 
-@pytest.mark.skipif("NEVER_WAIT" not in os.environ, reason="takes a minute; make test-pairs runs it")
+@pytest.mark.skipif("NEVER_WAIT" not in os.environ, reason="takes a minute; make test WITH=pairs runs it")
 def test_the_benchmark_of_slow_agents_runs_on_a_small_scale() -> None:
     code = """if True:
         import dataclasses, sys

@@ -1,6 +1,6 @@
 """A real pretrained model in `insitu backend`: what is sampled depends on the request alone, and a LoRA job trains it.
 
-`make test-real` asks it more.
+`make test WITH=real` asks it more.
 """
 
 import asyncio

@@ -12,10 +12,11 @@ from waiting import turns
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, PluginError
 from insitu.plugin_api import Builder, WorkflowBuilder, register_function, register_trainer_adapter
-from insitu.registry import EVALUATOR, FUNCTION, LLM, Registry, registry
+from insitu.registry import Registry, registry
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.schemas.evaluation import EvaluatorBaseConfig
 from insitu.schemas.finetuning import TrainerAdapterConfig
+from insitu.schemas.kinds import EVALUATOR, FUNCTION, LLM
 from insitu.workflow.llms import OpenAIConfig
 
 events: list[str] = []

@@ -23,7 +23,7 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import Backend, create_backend
 from insitu.disk.model_files import expired
 from insitu.schemas.training_jobs import Retention, TrainingSettings
-from insitu.wire.http_format import http_url
+from insitu.wire.addresses import http_url
 from insitu.wire.http_server import listening
 
 ROW = {"token_ids": [1, 5, 7, 2], "loss_mask": [0, 0, 1, 1], "logprobs": [0, 0, -1, -1], "advantages": 1}

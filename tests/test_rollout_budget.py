@@ -22,7 +22,7 @@ from insitu.collect.collector import Member, PlayedGroup, Rollouts
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunOutput
-from insitu.training.budget import PlannedRows
+from insitu.training.budget import KnownGroups, PlannedRows
 from insitu.training.episodes_builder import EpisodesBuilder, EpisodesBuilderConfig
 
 SPENDING = {"planned_episodes", "extra_episodes", "saved_episodes", "replaced_groups", "skipped_rows"}
@@ -152,7 +152,7 @@ def test_rows_are_planned_from_groups_that_are_known_then(
         return random.Random(f"{seed}|{number}").sample(rows, len(rows))
 
     def planner() -> PlannedRows:
-        return PlannedRows(rows, order, size, seed, 0.3, path, lag)
+        return PlannedRows(rows, order, size, seed, 0.3, KnownGroups(path, lag))
 
     live, plans = planner(), []
     for epoch in range(1, 8):

@@ -287,32 +287,17 @@ async def test_an_evaluator_may_fail_on_a_row(write: Any, served: Served) -> Non
     assert metrics["min_reward"] == -1
 
 
-@pytest.mark.parametrize("own_client", [False, True])
-async def test_completions_that_no_episode_requested_are_reported(
-    write: Any, served: Served, own_client: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, console = project(write, served, {}, own_client=own_client), Console(file=io.StringIO(), width=300)
-    await train(path, console=console)
-    assert capsys.readouterr().out == ""  # everything goes to the given console
-    out = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("were not requested by an episode" in out) is own_client
-    planned = ROWS * GENERATIONS
-    if own_client:
-        assert f"epoch 1: {2 * planned} of the {6 * planned} completions of {served.address}/v1 were not" in out
-    (metrics,) = metrics_of(path)
-    assert metrics["unknown_completions"] == (2 * planned if own_client else 0)
-    assert (metrics["stray_completions"], metrics["abandoned_attempts"]) == (0, 0)
-
-
 async def test_what_episodes_leave_behind_is_counted(
-    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+    write: Any, served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(episodes, "CANCEL_GRACE_SECONDS", 0.05)
     path = project(write, served, {}, thread=True, clings="row 1")
-    await train(path, ("eval.general.episode_timeout", "3"))
+    console = Console(file=io.StringIO(), width=300)
+    await train(path, ("eval.general.episode_timeout", "3"), console=console)
+    assert capsys.readouterr().out == ""  # everything goes to the given console
     (metrics,) = metrics_of(path)
     assert metrics["stray_completions"] == 2 * GENERATIONS  # of two functions, in the episodes of row 0
-    assert (metrics["unknown_completions"], metrics["abandoned_attempts"]) == (0, GENERATIONS)
+    assert metrics["abandoned_attempts"] == GENERATIONS
     assert metrics["dropped"]["timeout"] == GENERATIONS
     duo_plugin.released.set()
     await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "isolated"])

@@ -89,8 +89,9 @@ def test_a_token_is_compared_in_constant_time(scheme: str) -> None:
 
 def nodes(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """The syntax of a source, each node with its place for messages."""
+    name = path.relative_to(ROOT)
     for node in ast.walk(ast.parse(path.read_text())):
-        yield node, f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}"
+        yield node, f"{name}, line {getattr(node, 'lineno', 0)}"
 
 
 def test_nothing_that_is_called_a_token_is_compared_as_text() -> None:

@@ -28,8 +28,8 @@ from insitu.config import Config, load_config
 from insitu.errors import RequestRefused
 from insitu.remote.client import EPISODES, ServiceSession
 from insitu.remote.service import WorkflowService
-from insitu.wire.http_access import AccessPolicy, is_loopback
-from insitu.wire.http_format import http_url
+from insitu.wire.addresses import http_url, is_loopback
+from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_server import MAX_DEPTH, MAX_VALUES, listening, parse_json
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}

@@ -15,7 +15,6 @@ from factories import disk_space, power_failures, read_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.collect.conversations import GroupRecord
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import Block, read_block
 from insitu.errors import ConfigError, InsituError
@@ -25,6 +24,7 @@ from insitu.runs.replay import StoredRun
 from insitu.runs.store import RewardPlot, RunStore, draw_rewards, set_aside
 from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.groups import GroupRecord
 
 
 def lines(path: Path) -> list[Any]:
@@ -113,6 +113,20 @@ def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_is_drawn_while_a_run_goes_on_unless_it_is_short(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "reward_plot.png", {"epoch": 1, "avg_reward": 0.5}, {"epoch": 2, "avg_reward": 0.6}
+
+    async def times_drawn(delay: float) -> list[int]:
+        epochs: list[int] = []
+        plot = RewardPlot(path, lambda path, rewards, validations: epochs.append(len(rewards)), delay)
+        await plot.update([first], [])
+        await plot.finish([first, second], [])
+        return epochs
+
+    assert asyncio.run(times_drawn(delay=0)) == [1, 2]
+    assert asyncio.run(times_drawn(delay=600)) == [2]
+
+
 def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path) -> None:
     """A run that is interrupted while its plot is drawn draws it again at its end."""
     drawing, begun, may_end = [], threading.Event(), threading.Event()
@@ -124,7 +138,7 @@ def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path) -> None:
         draw_rewards(path, *records)
         drawing.append("end")
 
-    plot = RewardPlot(tmp_path / "reward_plot.png", watched)
+    plot = RewardPlot(tmp_path / "reward_plot.png", watched, delay=0)
     rewards = [{"epoch": 1, "avg_reward": 0.5}]
 
     async def interrupted() -> None:

@@ -1,4 +1,4 @@
-"""Agents on models of two families, one with special tokens; `make test-models` has all families."""
+"""Agents on models of two families, one with special tokens; `make test WITH=models` has all families."""
 
 import pytest
 from taught_families import *  # noqa: F403

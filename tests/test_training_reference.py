@@ -262,7 +262,6 @@ def agrees(got, wanted, since) -> bool:
     return ((got - wanted).abs() > 1e-6).double().mean().item() < 0.003
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 100, 16384])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -294,15 +293,18 @@ def agrees(got, wanted, since) -> bool:
         "sampled",
     ],
 )
-def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
-    settings = TrainingSettings(**(EVERYTHING | changes), micro_batch_tokens=micro_batch_tokens)
+def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes):
+    """With a row in each pass, all in one, and something between."""
+    settings = TrainingSettings(**(EVERYTHING | changes))
     data = rows(loaded.module)
-    trained = learnt(loaded, tmp_path, data, settings)
-
     plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
     plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
-    assert trained.metrics["steps"] == 6
-    assert agrees(trained.module, plain, since=loaded.module)
+    for tokens in (1, 16384) if changes else (1, 100, 16384):
+        trained = learnt(
+            loaded, tmp_path / str(tokens), data, settings.model_copy(update={"micro_batch_tokens": tokens})
+        )
+        assert trained.metrics["steps"] == 6
+        assert agrees(trained.module, plain, since=loaded.module), tokens
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 16384])
@@ -345,7 +347,6 @@ def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
     assert agrees(trained.module, plain, since=untrained_copy)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 16384])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -359,18 +360,20 @@ def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
     ],
     ids=["sigmoid", "smoothed-average", "ipo", "hinge-sft", "robust", "kto", "sft"],
 )
-def test_other_methods_change_weights_as_plain_loops_do(loaded, tmp_path, changes, micro_batch_tokens):
+def test_other_methods_change_weights_as_plain_loops_do(loaded, tmp_path, changes):
     method = next(iter(changes), "sft")
-    settings = TrainingSettings(**OPTIMIZER, **changes, method=method, micro_batch_tokens=micro_batch_tokens)
+    settings = TrainingSettings(**OPTIMIZER, **changes, method=method)
     data = preferences()
     if method != "dpo":
         data = [replace(row, pair="") for row in data]
-    trained = learnt(loaded, tmp_path, data, settings)
-
     plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
     plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
-    assert trained.metrics["steps"] > 6
-    assert agrees(trained.module, plain, since=loaded.module)
+    for tokens in (1, 16384):
+        trained = learnt(
+            loaded, tmp_path / str(tokens), data, settings.model_copy(update={"micro_batch_tokens": tokens})
+        )
+        assert trained.metrics["steps"] > 6
+        assert agrees(trained.module, plain, since=loaded.module), tokens
 
 
 def test_supervised_finetuning_is_the_loss_of_transformers(loaded, tmp_path):

@@ -67,7 +67,7 @@ def test_scores_and_weights_are_those_of_a_run_that_waits(
     epochs = [*range(0, 5, interval), 5]
     assert [(each["epoch"], each["policy_version"]) for each in history_of(overlaps)] == [(e, e) for e in epochs]
     assert len({each["avg_reward"] for each in history_of(overlaps)}) > 2
-    new_keys = {"beside", "unknown_completions", "digest"}
+    new_keys = {"beside", "digest"}
     assert differences(waits, overlaps, new_keys) == []
 
 

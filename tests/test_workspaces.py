@@ -471,14 +471,14 @@ print(tried)
             await first
 
 
-async def test_64_at_once(project: Path, server: FakeOpenAI) -> None:
+async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:
     code = f"import json, sys; n = json.load(sys.stdin)['id']; open('number.txt', 'w').write(str(n))\n{ASK}"
     check = "import json, sys; sys.exit(open('number.txt').read() != str(json.load(sys.stdin)['id']))"
     async with agent(project, server, code, verify=verify(check)) as workflow:
         started = time.monotonic()
-        given = await asyncio.gather(*(episode(workflow, number) for number in range(64)))
-        print(f"64 episodes in {time.monotonic() - started:.1f} s")
-    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 64
+        given = await asyncio.gather(*(episode(workflow, number) for number in range(24)))
+        print(f"24 episodes in {time.monotonic() - started:.1f} s")
+    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 24
     assert not leftovers(project)
 
 

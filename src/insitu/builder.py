@@ -14,24 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command
-from insitu.registry import (
-    EVALUATOR,
-    EXECUTOR,
-    FRAMEWORK_GROUP,
-    FUNCTION,
-    FUNCTION_GROUP,
-    LLM,
-    TRAINER,
-    TRAINER_ADAPTER,
-    TRAJECTORY_BUILDER,
-    TTC_STRATEGY,
-    Kind,
-    frameworks,
-    not_found,
-    registry,
-)
+from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command, not_found
+from insitu.registry import FRAMEWORK_GROUP, frameworks, registry
 from insitu.schemas.components import (
     WORKFLOW,
     FunctionBaseConfig,
@@ -40,8 +24,21 @@ from insitu.schemas.components import (
     TypedBaseModel,
     for_component,
 )
+from insitu.schemas.config import Config
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
+from insitu.schemas.kinds import (
+    EVALUATOR,
+    EXECUTOR,
+    FUNCTION,
+    FUNCTION_GROUP,
+    LLM,
+    TRAINER,
+    TRAINER_ADAPTER,
+    TRAJECTORY_BUILDER,
+    TTC_STRATEGY,
+    Kind,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +123,8 @@ class Builder:
         """What the command line, or the call from Python, asks of the run; None outside a run."""
         self.moved: dict[Path, Path] = parent.moved if parent is not None else {}
         """Folders that the run has moved aside, and where they are now."""
+        self.lost: BaseException | None = None
+        """Why the run is being cancelled: its backend is lost."""
         self.console = console or Console(highlight=False)
         """Where a run prints its progress; standard output by default."""
         self._live: dict[tuple[str, str], asyncio.Future[Any]] = {}

@@ -1,4 +1,4 @@
-"""The exceptions that insitu raises, and how exceptions of other code are reported.
+"""The exceptions that insitu raises, and the wording of errors: of other code, of pydantic, of failed look-ups.
 
 InsituError
 ├── ConfigError          the command line or the YAML file is wrong; nothing has been started (exit code 2)
@@ -16,10 +16,15 @@ InsituError
         └── JobLost          the backend no longer has the job, which can be submitted again
 """
 
+import difflib
 import os
 import re
 from collections.abc import Iterable
 from traceback import walk_tb
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _LIBRARY = f"{os.sep}lib{os.sep}python"
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
@@ -92,6 +97,26 @@ def a_type(value: object) -> str:
     """The type of a value with its article, for messages: `a str`, `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def key_of(location: Iterable[int | str]) -> str:
+    """The key that a pydantic error is about, without the members of unions (the tags of parts begin with "<")."""
+    return ".".join(str(part) for part in location if not str(part).startswith(("<", "list[", "function-")))
+
+
+def first_problem(error: "ValidationError") -> str:
+    """The first of what pydantic has found: the key, and what is wrong with its value."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key and key + ': '}{first['msg']}"
+
+
+def not_found(what: str, name: str, existing: Iterable[str]) -> str:
+    """The error message for a failed look-up: what was looked for, the nearest name, and all that exist."""
+    existing = list(existing)
+    near = difflib.get_close_matches(name, existing, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{what} {name!r} does not exist{hint}; available: {', '.join(existing) or 'none'}"
 
 
 class InsituError(Exception):

@@ -1,4 +1,4 @@
-"""The kinds of component, and the registry that finds each one by its `_type`.
+"""The registry of components, which finds each one by its kind and `_type`.
 
 A factory is an async generator that yields one instance and cleans up after it:
 
@@ -12,29 +12,29 @@ or a class that is made of the configuration and the builder. Its objects are as
 Components of insitu are declared as entry points in pyproject.toml, as those of plugins are, and imported on first use.
 """
 
-import difflib
 import importlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from insitu.errors import PluginError
-from insitu.schemas.components import (
-    DatasetBaseConfig,
-    ExecutorBaseConfig,
-    FunctionBaseConfig,
-    FunctionGroupBaseConfig,
-    LLMBaseConfig,
-    TTCStrategyBaseConfig,
-    TypedBaseModel,
+from insitu.errors import PluginError, not_found
+from insitu.schemas.components import TypedBaseModel
+from insitu.schemas.kinds import (
+    DATASET,
+    EVALUATOR,
+    EXECUTOR,
+    LLM,
+    TRAINER,
+    TRAINER_ADAPTER,
+    TRAJECTORY_BUILDER,
+    TTC_STRATEGY,
+    Kind,
 )
-from insitu.schemas.evaluation import EvaluatorBaseConfig
-from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -46,61 +46,6 @@ ENVIRONMENT_SERVER_GROUP = "insitu.environment_servers"
 """Where packages declare what `insitu serve FILE --as NAME` runs: `serve(config, access, host, port)`, an asynchronous
 context that yields the URL."""
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of component: the section of the file that holds its blocks, and the base class of their configuration."""
-
-    section: str
-    base: type[TypedBaseModel]
-    replaceable: bool = False
-    """Whether a plugin's component may have the name of a built-in one, and then takes its place."""
-
-    @property
-    def built_in(self) -> dict[str, str]:
-        """The `_type`s that insitu provides, and the module that registers each."""
-        return _built_in().get(self.section, {})
-
-
-@cache
-def _built_in() -> dict[str, dict[str, str]]:
-    """By section, from the entry points `insitu.<section>` of insitu's own distribution."""
-    try:
-        points = distribution("insitu").entry_points
-    except PackageNotFoundError as error:
-        raise PluginError("insitu is not installed (pip install -e .): its components cannot be found") from error
-    modules: dict[str, dict[str, str]] = {}
-    for point in points:
-        if point.group.startswith("insitu."):
-            modules.setdefault(point.group.removeprefix("insitu."), {})[point.name] = point.value
-    if not modules:
-        raise PluginError("insitu's installed metadata lacks its components: reinstall it (pip install -e .)")
-    return modules
-
-
-LLM = Kind("llms", LLMBaseConfig)
-FUNCTION = Kind("functions", FunctionBaseConfig)
-FUNCTION_GROUP = Kind("function_groups", FunctionGroupBaseConfig)
-EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig, replaceable=True)
-DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
-EXECUTOR = Kind("general.executor", ExecutorBaseConfig)
-TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig)
-TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
-TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
-TRAINER = Kind("trainers", TrainerConfig)
-
-KINDS = (
-    LLM,
-    FUNCTION,
-    FUNCTION_GROUP,
-    EVALUATOR,
-    DATASET,
-    EXECUTOR,
-    TTC_STRATEGY,
-    TRAJECTORY_BUILDER,
-    TRAINER_ADAPTER,
-    TRAINER,
-)
 
 Finish = Callable[[str, Any, Any], Any]
 """Turns what a factory yielded into the live object: `finish(name, config, yielded)`."""
@@ -268,11 +213,3 @@ register_trainer = decorator(TRAINER)
 def frameworks() -> list[str]:
     """The names of `wrapper_type`: insitu's agent frameworks and those of installed packages."""
     return sorted(entry_points(group=FRAMEWORK_GROUP).names)
-
-
-def not_found(what: str, name: str, existing: Iterable[str]) -> str:
-    """The error message for a failed look-up: what was looked for, the nearest name, and all that exist."""
-    existing = list(existing)
-    near = difflib.get_close_matches(name, existing, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{what} {name!r} does not exist{hint}; available: {', '.join(existing) or 'none'}"

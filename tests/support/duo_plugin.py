@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import openai
 from pydantic import Field
 
 from insitu.plugin_api import (
@@ -37,7 +36,7 @@ released = asyncio.Event()
 class AskBothConfig(FunctionBaseConfig, name="ask_both"):
     """Asks each model for its word on a text; `earn` is the step reward of a character that they have answered.
 
-    `own_client`: it also asks by a client that is not recorded; `thread`: by ours in a thread that enters no episode.
+    `thread`: it also asks by our client in a thread that enters no episode.
     `clings`: with texts that contain this, it ignores its cancellation until `released` is set.
     """
 
@@ -46,7 +45,6 @@ class AskBothConfig(FunctionBaseConfig, name="ask_both"):
     judge: LLMRef
     framework: str | None = None
     earn: float | None = None
-    own_client: bool = False
     thread: bool = False
     clings: str | None = None
 
@@ -66,11 +64,6 @@ async def ask_both(config: AskBothConfig, builder: Builder) -> AsyncIterator[Any
                 answers.append((await llm.complete(messages)).choices[0].message.content)
             else:
                 answers.append((await llm.ainvoke(messages)).content)
-        if config.own_client:
-            known = (await builder.get_llm(config.player)).client
-            async with openai.AsyncOpenAI(base_url=known.base_url, api_key=known.api_key) as client:
-                messages = [{"role": "user", "content": text}]
-                await client.chat.completions.create(model="policy", messages=messages, max_tokens=2)  # type: ignore[arg-type]
         if config.thread:
             known = llms[config.player]
             thread = threading.Thread(target=asyncio.run, args=[known.complete([{"role": "user", "content": text}])])

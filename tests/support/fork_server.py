@@ -112,7 +112,7 @@ def preload() -> None:
     for name in [*(name for name in modules if not OPTIONAL.match(name)), *LIBRARIES]:
         importlib.import_module(name)
     warm_up()
-    inspect.getmodule(main.__code__)  # finds the files of all modules, as each program with a plugin would
+    inspect.getmodule(compile("", "of no module", "exec"))  # finds the files of all modules, as plugins' classes would
     for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         library.atexit = False  # it only returns memory, which the process does by ending
     gc.freeze()  # what no collection visits stays shared with the commands

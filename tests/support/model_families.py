@@ -1,6 +1,6 @@
 """Families of models in `transformers` that are sampled and trained, or refused by name, with tiny configurations.
 
-`make test-models` runs all of them, and `scripts/write_models.py` writes this table to `docs/reference/models.md`.
+`make test WITH=models` runs all of them, and `scripts/write_models.py` writes this table to `docs/reference/models.md`.
 """
 
 import re

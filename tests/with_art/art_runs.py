@@ -19,8 +19,8 @@ ROOT = HERE.parents[1]
 INSITU = Path(sys.executable).with_name("insitu")
 RELEASES = ["0.5.4", "0.5.18"]
 NEWEST = "0.5.23"
-"""Needs Python 3.12, which `make test-art` looks for."""
-if (ROOT / ".venv-art" / NEWEST / ".installed").exists():
+"""Needs Python 3.12, which `make test WITH=art` looks for."""
+if (ROOT / ".environments/art" / NEWEST / ".installed").exists():
     RELEASES.append(NEWEST)
 each_release = pytest.mark.parametrize("release", RELEASES)
 
@@ -47,7 +47,7 @@ def backend(model: Path, folder: Path, *options: str, log: Path | None = None) -
 def starting(
     release: str, file: Path, *options: str, folder: Path | None = None, command: str = "finetune", **env: str
 ) -> subprocess.Popen[str]:
-    insitu = ROOT / ".venv-art" / release / "bin" / "nat"
+    insitu = ROOT / ".environments/art" / release / "bin" / "nat"
     return subprocess.Popen(
         [insitu, command, "--config_file", file, *options],
         stdout=subprocess.PIPE,

@@ -38,7 +38,7 @@ def test_reward_rises_from_chance(release, backend, model, tmp_path):
     """Nine words are about equally likely at first; the step rises with each training, and old checkpoints go."""
     address, folder = backend
     script = HERE / f"preference_{'0_5_4' if release == '0.5.4' else '0_5_18'}.py"
-    python = ROOT / ".venv-art" / release / "bin/python"
+    python = ROOT / ".environments/art" / release / "bin/python"
     done = subprocess.run(
         [python, script, address, model, release],
         env=os.environ | QUIET,

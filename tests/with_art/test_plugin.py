@@ -200,7 +200,7 @@ def test_what_cannot_be_done_is_refused_by_name(release, key, value, problem, lo
 def test_the_adapter_by_hand(release, looker, tool_model):
     """Made in Python, without a file: each submission of an unnumbered epoch trains, and a failure is one."""
     address, _ = looker
-    python = ROOT / ".venv-art" / release / "bin" / "python"
+    python = ROOT / ".environments/art" / release / "bin" / "python"
     port = address.rpartition(":")[2]
     command = [python, "-W", "error::ResourceWarning", HERE / "by_hand.py", port, f"hand-{release}", tool_model.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -218,7 +218,7 @@ def test_the_adapter_by_hand(release, looker, tool_model):
 def test_submissions_at_once_again_and_from_elsewhere(release, looker, tool_model):
     address, _ = looker
     name = f"odd-{release}"
-    python = ROOT / ".venv-art" / release / "bin" / "python"
+    python = ROOT / ".environments/art" / release / "bin" / "python"
     command = [python, HERE / "odd_submissions.py", address.rpartition(":")[2], name, tool_model.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,12 +17,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from insitu.collect.conversations import GroupRecord
 from insitu.runs.records import RunProgress, training_records
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.groups import GroupRecord
 from insitu.training.preference_builders import DPOFromGroupsConfig, episode_pairs
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tic_tac_toe/model"

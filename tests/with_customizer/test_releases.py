@@ -24,7 +24,7 @@ def nemo() -> Iterator[FakeNeMo]:
 
 
 def start(release: str, folder: Path, *options: str) -> subprocess.Popen[str]:
-    nat = ROOT / ".venv-customizer" / release / "bin" / "nat"
+    nat = ROOT / ".environments/customizer" / release / "bin" / "nat"
     command = [nat, "finetune", "--config_file", "config.yml", *options]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(release: str, tmp_path:
 
 @each_release
 def test_the_libraries_are_those_that_are_claimed(release: str) -> None:
-    python = ROOT / ".venv-customizer" / release / "bin" / "python"
+    python = ROOT / ".environments/customizer" / release / "bin" / "python"
     code = "import huggingface_hub as h, nemo_microservices as n; print(n.__version__, h.__version__)"
     versions = subprocess.check_output([python, "-c", code], text=True, env={**os.environ}).split()
     assert versions[0] == release

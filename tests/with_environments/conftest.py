@@ -20,7 +20,7 @@ STARTER = ROOT / "src/insitu/starter/model"
 
 
 def python_of(environment: str) -> Path:
-    return ROOT / ".venv-environments" / environment / "bin/python"
+    return ROOT / ".environments/environments" / environment / "bin/python"
 
 
 class Project:

@@ -72,7 +72,7 @@ def dialogue(thing: str, number: str, final: bool) -> list[tuple[str, bool]]:
 def looker() -> Path:
     """The model, which learns for half a minute, and is kept until its recipe changes."""
     recipe = Path(__file__)
-    folder = recipe.parents[2] / ".venv-frameworks/looker"
+    folder = recipe.parents[2] / ".environments/looker"
     weights = folder / "model.safetensors"
     if not weights.exists() or weights.stat().st_mtime < recipe.stat().st_mtime:
         save_looker(folder)

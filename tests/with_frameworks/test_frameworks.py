@@ -36,7 +36,7 @@ def test_every_example_is_a_case() -> None:
 
 
 def python_of(name: str) -> Path:
-    return ROOT / ".venv-frameworks" / name / "bin/python"
+    return ROOT / ".environments/frameworks" / name / "bin/python"
 
 
 @pytest.mark.parametrize(("name", "stream"), RUNS, ids=[f"{name}{'-stream' * stream}" for name, stream in RUNS])

@@ -22,7 +22,7 @@ PASSWORD = "password-of-the-user-9Kx4"
 SECRETS = (TOKEN, PASSWORD)
 """They are in the environment and in files of the user, and must not be in a file of a run."""
 HERE = Path(__file__).parent
-ART = HERE.parents[1] / ".venv-art/0.5.18/bin"
+ART = HERE.parents[1] / ".environments/art/0.5.18/bin"
 """The environment of ART's client, which excludes ours."""
 TRACKER = """
 import json

@@ -1,4 +1,4 @@
-"""Every two features meet in some run, and the same holds after each: `make test-pairs`."""
+"""Every two features meet in some run, and the same holds after each: `make test WITH=pairs`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,9 +13,7 @@ from projects import Project
 CASES = cases()
 REFUSED = refused_cases()
 ADDRESSES = {"url", "address", "base_url", "entity_host", "datastore_host", "port"}
-NOT_COMPARED = frozenset(
-    {"events.jsonl", "recording.jsonl", "trackers", "unknown_completions", "output_model", "digest", *ADDRESSES}
-)
+NOT_COMPARED = frozenset({"events.jsonl", "recording.jsonl", "trackers", "output_model", "digest", *ADDRESSES})
 """What tells of the interruption, the names of a job and the digest of its rows, which name the run, and a number that
 is null for an epoch with an outage."""
 

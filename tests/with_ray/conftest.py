@@ -20,7 +20,7 @@ from processes import HANGS, fork_server, serving, wait_until
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".venv-ray/bin/python"
+PYTHON = HERE.parents[1] / ".environments/ray/bin/python"
 TOKEN = "tok-of-the-backend-1f6c0b"
 WORKER = "ray::EpisodeWorker"
 

@@ -1,7 +1,7 @@
 """Requests that schemathesis generates from the backend's OpenAPI document: no 5xx, no hang.
 
-`make test-hostile` sends 10,000 over all protocols; INSITU_FUZZ_REQUESTS sets the number, INSITU_FUZZ_SEED the first
-seed. schemathesis has its own environment: it pins libraries that ours need in other releases.
+`make test WITH=hostile` sends 10,000 over all protocols; INSITU_FUZZ_REQUESTS sets the number, INSITU_FUZZ_SEED the
+first seed. schemathesis has its own environment: it pins libraries that ours need in other releases.
 """
 
 import json
@@ -26,7 +26,13 @@ def fuzz(address: str, report: Path, seed: int, *options: str) -> tuple[int, lis
     """Number of requests sent, and what went wrong."""
     model = {"entity": "insitu", "project": "p", "name": "fuzzed", "base_model": "model"}  # earlier ones deleted it
     made = httpx.post(f"{address}/v1/preview/models", json=model, headers=HEADERS, timeout=HANGS).json()
-    command = [ROOT / ".venv-schemathesis/bin/schemathesis", "run", f"{address}/openapi.json", "--seed", str(seed)]
+    command = [
+        ROOT / ".environments/schemathesis/bin/schemathesis",
+        "run",
+        f"{address}/openapi.json",
+        "--seed",
+        str(seed),
+    ]
     command += ["--header", f"Authorization: Bearer {TOKEN}", "--checks", "not_a_server_error"]
     command += ["--max-examples", str(PER_OPERATION), "--request-timeout", "60", "--continue-on-failure"]
     command += ["--suppress-health-check", "too_slow,data_too_large"]  # of what it generates

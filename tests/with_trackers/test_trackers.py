@@ -1,6 +1,6 @@
 """A run, and its continuation, in each tracker as its own package reads it back.
 
-Their packages are in `.venv-trackers`, in which no run could be made: the run is made up of files.
+Their packages are in `.environments/trackers`, in which no run could be made: the run is made up of files.
 """
 
 import json

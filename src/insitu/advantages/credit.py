@@ -10,8 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
+from insitu.schemas.config import matching_llms
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
+from insitu.schemas.finetuning import Trajectory
+from insitu.schemas.training_blocks import ALLOWED_REWARDS, MAX_REWARD
 
 
 class TrainedCalls(NamedTuple):
@@ -70,21 +72,6 @@ def credited_function(functions: Sequence[str], targets: Collection[str]) -> str
     """
     targeted = [name for name in functions if name in targets] if WORKFLOW not in targets else []
     return (targeted or functions or (WORKFLOW,))[-1]
-
-
-def matching_llms(target: str, models: Mapping[str, str | None]) -> list[str]:
-    """The keys of `models` (llm key -> model name) that `target`, a key or a model name, selects.
-
-    Without an exact match, `@step` suffixes are ignored and llms whose model name is still unknown also match.
-    """
-    exact = [key for key, model in models.items() if model == target]
-    possible = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
-    return [target] if target in models else exact or possible
-
-
-def _without_step(model: str) -> str:
-    name, _, step = model.rpartition("@")
-    return name if name and step.isdecimal() else model
 
 
 class AdvantageConfig(BaseModel):

@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pydantic import BaseModel
 
+from insitu.agents.translation import translating_transport
 from insitu.capture.ledger import current_call_site
-from insitu.gateway.translation import translating_transport
 from insitu.schemas.steps import IntermediateStepCategory as Category
 from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.workflow.context import EpisodeScope, current_scope

@@ -6,13 +6,13 @@ async def answer(question: str, model: insitu.Model) -> str:
     return await model.ask(question)
 """
 
-import asyncio
 import importlib
 import inspect
 import re
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import cached_property, partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
@@ -20,10 +20,11 @@ from pydantic import Field
 from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built
 from insitu.config import Config
-from insitu.config.code import load_code
+from insitu.config.code import called, is_blocking, load_code, parameters
 from insitu.errors import ConfigError, WorkflowError, a_type
-from insitu.registry import FRAMEWORK_GROUP, FUNCTION, LLM, not_found
+from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
+from insitu.schemas.kinds import FUNCTION, LLM
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function, type_hints
 from insitu.workflow.llms import ModelClient, as_messages, text_of
@@ -70,19 +71,6 @@ def framework_module(framework: str | None) -> Any:
         return None
     (point,) = entry_points(group=FRAMEWORK_GROUP, name=framework.lower())
     return importlib.import_module(point.module)
-
-
-def is_blocking(function: Any) -> bool:
-    """Whether calling it waits for its result: it is neither a coroutine function nor an asynchronous generator."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    asynchronous = inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    return not any(check(each) for check in asynchronous for each in (function, called))
-
-
-async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, which runs in a thread unless it is asynchronous."""
-    result = await asyncio.to_thread(function, *args, **kwargs) if is_blocking(function) else function(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
 
 
 async def ask(agent: Any, question: Any, framework: str | None) -> Any:
@@ -137,27 +125,8 @@ class PythonConfig(FunctionBaseConfig, name="python"):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Values of further parameters."""
 
-
-def parameters(
-    function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str], hint: str = ""
-) -> tuple[str | None, list[str]]:
-    """The parameter for the input, and those of `offered` that the function has.
-
-    Raises ConfigError, which ends with `hint`, if it has none for one of `names`, or needs one that nobody fills.
-    """
-    signature = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
-    for name in names:
-        if name not in signature and not takes_any:
-            raise ConfigError(not_found(f"{where}: the parameter", name, signature) + hint)
-    positional = [n for n, each in signature.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    first = next((name for name in positional if name not in names and name not in offered), None)
-    filled = {first, *names, *offered}
-    for name, each in signature.items():
-        is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if each.default is each.empty and not is_variable and name not in filled:
-            raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}{hint}")
-    return first, [name for name in offered if name in signature]
+    def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
+        CheckedCode.of(self, where, folder, llms)
 
 
 class CheckedCode(NamedTuple):
@@ -171,15 +140,14 @@ class CheckedCode(NamedTuple):
     """Binds an agent object to a model; None for functions."""
 
     @classmethod
-    def of(cls, config: PythonConfig, name: str, file: Config) -> "CheckedCode":
-        """Raises ConfigError for what cannot be a workflow."""
-        where = "workflow" if name == WORKFLOW else f"functions.{name}"
-        code = load_code(config.function, f"{where}.function", file.folder)
+    def of(cls, config: PythonConfig, where: str, folder: Path, llms: Collection[str]) -> "CheckedCode":
+        """Raises ConfigError, naming the block's key `where`, for what cannot be a workflow."""
+        code = load_code(config.function, f"{where}.function", folder)
         models = {**({"model": config.model} if config.model is not None else {}), **config.models}
         if not callable(code):
             build = binder(code, config.framework, f"{where}.function")
             if config.model is None:
-                raise ConfigError(_no_model(where, "the agent object", file))
+                raise ConfigError(_no_model(where, "the agent object", llms))
             return cls(code, None, [], models, build)
         if any(map(inspect.isgeneratorfunction, (code, getattr(code, "__call__", code)))):  # noqa: B004
             raise ConfigError(
@@ -188,23 +156,17 @@ class CheckedCode(NamedTuple):
             )
         has_model = "model" in inspect.signature(code).parameters
         if "model" not in {*models, *config.arguments} and has_model:
-            raise ConfigError(_no_model(where, config.function, file))
+            raise ConfigError(_no_model(where, config.function, llms))
         hint = "" if has_model else "; the model is given to the parameter `model`, or to those that `models` names"
         settings = {**config.arguments, **models}
         return cls(code, *parameters(code, f"{where} ({config.function})", settings, _FROM_EPISODE, hint), models)
 
 
-def check_functions(config: Config) -> None:
-    """Raises ConfigError if a function of the file cannot be what its block says."""
-    for name in config.names(FUNCTION):
-        if isinstance(block := config.block(FUNCTION, name), PythonConfig):
-            CheckedCode.of(block, name, config)
-
-
 @register_function(config_type=PythonConfig)
 async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    name = name_being_built()
-    code, first, from_episode, models, build = CheckedCode.of(config, name, builder.config)
+    name, file = name_being_built(), builder.config
+    where = "workflow" if name == WORKFLOW else f"functions.{name}"
+    code, first, from_episode, models, build = CheckedCode.of(config, where, file.folder, file.names(LLM))
     if build is not None:  # an agent object
         model = await _model(builder, models["model"], config, blocking=False)
         yield FunctionInfo.from_fn(_asking(build, [model], {}, config.framework))
@@ -220,8 +182,8 @@ async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterat
     yield FunctionInfo.from_fn(run, description=inspect.getdoc(code))
 
 
-def _no_model(where: str, what: str, config: Config) -> str:
-    names = ", ".join(config.names(LLM)) or "none"
+def _no_model(where: str, what: str, llms: Collection[str]) -> str:
+    names = ", ".join(llms) or "none"
     return f"{where}.model is missing: {what} takes a model; available under llms: {names}"
 
 

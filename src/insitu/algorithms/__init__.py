@@ -1,1 +1,1 @@
-"""Pure functions without I/O or torch: the curriculum, statistics, and names of files."""
+"""Pure functions without I/O or torch: selection, shapes of rewards, statistics, budgets of episodes and memory."""

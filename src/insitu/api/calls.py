@@ -22,20 +22,20 @@ from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
 from insitu.collect.datasets import find_dataset
-from insitu.collect.event_loop import run_anywhere
+from insitu.collect.evaluation import held_out_record
 from insitu.config import Config, check_config
 from insitu.config.code import stop_import
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.reader import RunReader
-from insitu.runs.replay import held_out_record
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import check_run, evaluation_main, finetuning_main
 from insitu.wire.redaction import remember_environment, results_console
+from insitu.workflow.event_loop import run_anywhere
 
 Rows = Any
 """A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas or polars."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
 from insitu.collect.datasets import StructureConfig
-from insitu.collect.event_loop import run_async, run_in_loop
 from insitu.config import check_config, load_config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import ConfigError, InsituError
@@ -25,6 +24,7 @@ from insitu.runs.reader import RunReader
 from insitu.runs.replay import file_of_run
 from insitu.training.runtime import serve_policy
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.event_loop import run_async, run_in_loop
 from insitu.workflow.llms import ModelClient, connect
 
 if TYPE_CHECKING:

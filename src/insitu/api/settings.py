@@ -19,8 +19,7 @@ from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
-from insitu.errors import ConfigError, a_type
-from insitu.registry import not_found
+from insitu.errors import ConfigError, a_type, not_found
 from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]

@@ -39,7 +39,7 @@ from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings
-from insitu.wire.http_format import http_url
+from insitu.wire.addresses import http_url
 from insitu.wire.http_server import guard, json_response, listening
 from insitu.wire.signals import stop_signals
 

@@ -28,16 +28,9 @@ from insitu.capture.ledger import CHAT, CallLedger, CallSite, CompletionRequest,
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
+from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import choice_tokens, parse_lenient_json, sent_logprobs
-from insitu.wire.http_format import (
-    COMPACT,
-    JSON,
-    MALFORMED,
-    error_message,
-    error_param,
-    is_same_server,
-    parse_count,
-)
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +68,8 @@ class Recorder:
     """Sends what was sampled of a conversation with its next request, as `token_bridge` of an llm says."""
     retried_statuses: Collection[int] | None = None
     """Of responses after which clients are to repeat a request; None: as they decide themselves."""
-    outside_completions: int = 0
-    """Completions requested outside every episode, by evaluators too."""
     stray_completions: int = 0
-    """The part of them that no evaluator requested: by threads that do not know their episode, for example."""
+    """Completions requested outside every episode and evaluator: by threads that do not know their episode, say."""
     refused: frozenset[str] = frozenset()
     """What the server refuses to return, of `_OPTIONS`: it is not requested again where training does without."""
     _warned: bool = False
@@ -125,10 +116,9 @@ class Recorder:
         if request is None:
             return None
         if ledger is None:
-            completions = len(request.prompts) * request.n
-            with self._lock:
-                self.outside_completions += completions
-                self.stray_completions += 0 if site.is_explicit else completions
+            if not site.is_explicit:
+                with self._lock:
+                    self.stray_completions += len(request.prompts) * request.n
             return None
         return Exchange(self, ledger, site, body, request)
 

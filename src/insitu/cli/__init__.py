@@ -93,7 +93,7 @@ def main() -> None:
 
         write_json_lines(sys.stderr)
     code = _run(json_lines)
-    event_loop = sys.modules.get("insitu.collect.event_loop")
+    event_loop = sys.modules.get("insitu.workflow.event_loop")
     if event_loop is not None and event_loop.left_behind:  # Python would wait for what does not end
         sys.stdout.flush()
         sys.stderr.flush()

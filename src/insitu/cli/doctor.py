@@ -31,8 +31,8 @@ def command(
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
     """
-    from insitu.collect.event_loop import run_async
     from insitu.doctor.diagnosis import Budget, examine
+    from insitu.workflow.event_loop import run_async
 
     diagnosis = run_async(examine(request, Budget(episodes, seconds)))
     if as_json:

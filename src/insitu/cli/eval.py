@@ -38,10 +38,10 @@ def command(
     """Score a workflow on a dataset, or a model on a task. Prints a table and writes the evaluation files."""
     from insitu.collect.evaluation import evaluation_of_task
     from insitu.collect.evaluators import scores_by_row
-    from insitu.collect.event_loop import run_async
     from insitu.errors import InsituError
     from insitu.training.report import evaluation_problems
     from insitu.training.runtime import evaluation_main
+    from insitu.workflow.event_loop import run_async
 
     logs: Path | None = None
     if task is not None:

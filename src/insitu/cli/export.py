@@ -24,8 +24,7 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, kind:
         unused = {"--checkpoint": checkpoint, "--merge": merge, "--push": push}
         if conflicts := [name for name, value in unused.items() if value]:
             raise click.UsageError(f"{', '.join(conflicts)} cannot be used with --as {kind}, which exports no model")
-        from insitu.errors import ConfigError
-        from insitu.registry import not_found
+        from insitu.errors import ConfigError, not_found
         from insitu.schemas.parts import load_named, names
 
         if kind not in names("exports"):

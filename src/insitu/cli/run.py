@@ -22,7 +22,7 @@ _INPUT = click.option("--input", "text", required=True, help="The input, as JSON
 @options.request("RunRequest", _INPUT, options.checkpoint)
 def command(request: "RunRequest", text: str, checkpoint: Path | None) -> None:
     """Run a workflow on one input and print its answer."""
-    from insitu.collect.event_loop import run_async
+    from insitu.workflow.event_loop import run_async
 
     print(run_async(_run(request, text, checkpoint)))
 

@@ -36,7 +36,7 @@ _PROTOCOL = click.option(
 )
 def command(request: "RunRequest", protocol: str | None, **serve_options: Any) -> None:
     """Serve a workflow for `finetune --endpoint`, `eval --endpoint` and POST /generate."""
-    from insitu.collect.event_loop import run_async
+    from insitu.workflow.event_loop import run_async
 
     if protocol is None:
         run_async(_serve(request, **serve_options))
@@ -53,8 +53,8 @@ async def _serve_environment(
     from importlib.metadata import entry_points
 
     from insitu.config import requested_config
-    from insitu.errors import ConfigError
-    from insitu.registry import ENVIRONMENT_SERVER_GROUP, not_found
+    from insitu.errors import ConfigError, not_found
+    from insitu.registry import ENVIRONMENT_SERVER_GROUP
 
     servers = entry_points(group=ENVIRONMENT_SERVER_GROUP)
     if protocol not in servers.names:

@@ -10,7 +10,7 @@ from insitu.cli import options
 from insitu.wire.redaction import results_console
 
 if TYPE_CHECKING:
-    from insitu.runs.replay import Rescoring
+    from insitu.collect.rescoring import Rescoring
 
 _SORT_KEYS = {"reward": "reward", "seconds": "seconds", "tokens": "sampled_tokens", "calls": "calls"}
 """What episodes can be sorted by, and its column in the index."""
@@ -103,8 +103,8 @@ def rescore(
     run_dir: Path, evaluator: str, config_file: Path | None, dataset: Path | None, override: tuple[tuple[str, str], ...]
 ) -> None:
     """Score the episodes of RUN_DIR again and append the scores to it; what it has recorded does not change."""
-    from insitu.collect.event_loop import run_async
-    from insitu.runs.replay import Rescoring
+    from insitu.collect.rescoring import Rescoring
+    from insitu.workflow.event_loop import run_async
 
     run_async(_rescore(Rescoring(run_dir, evaluator, config_file, dataset, override)))
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 @options.request("FinetuneRunConfig", options.dataset, *options.validation)
 def command(request: "FinetuneRunConfig") -> None:
     """Check a file, its plugins and its datasets, as `finetune` does before it starts anything."""
-    from insitu.collect.event_loop import run_async
     from insitu.training.runtime import check_run
+    from insitu.workflow.event_loop import run_async
 
     config, memory = run_async(check_run(request))
     untrained = "" if config.finetuning.enabled else "; it does not train (finetuning.enabled is false)"

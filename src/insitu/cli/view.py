@@ -22,9 +22,9 @@ def command(folder: Path | None, host: str, port: int, access: "AccessPolicy") -
 
     Without FOLDER: the runs in runs/ and .tmp/ of the working directory.
     """
-    from insitu.collect.event_loop import run_async
     from insitu.view.run_pages import OpenedFolder
     from insitu.view.server import ViewServer
+    from insitu.workflow.event_loop import run_async
 
     server = ViewServer(OpenedFolder(folder), access)
 

@@ -31,17 +31,17 @@ from typing import Any, NamedTuple, TypeVar
 from insitu.advantages.credit import TrainedCalls
 from insitu.algorithms.budget import Budget, lacks_variance
 from insitu.builder import Builder
-from insitu.capture.recorder import Recorder
-from insitu.collect.conversations import GroupRecord, scored_group
+from insitu.collect.conversations import scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState
+from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, InsituError, WorkflowError
-from insitu.registry import EXECUTOR, LLM
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EXECUTOR, LLM
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 
@@ -304,22 +304,11 @@ def _check_vocabulary(episode: Episode, plan: Plan) -> None:
 
 def stray_completions(builder: Builder) -> Counter[str]:
     """Completions requested outside every episode so far, by key of `llms`."""
-    stray = Counter({str(recorder.llm): recorder.stray_completions for recorder in _recorders(builder)})
+    clients = (llm for llm in builder.built(LLM) if isinstance(llm, ModelClient))
+    stray = Counter({str(client.recorder.llm): client.recorder.stray_completions for client in clients})
     for executor in builder.built(EXECUTOR):
         stray.update(executor.stray_completions)
     return stray
-
-
-def outside_completions(builder: Builder, server: str) -> int:
-    """Completions requested from `server` outside every episode so far, by evaluators too."""
-    counts = [(recorder.server, recorder.outside_completions) for recorder in _recorders(builder)]
-    for executor in builder.built(EXECUTOR):
-        counts += executor.outside_completions.items()
-    return sum(count for url, count in counts if url.rstrip("/") == server.rstrip("/"))
-
-
-def _recorders(builder: Builder) -> list[Recorder]:
-    return [llm.recorder for llm in builder.built(LLM) if isinstance(llm, ModelClient)]
 
 
 async def _server_was_down(run: RunState, started: float) -> bool:

@@ -20,6 +20,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
     text_content,
 )
+from insitu.schemas.groups import GroupRecord
 from insitu.wire.connection import chat_entries
 from insitu.wire.http_format import format_token_id
 
@@ -177,21 +178,6 @@ def _normalized_tool_call(call: dict[str, Any]) -> tuple[Any, ...]:
     with suppress(json.JSONDecodeError):  # a model may write anything
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return call.get("id"), function.get("name"), arguments
-
-
-class GroupRecord(NamedTuple):
-    """A completed group: all its episodes, and the trajectories of those that can be trained.
-
-    `row_id` is that of its row; of a group of several rows, that of the first in the dataset. `saved` episodes were not
-    played, as the rewards of the others are equal; `replaced_by` is the row that was played instead.
-    """
-
-    row_id: str
-    episodes: list[Episode]
-    trajectories: list[Trajectory]
-    dropped: Counter[str]
-    saved: int = 0
-    replaced_by: str | None = None
 
 
 def scored_group(

@@ -22,12 +22,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
-from insitu.errors import ConfigError, install_command
-from insitu.registry import DATASET, not_found, register_dataset_loader, registry
+from insitu.errors import ConfigError, install_command, not_found
+from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.kinds import DATASET
 from insitu.schemas.steps import IntermediateStep, read_step
-from insitu.wire.http_format import has_lone_surrogate, json_form
+from insitu.wire.json_values import has_lone_surrogate, json_form
 
 Rows = Iterator[dict[str, Any]]
 
@@ -101,6 +102,10 @@ class FileDatasetConfig(DatasetConfig):
 
     file_path: Path
     """Path relative to the working directory or, if it does not exist there, to the folder of the YAML file."""
+
+    @property
+    def rows_file(self) -> Path:
+        return self.file_path
 
 
 def loads(data: bytes) -> Any:
@@ -221,8 +226,6 @@ for _name, _reader in (
     _config = type(f"{_name.capitalize()}DatasetConfig", (FileDatasetConfig,), {"__module__": __name__}, name=_name)
     register_dataset_loader(config_type=_config)(_reader)
 
-WORKFLOW_OUTPUT = "workflow_output.json"
-"""What an evaluation writes; it can be read as a dataset."""
 _BY_SUFFIX = {".json": "json", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet", ".xls": "xls", ".xlsx": "xls"}
 
 
@@ -278,7 +281,7 @@ def find_dataset(config: Config, path: str | Path | None = None, moved: Moved | 
         return Dataset(config, block, file_format(Path(path)), config.find_path(path, "dataset", moved))
     if config.eval.dataset is None:
         raise ConfigError(f"{config.source}: eval.general.dataset is missing, and no dataset was given")
-    file = getattr(block, "file_path", None)
+    file = block.rows_file
     if file is not None:
         file = config.find_path(file, "eval.general.dataset.file_path", moved)
     return Dataset(config, block, block.type, file)

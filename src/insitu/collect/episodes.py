@@ -18,11 +18,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import ConfigDict
 
 from insitu.advantages.credit import credited_function
-from insitu.agents.python import check_functions
 from insitu.builder import Builder
 from insitu.capture.ledger import CallLedger
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import RunState, current_run
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import (
     BackendUnavailable,
@@ -35,12 +34,13 @@ from insitu.errors import (
     exception_chain,
     format_error,
 )
-from insitu.registry import FUNCTION, register_executor
-from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig
+from insitu.registry import register_executor
+from insitu.schemas.components import WORKFLOW, ExecutorBaseConfig, FunctionBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
-from insitu.wire.http_format import value_at
+from insitu.schemas.kinds import FUNCTION, LLM
+from insitu.wire.json_values import value_at
 from insitu.workflow.context import EpisodeScope
 
 logger = logging.getLogger(__name__)
@@ -126,13 +126,6 @@ class Executor(ABC):
     def __init__(self) -> None:
         self.stray_completions = Counter[str]()
         """Completions that workflows in other processes have requested outside every episode, by key of `llms`."""
-        self.outside_completions = Counter[str]()
-        """Completions requested outside every episode, by URL of the server."""
-
-    @property
-    def lost_workers(self) -> int:
-        """How many processes have ended without saying what their episodes had requested."""
-        return 0
 
     async def check(self, builder: Builder) -> None:
         """Raises ConfigError or BackendError if no episode could be run; called before anything else is started."""
@@ -157,7 +150,11 @@ class LocalExecutor(Executor):
     """Runs attempts in this event loop."""
 
     async def check(self, builder: Builder) -> None:
-        check_functions(builder.config)
+        config = builder.config
+        for name in config.names(FUNCTION):
+            where, block = "workflow" if name == WORKFLOW else f"functions.{name}", config.block(FUNCTION, name)
+            if isinstance(block, FunctionBaseConfig):
+                block.check_code(where, config.folder, config.names(LLM))
 
     @asynccontextmanager
     async def open(

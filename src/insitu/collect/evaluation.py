@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import aclosing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -15,25 +15,33 @@ from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
-from insitu.collect.collector import Plan, collect
-from insitu.collect.datasets import WORKFLOW_OUTPUT, DatasetConfig, dataset_config, load_dataset
+from insitu.collect.collector import Plan
+from insitu.collect.datasets import DatasetConfig, dataset_config, find_dataset, load_dataset
 from insitu.collect.episodes import EpisodeOptions
+from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, changed_config, check_config, load_config, read_settings
 from insitu.config.yaml_loader import parse_override
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
-from insitu.errors import ConfigError
-from insitu.registry import EVALUATOR, LLM, not_found
+from insitu.errors import ConfigError, not_found
 from insitu.schemas.episodes import DropReason, Episode, Needs
-from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvaluationRunOutput, RunRequest, TaskEvaluation
+from insitu.schemas.evaluation import (
+    WORKFLOW_OUTPUT,
+    EvalInput,
+    EvalInputItem,
+    EvaluationRunOutput,
+    RunRequest,
+    TaskEvaluation,
+)
 from insitu.schemas.evaluation import (
     EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
 )
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
+from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.schemas.parts import load_named, names
-from insitu.wire.http_format import json_path
+from insitu.wire.json_values import json_path
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +139,20 @@ class EvaluationRun:
             limit=loaded.max_concurrency,
             service=self.config,
         )
-        by_member = {(str(item.id), generation): item for item, generation in plan.members}
-        async with aclosing(collect(plan, builder, run, self.on_episode)) as groups:
-            async for group in groups:
-                for episode in group.episodes:
-                    episode.fill(by_member[episode.key.member])
+        await collect_epoch(plan, builder, run, [_Answers(plan, self.on_episode)])
+
+
+class _Answers(Observer):
+    """Fills the items of a plan in."""
+
+    def __init__(self, plan: Plan, on_episode: Callable[[Episode], None] | None) -> None:
+        self._items = {(str(item.id), generation): item for item, generation in plan.members}
+        self._on_episode = on_episode
+
+    def on_episode(self, episode: Episode) -> None:
+        episode.fill(self._items[episode.key.member])
+        if self._on_episode is not None:
+            self._on_episode(episode)
 
 
 def _mark_missing(items: list[EvalInputItem], key: str) -> None:
@@ -213,6 +230,13 @@ def held_out_config(config: Config, moved: Moved | None = None) -> Config:
         return config
     path = config.find_path(validation.config_file, "finetuning.validation.config_file", moved)
     return check_config(read_settings(path), path, config.working_dir)
+
+
+def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any] | None:
+    """The dataset that validation scores, if any."""
+    if (validation := config.finetuning.validation) is None:
+        return None
+    return find_dataset(held_out_config(config, moved), validation.dataset, moved).record()
 
 
 async def validate(

@@ -11,13 +11,14 @@ from statistics import fmean
 from insitu.advantages.credit import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
 from insitu.collect.episodes import isolated
-from insitu.collect.event_loop import doing, seconds_since
+from insitu.collect.watchdog import doing, seconds_since
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
-from insitu.registry import EVALUATOR
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
+from insitu.schemas.finetuning import RewardFunctionConfig
+from insitu.schemas.kinds import EVALUATOR
+from insitu.schemas.training_blocks import ALLOWED_REWARDS, MAX_REWARD, signed
 
 logger = logging.getLogger(__name__)
 

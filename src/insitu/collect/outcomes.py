@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.scores import FunctionEvaluator, Score
-from insitu.errors import WorkflowError, a_type
-from insitu.registry import not_found, register_evaluator
+from insitu.errors import WorkflowError, a_type, first_problem, not_found
+from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo, Outcome
-from insitu.schemas.parts import first_problem
 
 
 class OutcomeConfig(EvaluatorBaseConfig, name="outcome"):

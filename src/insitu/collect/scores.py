@@ -15,10 +15,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from insitu.agents.python import called, parameters
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator, parse_score, score
-from insitu.config.code import call_with, load_code
+from insitu.config.code import call_with, called, load_code, parameters
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, EvaluatorRef, LLMRef

@@ -16,7 +16,7 @@ from typing import Any
 
 from insitu.builder import Builder, builder_at_work
 from insitu.capture.ledger import Activity
-from insitu.collect.event_loop import Watchdog
+from insitu.collect.watchdog import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.schemas.episodes import EpisodeKey, Needs
@@ -28,7 +28,7 @@ class RunState:
     """A finetuning run as its evaluations see it, whether the trainer or a plugin starts them.
 
     `episode_slots` limits the episodes in flight. `validations` counts held-out evaluations; `failed_validations`
-    describes those without a score. `lost` is why the run is being cancelled: its backend is lost.
+    describes those without a score.
     `wait_for_policy(since)` waits while the server of the model under training does not respond; it returns whether it
     had to, or the server was restarted since that `time.monotonic()`. An outage may last longer than the agent's client
     retries, and must not use up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
@@ -45,7 +45,6 @@ class RunState:
     """Numbers of a row's episodes for training, so that no two collections sample it with the same seed."""
     validations: int = 0
     failed_validations: list[str] = field(default_factory=list)
-    lost: BaseException | None = None
     wait_for_policy: Callable[[float], Awaitable[bool]] | None = None
     is_checked: bool = False
     needs: Needs = Needs.TOKEN_IDS

@@ -1,7 +1,7 @@
 """A YAML file becomes a frozen `Config`: overrides, environment variables, and a check of every key.
 
 In: a file, or its contents, and what a request overrides. Out: a `Config`, which nothing writes to, or a ConfigError
-with all problems. Read this file first, then `sections` and `checking`.
+with all problems. Read this file first, then `schemas/config` and `checking`.
 """
 
 import copy
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from insitu.config.checking import SECTIONS, Validator
-from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, Moved, moved_path
 from insitu.config.yaml_loader import override, parse_override, parse_yaml
 from insitu.errors import ConfigError
+from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, Moved, moved_path
 from insitu.schemas.evaluation import RunRequest
 
 __all__ = ["SECTIONS", "Config", "EvalGeneralConfig", "GeneralConfig", "Moved", "moved_path"]

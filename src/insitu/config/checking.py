@@ -13,25 +13,22 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from insitu import registry as reg
-from insitu.advantages.credit import matching_llms
 from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, key_names, references, secret_values, takes_reward, unknown_keys
-from insitu.config.sections import Config, EvalGeneralConfig, GeneralConfig, warn_once
 from insitu.config.yaml_loader import expand, value_type
-from insitu.disk.files import file_name_problem
-from insitu.errors import ConfigError
-from insitu.registry import Kind, not_found, registry
+from insitu.errors import ConfigError, key_of, not_found
+from insitu.registry import frameworks, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
+from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, file_name_problem, matching_llms, warn_once
 from insitu.schemas.finetuning import FinetuneConfig
-from insitu.schemas.parts import key_of
+from insitu.schemas.kinds import DATASET, EVALUATOR, EXECUTOR, FUNCTION, FUNCTION_GROUP, KINDS, Kind
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
 
 logger = logging.getLogger(__name__)
 
-_COMPONENT_SECTIONS = tuple(kind for kind in reg.KINDS if "." not in kind.section)
+_COMPONENT_SECTIONS = tuple(kind for kind in KINDS if "." not in kind.section)
 SECTIONS = ("general", "workflow", "eval", "finetuning", *(k.section for k in _COMPONENT_SECTIONS))
-_CALLABLE = (reg.FUNCTION.section, reg.FUNCTION_GROUP.section)
+_CALLABLE = (FUNCTION.section, FUNCTION_GROUP.section)
 _WITHOUT_EFFECT = {
     "": ("authentication", "embedders", "memory", "middleware", "object_stores", "optimizer", "retrievers"),
     "general": ("front_end", "telemetry", "use_uvloop"),
@@ -88,17 +85,17 @@ class Validator:
             self.problems.append(f"general.folder: {folder} is not a folder")
         for module in general.plugins:
             self._import(partial(import_module, module, "general.plugins", folder))
-        general = frozen(self._with_component(general, data.get("general"), "executor", reg.EXECUTOR))
+        general = frozen(self._with_component(general, data.get("general"), "executor", EXECUTOR))
         for kind in _COMPONENT_SECTIONS:
             for name, block in self._mapping_of(data.get(kind.section), kind.section).items():
                 self._store(kind, name, block, f"{kind.section}.{name}")
         if data.get("workflow") is not None:
-            self._store(reg.FUNCTION, WORKFLOW, data["workflow"], "workflow")
+            self._store(FUNCTION, WORKFLOW, data["workflow"], "workflow")
         evaluation = self._mapping_of(data.get("eval"), "eval", allowed=("general", "evaluators"))
         settings = self._model(EvalGeneralConfig, evaluation.get("general"), "eval.general") or EvalGeneralConfig()
-        settings = frozen(self._with_component(settings, evaluation.get("general"), "dataset", reg.DATASET))
+        settings = frozen(self._with_component(settings, evaluation.get("general"), "dataset", DATASET))
         for name, block in self._mapping_of(evaluation.get("evaluators"), "eval.evaluators").items():
-            self._store(reg.EVALUATOR, name, block, f"eval.evaluators.{name}")
+            self._store(EVALUATOR, name, block, f"eval.evaluators.{name}")
         section = data.get("finetuning")
         if isinstance(section, dict) and section.pop("run_configuration", None) is not None:
             self._unused("finetuning.run_configuration", "the command line")
@@ -152,7 +149,7 @@ class Validator:
             self.blocks[kind.section, str(name)] = checked
             for secret in secret_values(checked):
                 remember_secret(secret)
-        if kind is reg.EVALUATOR and (problem := _evaluator_name_problem(str(name))) is not None:
+        if kind is EVALUATOR and (problem := _evaluator_name_problem(str(name))) is not None:
             self.problems.append(f"eval.evaluators: {str(name)!r:.80} {problem}")
 
     def _mapping_of(self, node: Any, where: str, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -174,11 +171,11 @@ class Validator:
         if registration is None:
             self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
-        frameworks = reg.frameworks() if registration.frameworks else ()
+        existing = frameworks() if registration.frameworks else ()
         self.problems += [
-            not_found(f"{where}: the framework of _type {block['_type']!r},", name, frameworks)
+            not_found(f"{where}: the framework of _type {block['_type']!r},", name, existing)
             for name in registration.frameworks
-            if name not in frameworks
+            if name not in existing
         ]
         if "reward" in block and takes_reward(registration.config_type):
             self._unused(f"{where}.reward", "finetuning.reward_function")
@@ -229,7 +226,7 @@ class Validator:
         return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
 
     def _references(self, config: Config) -> None:
-        for name in {*config.names(reg.FUNCTION)} & {*config.names(reg.FUNCTION_GROUP)}:
+        for name in {*config.names(FUNCTION)} & {*config.names(FUNCTION_GROUP)}:
             self.problems.append(f"function_groups: {name!r} is a key of functions, too: a tool would be either")
         blocks = {"workflow" if n == WORKFLOW else f"{section}.{n}": b for (section, n), b in config.blocks.items()}
         for where, block in {**blocks, "finetuning": config.finetuning}.items():
@@ -257,7 +254,7 @@ class Validator:
         minus = "-" * (section == "eval.evaluators" and str(name).startswith("-"))
         names = sorted(minus + n for s, n in self.present if s == section and n != WORKFLOW)
         if section in _CALLABLE:  # a plugin's reference to one of them may be to any
-            groups = sorted(n for s, n in self.present if s == reg.FUNCTION_GROUP.section)
+            groups = sorted(n for s, n in self.present if s == FUNCTION_GROUP.section)
             names = [*dict.fromkeys([*names, *groups])]
             if name is not None and any(name.startswith(f"{group}{mark}") for group in groups for mark in (".", "__")):
                 return  # what a group has is known once it is built

@@ -1,10 +1,11 @@
-"""Python code that a file names: `my_agent:answer`, or `agents/my_agent.py:answer`."""
+"""Python code that a file names, `my_agent:answer` or `agents/my_agent.py:answer`: loaded, checked and called."""
 
+import asyncio
 import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
@@ -12,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, a_type, describe_error
-from insitu.registry import not_found
+from insitu.errors import ConfigError, PluginError, a_type, describe_error, not_found
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
 
@@ -140,10 +140,45 @@ def load_part(part: LocalPart, key: str, folder: Path) -> LoadedPart:
     return LoadedPart(with_arguments(function, part), part.model_dump(mode="json", exclude_defaults=True))
 
 
+def is_blocking(function: Any) -> bool:
+    """Whether calling it waits for its result: it is neither a coroutine function nor an asynchronous generator."""
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    asynchronous = inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return not any(check(each) for check in asynchronous for each in (function, called))
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a function, which runs in a thread unless it is asynchronous."""
+    result = await asyncio.to_thread(function, *args, **kwargs) if is_blocking(function) else function(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
 def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
     """Calls a function with those of the `offered` values for which it has a parameter."""
     parameters = inspect.signature(function).parameters
     return function(*args, **{name: value for name, value in offered.items() if name in parameters})
+
+
+def parameters(
+    function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str], hint: str = ""
+) -> tuple[str | None, list[str]]:
+    """The parameter for the input, and those of `offered` that the function has.
+
+    Raises ConfigError, which ends with `hint`, if it has none for one of `names`, or needs one that nobody fills.
+    """
+    signature = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
+    for name in names:
+        if name not in signature and not takes_any:
+            raise ConfigError(not_found(f"{where}: the parameter", name, signature) + hint)
+    positional = [n for n, each in signature.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    first = next((name for name in positional if name not in names and name not in offered), None)
+    filled = {first, *names, *offered}
+    for name, each in signature.items():
+        is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if each.default is each.empty and not is_variable and name not in filled:
+            raise ConfigError(f"{where}: nothing is given for the parameter {name}; set arguments.{name}{hint}")
+    return first, [name for name in offered if name in signature]
 
 
 def _import_file(file: Path, key: str) -> ModuleType:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AliasChoices, AliasPath, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from insitu.registry import not_found
+from insitu.errors import not_found
 from insitu.schemas.components import MAY_CHANGE, ComponentRef
 from insitu.schemas.finetuning import RewardFunctionConfig
 

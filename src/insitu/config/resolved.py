@@ -6,7 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from insitu.config.keys import fields_not_in_file, may_change
-from insitu.config.sections import Config
+from insitu.schemas.config import Config
+from insitu.schemas.parts import PYTHON
 from insitu.wire.redaction import MASK, hide_url_secrets, is_reference, is_secret_key, is_sent_block, redact
 
 _PLACES = {"file_path", "api_key", "base_url", "url"}
@@ -80,3 +81,15 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def code_digests(settings: Any, where: str = "") -> dict[str, str]:
+    """The digests of the parts in nested settings that are Python code, by the key of the part."""
+    if isinstance(settings, Mapping):
+        own = {where: str(settings["sha256"])} if settings.get("_type") == PYTHON and settings.get("sha256") else {}
+        inner = [code_digests(value, f"{where}.{key}".lstrip(".")) for key, value in settings.items()]
+    else:
+        own = {}
+        items = settings if isinstance(settings, list) else []
+        inner = [code_digests(value, f"{where}.{index}") for index, value in enumerate(items)]
+    return {key: digest for each in (own, *inner) for key, digest in each.items()}

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from insitu.disk.files import cannot_read, file_name_problem
+from insitu.disk.files import cannot_read
 from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, InsituError
+from insitu.schemas.config import file_name_problem
 from insitu.schemas.training_jobs import LoRASettings, Retention
 
 logger = logging.getLogger(__name__)

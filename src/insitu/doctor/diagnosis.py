@@ -4,7 +4,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -14,12 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.collector import Plan as CollectionPlan
-from insitu.collect.collector import collect
-from insitu.collect.conversations import GroupRecord, collection_of
+from insitu.collect.collector import stray_completions
+from insitu.collect.conversations import collection_of
+from insitu.collect.epoch import Observer
 from insitu.collect.evaluators import parse_score, score
-from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import run_of, share
+from insitu.collect.shared_run import share
 from insitu.config import Config, changed_config
 from insitu.disk.files import nearest_folder
 from insitu.disk.json_files import write_json
@@ -28,21 +27,25 @@ from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, wors
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.registry import TRAJECTORY_BUILDER
 from insitu.runs.episodes import load_decoder
-from insitu.runs.files import CHECKPOINTS
+from insitu.runs.files import CHECKPOINTS, GROUPS
 from insitu.runs.records import new_run_id
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
-from insitu.training.checks import PolicyTraffic, check_sampled
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import TRAJECTORY_BUILDER
+from insitu.training.budget import KnownGroups
+from insitu.training.checks import check_sampled
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.metrics import collected_metrics
+from insitu.training.planned_builder import collected
 from insitu.training.runtime import ReadyRun, prepared, ready_run
+from insitu.training.trainers import InsituTrainer
 
 _ROWS = 8
 _EPISODES = 64
@@ -73,6 +76,20 @@ async def _rehearse(builder: TrajectoryBuilder, run_id: str) -> float:
     return time.perf_counter() - began
 
 
+class _Played(Observer):
+    """Keeps what was played: of a collection that takes too long, too."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self.groups: list[GroupRecord] = []
+
+    def on_episode(self, episode: Episode) -> None:
+        self._evidence.episodes.append(episode)
+
+    def on_group(self, group: GroupRecord) -> None:
+        self.groups.append(group)
+
+
 class Examination:
     """A run in a temporary folder, of which one epoch is played and trained."""
 
@@ -95,41 +112,28 @@ class Examination:
         served = await self._adapter.policy_endpoint() if isinstance(self._adapter, TrainerAdapter) else None
         collection = TrajectoryCollection(trajectories=[], run_id=run_id, epoch=1)
         evidence = Evidence(collection, collection, served=served)
-        groups: list[GroupRecord] = []
-        traffic = PolicyTraffic(self._builder, served)
-        teacher = self._trainer.teacher if isinstance(self._trainer, LoopTrainer) else None
-
-        def on_episode(episode: Episode) -> None:
-            traffic.add(episode)
-            evidence.episodes.append(episode)
-
-        async def gather(plan: CollectionPlan) -> TrajectoryCollection:
-            vocab_size = served.vocab_size if served is not None else None
-            plan = replace(plan, vocab_size=vocab_size, budget=None, teacher=teacher)  # its groups are judged whole
-            async with aclosing(collect(plan, self._builder, run_of(self._builder), on_episode)) as completed:
-                async for group in completed:
-                    groups.append(group)  # at once: those of a collection that takes too long are judged, too
-            return collection_of(groups, run_id, 1)
-
+        played = _Played(evidence)
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
             async with asyncio.timeout(self._budget.seconds) as limit:
                 self.measures.start += (first := await _rehearse(builder, run_id))
                 if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
                     self.measures.alone = await _rehearse(builder, run_id)
-                await traffic.start()
-                began = time.perf_counter()
-                await builder.start_run(run_id, {"epoch": 1, "gather": gather})
-                collection = with_recovered_calls(await builder.finalize(run_id, {"epoch": 1}), run_id, 1)
+                stray, began = stray_completions(self._builder).total(), time.perf_counter()
+                plan = builder.plan(run_id, 1, KnownGroups(self._scratch / GROUPS))
+                if plan is not None:
+                    teacher = self._trainer.teacher if isinstance(self._trainer, InsituTrainer) else None
+                    vocab_size = served.vocab_size if served is not None else None
+                    plan = replace(plan, vocab_size=vocab_size, budget=None, teacher=teacher)  # groups are judged whole
+                collection = await collected(builder, plan, self._builder, [played], run_id=run_id, epoch=1)
+                evidence.stray_completions = stray_completions(self._builder).total() - stray
         except TimeoutError:
             if not limit.expired():
                 raise
-            evidence.ended_early, collection = True, collection_of(groups, run_id, 1)
+            evidence.ended_early, collection = True, collection_of(played.groups, run_id, 1)
         self.measures.playing = time.perf_counter() - began
-        if not evidence.ended_early:  # what was cancelled was requested, too
-            evidence.leftovers, evidence.traffic_problem = await traffic.finish()
-        if groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
-            for group in groups:
+        if played.groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
+            for group in played.groups:
                 self._trainer.store.append_group(group, 1)
             self.measures.stored = sum(self._trainer.store.sizes().values())
         self._judge_as_trainer(evidence, collection)
@@ -147,7 +151,7 @@ class Examination:
         if not isinstance(trainer, LoopTrainer):
             return
         self.plan = replace(self.plan, training=self._adapter.training_settings())
-        evidence.compares_groups = isinstance(trainer, GroupTrainer) and trainer.teacher is None
+        evidence.compares_groups = isinstance(trainer, GroupTrainer) and trainer.compares_episodes
         evidence.makes_pairs = isinstance(trainer, PairTrainer)
         try:
             check_sampled(trainer, evidence.collection, evidence.served)
@@ -271,7 +275,8 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
             await examination.rescore(evidence)
             await examination.train(evidence)
             examination.measure(evidence)
-            plan, keep = examination.plan, getattr(getattr(ready.adapter, "adapter_config", None), "keep", None)
+            plan = examination.plan
+            keep = ready.adapter.adapter_config.keeps if isinstance(ready.adapter, TrainerAdapter) else None
         measures, decode = examination.measure_checkpoint(), examination.decoder()
     estimated = estimate(plan, measures, keep, output_dir, memory)
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
-from insitu.training.checks import Leftovers
 from insitu.training.metrics import trained_calls
 
 _OFTEN = 0.1
@@ -61,17 +60,15 @@ class Rescored(NamedTuple):
 class Evidence:
     """`episodes` are those that ended, `collection` the complete groups, `selected` what a job would train of them.
 
-    `ended_early`: the time was over before they all had ended. `traffic_problem` says what was sampled without being
-    recorded, `sampled_problem` that other weights were sampled than those served, `job_problem` why a training job on
-    the episodes failed.
+    `ended_early`: the time was over before they all had ended. `sampled_problem` says that other weights were sampled
+    than those served, `job_problem` why a training job on the episodes failed.
     """
 
     collection: TrajectoryCollection
     selected: TrajectoryCollection
     episodes: list[Episode] = field(default_factory=list)
     served: PolicyEndpoint | None = None
-    leftovers: Leftovers | None = None
-    traffic_problem: str | None = None
+    stray_completions: int = 0
     sampled_problem: str | None = None
     job_problem: str | None = None
     job_kl: float | None = None

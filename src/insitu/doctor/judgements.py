@@ -14,7 +14,7 @@ from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
 from insitu.training.report import counts
-from insitu.wire.http_format import is_same_server
+from insitu.wire.addresses import is_same_server
 
 Decoder = Callable[[Sequence[int]], str]
 _SHOWN = 5
@@ -96,10 +96,10 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     calling = [episode for episode in episodes if episode.calls]
     if served is not None and calling:
         requested = {url for episode in calling for url in episode.requested}
-        reached = any(is_same_server(url, served.base_url) for url in requested) or evidence.traffic_problem is not None
-        if requested and not reached:
-            counted = evidence.leftovers is not None and evidence.leftovers.unknown_completions is not None
-            severity = Severity.STOPS_LEARNING if counted else Severity.HARMS  # it may have two names
+        if requested and not any(is_same_server(url, served.base_url) for url in requested):
+            versions = {call.policy_version for episode in calling for call in episode.calls}
+            is_other = served.version is not None and versions == {None}  # else it may have two names
+            severity = Severity.STOPS_LEARNING if is_other else Severity.HARMS
             who, others = share_of(len(calling), len(episodes), "episodes"), ", ".join(sorted(requested))
             what = f"the model that is trained is served at {served.base_url}, but {who} called {others}"
             change = "use _type: policy, which is the model under training wherever it is served"
@@ -109,11 +109,7 @@ def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         what, change = evidence.sampled_problem, "use an llm of _type: policy, and let nothing else train the backend"
         yield Finding("other_weights", Severity.STOPS_LEARNING, what, plan.llm("model_name"), change)
     severity = Severity.HARMS if calling else Severity.STOPS_LEARNING
-    if evidence.traffic_problem is not None:
-        llm = " or ".join(f"llms.{name}" for name in plan.llms)
-        change = f"let the agent call the model with the client of {llm}, and give other programs another server"
-        yield Finding("unrecorded_calls", severity, evidence.traffic_problem, "workflow", change)
-    if evidence.leftovers is not None and (stray := evidence.leftovers.stray_completions):
+    if stray := evidence.stray_completions:
         what = f"{stray} completions were requested outside every episode: they are not recorded and not trained"
         change = "let each thread or task of the agent enter the episode that it works for with Context.activate()"
         yield Finding("stray_calls", severity, what, "workflow", change)
@@ -127,7 +123,7 @@ def about_failures(plan: Plan, evidence: Evidence, findings: Sequence[Finding]) 
         if episode.reason is not None:
             by_reason.setdefault(_code(episode), []).append(episode)
     for code, failed in by_reason.items():
-        if code == DropReason.NO_CALLS and explained & {"unrecorded_calls", "stray_calls"}:
+        if code == DropReason.NO_CALLS and "stray_calls" in explained:
             continue
         if "other_server" in explained and code in ("no_token_ids", DropReason.CAPTURE_ERROR):
             continue

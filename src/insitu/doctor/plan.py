@@ -11,9 +11,9 @@ from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluation import held_out_config
 from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
-from insitu.registry import TRAINER, TRAJECTORY_BUILDER
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.finetuning import CurriculumLearningConfig
+from insitu.schemas.finetuning import CurriculumLearningConfig, TrainerConfig
+from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.metrics import share_of
 
@@ -74,7 +74,7 @@ class Plan:
         rows = [] if stored else load_dataset(config, dataset)
         held_out = load_dataset(held_out_config(config), validation.dataset) if validation is not None else []
         limit = collecting.rows_per_epoch if collecting is not None else None
-        epochs, trainer = finetuning.num_epochs, config.blocks.get((TRAINER.section, str(finetuning.trainer)))
+        epochs, trainer = finetuning.num_epochs, config.trainer or TrainerConfig()
         return cls(
             rows=rows,
             held_out=held_out,
@@ -91,10 +91,10 @@ class Plan:
             reward=finetuning.reward_function.evaluator if finetuning.reward_function is not None else None,
             llms=tuple(sorted(config.trained_llms())),
             target_functions=tuple(finetuning.target_functions),
-            dataset=str(getattr(config.eval.dataset, "file_path", "eval.general.dataset")),
+            dataset=str((config.eval.dataset and config.eval.dataset.rows_file) or "eval.general.dataset"),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
-            warms_up=getattr(trainer, "sft", None) is not None,
-            staleness=getattr(trainer, "staleness", 0),
+            warms_up=trainer.warms_up,
+            staleness=trainer.epochs_ahead,
             replays=stored,
         )
 

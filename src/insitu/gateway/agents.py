@@ -25,16 +25,16 @@ from yarl import URL
 
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
-from insitu.gateway.programs import Program, inherited_environment, run_program
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.child_process import describe_exit
-from insitu.wire.http_format import json_form, json_path, value_at
+from insitu.wire.json_values import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.functions import FunctionInfo, convert, register_function
+from insitu.workflow.programs import Program, inherited_environment, run_program
 
 _SHOWN_BYTES = 2000
 """How much of a service's response an error message quotes."""

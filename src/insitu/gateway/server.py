@@ -25,13 +25,14 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
+from insitu.capture.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.capture.ledger import CHAT, CallLedger, CallSite, current_call_site
 from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.gateway import proxy
-from insitu.gateway.dialects import ChatTranslation, Dialect, Translation, dialects
 from insitu.gateway.proxy import MAX_BODY, Route
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, authorized, http_url, retry_header
+from insitu.wire.addresses import authorized, http_url
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, retry_header
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope

@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from insitu.errors import WorkflowError
-from insitu.registry import not_found
+from insitu.errors import WorkflowError, not_found
 from insitu.workflow.functions import convert
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from insitu.disk.temporary import remove
-from insitu.errors import WorkflowError
+from insitu.errors import WorkflowError, first_problem
 from insitu.schemas.evaluation import Outcome
-from insitu.schemas.parts import first_problem
 
 REWARD_FILE = "reward.json"
 _REWARD_KEYS = ("reward", "rewards", "metrics")

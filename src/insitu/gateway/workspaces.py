@@ -22,13 +22,13 @@ from typing import Any, Self
 from insitu.config import Config
 from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import ConfigError, InsituError, WorkflowError
-from insitu.gateway.programs import Program, run_program
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, copy_over, read_outcome, run_tool
 from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
+from insitu.workflow.programs import Program, run_program
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _MAX_VERIFIER_OUTPUT = 2**24

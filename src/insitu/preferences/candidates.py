@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from insitu.advantages.credit import is_targeted
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
-from insitu.schemas.finetuning import MAX_REWARD, message_text, text_content
+from insitu.schemas.finetuning import message_text, text_content
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
+from insitu.schemas.training_blocks import MAX_REWARD
 
 
 class Targets(NamedTuple):
@@ -85,19 +86,17 @@ def _reported_candidates(steps: Iterable[IntermediateStep], step_name: str) -> l
     for step in steps:
         if step.event_type is not IntermediateStepType.TTC_END or step.name != step_name:
             continue
-        data = step.data
-        prompt = _prompt(getattr(data, "input", None))
-        turn_index = getattr(data, "turn_index", None)
-        turn = getattr(data, "turn_id", None)
+        fields = {} if step.data is None else {**dict(step.data), **(step.data.model_extra or {})}
+        prompt, turn_index, turn = _prompt(fields.get("input")), fields.get("turn_index"), fields.get("turn_id")
         if turn is None:
             turn = json.dumps(prompt) if turn_index is None else f"turn {turn_index}"
-        index = getattr(data, "candidate_index", None)
+        index = fields.get("candidate_index")
         candidate = CandidateStep(
             turn_id=str(turn),
             candidate_index=of_turn[turn] if index is None else index,
             prompt=prompt,
-            response=_text(getattr(data, "output", None)),
-            score=_score(getattr(data, "score", None)),
+            response=_text(fields.get("output")),
+            score=_score(fields.get("score")),
             turn_index=turn_index,
             raw_metadata=_metadata(step),
         )

@@ -8,14 +8,14 @@ A client sends lines of JSON for as long as its connection lasts, and so does th
     {"cancel": 8}
 
     {"report": {"activities": {"7": "waits for ..."}, "blocked": null}}
-    {"attempt": 7, "transient": false, "counts": [{"player": 1}, {"http://...": 1}],
+    {"attempt": 7, "transient": false, "counts": {"player": 1},
      "episode": {"key": ["r1", 3, "17", 2, 0], "outcome": "ok", "output": "4", "seconds": 0.3,
                  "steps": [{"parent_id": "root", "function_ancestry": {...}, "payload": {...}}],
                  "calls": [{"index": 0, "token_ids": [7, 2], "logprobs": [-0.1, -0.7], ...}], ...}}
     {"attempt": 9, "status": 400, "error": {"message": "options.sed: Unexpected keyword argument", ...}}
 
 `counts` are completions that were requested outside every episode since the line before that has them, by key of
-`llms` and by URL of the server. The service sends a report every second.
+`llms`. The service sends a report every second.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, StepLog
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType, read_step
-from insitu.wire.http_format import encode, has_lone_surrogate
+from insitu.wire.json_values import encode, has_lone_surrogate
 from insitu.wire.redaction import redact_bytes
 
 _NOT_SENT = ("retries", "result")  # applied by the sender, between and after attempts
@@ -98,8 +98,8 @@ class EpisodeRequest(BaseModel):
 _EPISODE = TypeAdapter(Episode)
 
 
-Counts = tuple[Counter[str], Counter[str]]
-"""Completions requested outside every episode, by key of `llms` and by URL of the server."""
+Counts = Counter[str]
+"""Completions requested outside every episode, by key of `llms`."""
 
 
 class LineCutter:

@@ -19,14 +19,16 @@ from typing import Any, Self
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from insitu.collect.event_loop import seconds_since
+from insitu.collect.watchdog import seconds_since
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.remote.attempt_records import Counts, LineCutter
+from insitu.wire.addresses import split_userinfo
 from insitu.wire.connection import CONNECT_TIMEOUT, is_transient, retry_after
-from insitu.wire.http_format import decode, encode, error_message, split_userinfo
+from insitu.wire.http_format import error_message
+from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import remember_secret
 
-PROTOCOL = 5
+PROTOCOL = 6
 EPISODES = "/v1/episodes"
 GENERATE = "/generate"
 """The documented route, with which an endpoint may be written."""

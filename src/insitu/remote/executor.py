@@ -12,10 +12,10 @@ from pydantic import Field
 
 from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
-from insitu.collect.event_loop import doing
 from insitu.collect.shared_run import current_run
+from insitu.collect.watchdog import doing
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
-from insitu.registry import LLM, register_executor
+from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, request_fields
 from insitu.remote.client import EPISODES, ServiceLost, ServiceSession
 from insitu.remote.pool import RemoteService, ServicePool
@@ -52,12 +52,7 @@ class RemoteExecutor(Executor):
 
     def count(self, counts: Counts) -> None:
         """Adds completions that a service has requested outside every episode."""
-        self.stray_completions.update(counts[0])
-        self.outside_completions.update(counts[1])
-
-    @property
-    def lost_workers(self) -> int:
-        return self.pool.lost_services
+        self.stray_completions.update(counts)
 
     async def attempt(
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
@@ -104,7 +99,7 @@ async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
     config, endpoint = builder.config, None
     if config.serves_policy:
         endpoint = await builder.policy_endpoint()
-    elif any(policy_named_by(name, config.block(LLM, name), builder) for name in config.trained_llms()):
+    elif any(policy_named_by(name, config.llm(name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy
     trained = config.trained_llms() if builder.trained_policy is not None else None
     return lambda: ServedPolicy.of(endpoint, trained) if endpoint is not None else None

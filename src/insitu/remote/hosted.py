@@ -17,11 +17,11 @@ from insitu.builder import Builder
 from insitu.collect.episodes import AttemptResult, fail, in_process
 from insitu.config import Config
 from insitu.errors import describe_error
-from insitu.registry import LLM
 from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.kinds import LLM
 from insitu.workflow.llms import ModelClient
 
 logger = logging.getLogger(__name__)
@@ -144,15 +144,14 @@ class HostedWorkflow:
         self._closing.add(deployment.task)
         deployment.task.add_done_callback(self._closing.discard)
 
-    def outside_completions(self, policy: ServedPolicy | None) -> Counts:
+    def stray_completions(self, policy: ServedPolicy | None) -> Counts:
         """Completions that the workflow of a policy has requested outside every episode."""
-        stray, outside = Counter[str](), Counter[str]()
+        stray = Counter[str]()
         for builder in [each for each, served in self._builders.items() if served == (policy and policy.unversioned)]:
             for llm in builder.built(LLM):
                 if isinstance(llm, ModelClient):
                     stray[llm.name] += llm.recorder.stray_completions
-                    outside[llm.recorder.server] += llm.recorder.outside_completions
-        return stray, outside
+        return stray
 
     async def attempt(self, body: EpisodeRequest) -> AttemptResult:
         item = EvalInputItem(id=body.key.row_id, input_obj=body.input, full_dataset_entry=body.row)

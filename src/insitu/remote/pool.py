@@ -102,7 +102,6 @@ class ServicePool:
 
     def __init__(self, noun: str, most_failures: float = math.inf) -> None:
         self.starters: Sequence[Callable[[], RemoteService]] = ()
-        self.lost_services = 0
         self._noun = noun
         self._most_failures = most_failures
         self._ready: list[RemoteService] = []
@@ -207,7 +206,6 @@ class ServicePool:
         self._wake(len(self._waiting))
         cause = await service.until_lost()
         self._ready.remove(service)
-        self.lost_services += 1
         lost = service.lost_episodes
         logger.warning("%s has ended; its %d episodes are run again (%s)", service.name, lost, cause)
 

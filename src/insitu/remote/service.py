@@ -27,17 +27,18 @@ from pydantic import ValidationError
 from yarl import URL
 
 from insitu.collect.episodes import classify, isolated
-from insitu.collect.event_loop import Watchdog, loop_in_thread, run_in_loop, where_thread_is
+from insitu.collect.watchdog import Watchdog, where_thread_is
 from insitu.config import Config
-from insitu.errors import InputError, InsituError, RequestRefused, describe_error
-from insitu.registry import LLM, not_found
+from insitu.errors import InputError, InsituError, RequestRefused, describe_error, not_found
 from insitu.remote.attempt_records import Counts, EpisodeRequest, LineCutter, ServedPolicy, line, result_line
 from insitu.remote.client import EPISODES, HEARTBEAT_SECONDS, JSON_LINES, LINE_LIMIT, PROTOCOL, Description
 from insitu.remote.hosted import HostedWorkflow, ServePolicy
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
-from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import decode, encode, error_body, http_url
+from insitu.schemas.kinds import LLM
+from insitu.wire.addresses import http_url, is_loopback_address
+from insitu.wire.http_access import AccessPolicy
+from insitu.wire.http_format import error_body
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -49,8 +50,10 @@ from insitu.wire.http_server import (
     read_body,
     validation_refusal,
 )
+from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import redact, redact_bytes
 from insitu.workflow.context import EpisodeScope
+from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +283,7 @@ class AttemptStream:
     async def _attempt(self, body: EpisodeRequest) -> bytes:
         """The line of an attempt; runs in the loop of the workflows."""
         if body.policy not in self._counted:
-            self._counted[body.policy] = self._hosted.outside_completions(body.policy)
+            self._counted[body.policy] = self._hosted.stray_completions(body.policy)
         with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
             result = await self._hosted.attempt(body)
         return result_line(body.attempt, result, **await self._new_counts())
@@ -290,12 +293,11 @@ class AttemptStream:
 
         Runs in the loop of the workflows.
         """
-        stray, outside = Counter[str](), Counter[str]()
+        stray = Counter[str]()
         for policy, before in self._counted.items():
-            now = self._counted[policy] = self._hosted.outside_completions(policy)
-            stray += now[0] - before[0]
-            outside += now[1] - before[1]
-        return {"counts": (stray, outside)} if outside else {}
+            now = self._counted[policy] = self._hosted.stray_completions(policy)
+            stray += now - before
+        return {"counts": stray} if stray else {}
 
     async def _report(self) -> bytes:
         """What each attempt is doing, and where an agent blocks all of them."""

@@ -1,7 +1,4 @@
-"""Every file of a run: its name, its format, and what it holds.
-
-No other module has such a name as a literal.
-"""
+"""Every file of a run: its name, its format, and what it holds."""
 
 from enum import StrEnum
 from pathlib import Path

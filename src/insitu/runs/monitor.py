@@ -25,8 +25,9 @@ from insitu.errors import ConfigError
 from insitu.runs import files
 from insitu.runs.reader import Problems, RunReader
 from insitu.runs.summary import read_summary
+from insitu.wire.addresses import http_url, url_host
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import Sample, http_url, url_host
+from insitu.wire.http_format import Sample
 from insitu.wire.http_server import guard, json_response, listening, metrics_response
 
 KEY = "general.metrics_port"

@@ -1,4 +1,4 @@
-"""The only reader of the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
+"""Reads the files in a run's directory, whether the run is in progress, has ended, or is damaged."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.disk.files import file_size, read_received
 from insitu.disk.json_files import (
     AppendedLines,
@@ -24,7 +23,7 @@ from insitu.disk.json_files import (
     whole_lines,
 )
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
 from insitu.runs.records import (
     EpochState,
@@ -35,7 +34,7 @@ from insitu.runs.records import (
     restore_journaled,
 )
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.parts import first_problem
+from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

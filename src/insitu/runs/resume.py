@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
-from insitu.collect.shared_run import current_run
 from insitu.config import Config
-from insitu.config.resolved import differences, is_harmless, leaves, nested, resolved_config
+from insitu.config.resolved import code_digests, differences, is_harmless, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -19,7 +19,7 @@ from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
-from insitu.schemas.parts import code_digests
+from insitu.schemas.finetuning import PolicyEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class ResumableRun:
         self.continues = False
         """Whether an earlier process started this run."""
         self._store: RunStore | None = None
+        self._builder: Builder | None = None
         self._forced = False
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
@@ -111,7 +112,7 @@ class ResumableRun:
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
         """
-        request, config = builder.request, builder.config
+        self._builder, request, config = builder, builder.request, builder.config
         progress = find_run(folder, "--resume") if request is not None and request.resume else None
         if request is None or progress is None:
             if request is not None and isinstance(request.resume, Path):
@@ -195,6 +196,13 @@ class ResumableRun:
                 f"version {version}: it has lost weights of this run, or another run has trained it"
             )
 
+    def served_before(self, epoch: int, endpoint: PolicyEndpoint | None) -> PolicyEndpoint | None:
+        """The endpoint at the version that the next epoch trains: an earlier process may even have trained it."""
+        if endpoint is None or not self.finished(epoch):
+            return endpoint
+        version = self.progress.policy_version
+        return replace(endpoint, version=version, weights=endpoint.weights if version == endpoint.version else None)
+
     def check_versions(self, staleness: int) -> None:
         """Raises ConfigError if weights from which the next epochs are sampled have been deleted."""
         reader = RunReader(self.store.folder)
@@ -255,8 +263,7 @@ class ResumableRun:
         try:
             yield
         except asyncio.CancelledError:
-            run = current_run()
-            lost = run.lost if run is not None else None
+            lost = self._builder.lost if self._builder is not None else None
             self._end("interrupted" if lost is None else "failed", lost)
             raise
         except BaseException as error:  # recorded, then re-raised

@@ -1,4 +1,4 @@
-"""The only writer of the files in a run's directory (see `files`), its plot included."""
+"""Writes the files of a run in progress (see `files`), its plot included."""
 
 import asyncio
 import logging
@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from insitu.collect.conversations import GroupRecord
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
 from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
@@ -18,6 +17,7 @@ from insitu.runs import files
 from insitu.runs.records import call_records, episode_record, row_record, sides_of
 from insitu.schemas.episodes import FORMAT_VERSION
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.groups import GroupRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ ORPHAN_SECONDS = 60.0
 """Time for the backend of a run that was killed to notice that and to end."""
 _SHARE_OF_TIME = 0.02
 """Drawing the plot takes at most this share of a run's time."""
+_FIRST_PLOT_SECONDS = 5.0
+"""A shorter run draws its plot once, at its end."""
 _AXES = (0.1, 0.115, 0.88, 0.815)
 """Left, bottom, width, height; a layout computed from the labels would double the time of drawing."""
 
@@ -65,7 +67,7 @@ def move_aside(folder: Path, key: str) -> Path:
 
 
 class RunStore:
-    """The only writer of the files in a run's directory, which it locks until `close`.
+    """Writes the files of a run in progress, whose directory it locks until `close`.
 
     Replaced files survive a power failure immediately, appended lines after `sync`.
     """
@@ -183,11 +185,16 @@ class RunStore:
 class RewardPlot:
     """`reward_plot.png`, of training and held-out reward over the epochs."""
 
-    def __init__(self, path: Path, draw: Callable[[Path, Records, Records], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        draw: Callable[[Path, Records, Records], None] | None = None,
+        delay: float = _FIRST_PLOT_SECONDS,
+    ) -> None:
         self._path = path
         self._draw = draw or draw_rewards
         self._drawn = (0, 0)
-        self._due = 0.0
+        self._due = time.monotonic() + delay
         self._drawing: asyncio.Future[None] | None = None
 
     async def update(self, rewards: Records, validations: Records) -> None:

@@ -1,9 +1,12 @@
 """Data models that modules exchange.
 
 components      base classes of component configurations
+kinds           the kinds of component
+config          the sections of a file, and the checked file
 steps           intermediate steps of a workflow
 evaluation      dataset items, scores and the result of an evaluation run
 finetuning      the documented data models of finetuning
 episodes        episodes, model calls and training rows
+groups          completed groups of episodes
 training_jobs   training jobs as sent from an adapter to a backend
 """

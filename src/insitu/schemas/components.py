@@ -10,6 +10,7 @@ The `name` of a configuration class is the `_type` of its YAML block:
 
 from collections.abc import Callable, Collection, Generator, Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args, get_origin
 from weakref import WeakValueDictionary
 
@@ -144,12 +145,22 @@ class BaseModelRegistryTag:
 class LLMBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `llms`."""
 
+    def request_settings(self) -> dict[str, Any]:
+        """What the requests of the model have in common, as far as its block says so: server, model, sampling."""
+        return {key: value for key, value in self if value is not None}
+
 
 class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `functions`, or the block `workflow`."""
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises ValueError if the block names a column that the dataset does not have."""
+
+    def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
+        """Raises ConfigError if the Python code that the block names cannot be its function.
+
+        `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
+        """
 
 
 class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):
@@ -169,6 +180,11 @@ class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
 class DatasetBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """The block `eval.general.dataset`."""
+
+    @property
+    def rows_file(self) -> Path | None:
+        """The file of the rows; None if they come from elsewhere."""
+        return None
 
 
 class ExecutorBaseConfig(TypedBaseModel, BaseModelRegistryTag):

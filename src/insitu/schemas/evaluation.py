@@ -17,6 +17,8 @@ from insitu.schemas.steps import IntermediateStep
 
 Row = dict[str, Any]
 """A row of a dataset, by column."""
+WORKFLOW_OUTPUT = "workflow_output.json"
+"""The file that an evaluation writes; it can be read as a dataset."""
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

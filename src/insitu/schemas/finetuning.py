@@ -9,97 +9,23 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from insitu.schemas.components import (
-    BaseModelRegistryTag,
-    MayChange,
-    TypedBaseModel,
-    WritableModel,
-    default_empty_blocks,
-)
+from insitu.schemas.components import MayChange, WritableModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
-from insitu.schemas.parts import ShapePart
+from insitu.schemas.training_blocks import (
+    RewardFunctionConfig as RewardFunctionConfig,
+)
+from insitu.schemas.training_blocks import (
+    TrainerAdapterConfig as TrainerAdapterConfig,
+)
+from insitu.schemas.training_blocks import (
+    TrainerConfig as TrainerConfig,
+)
+from insitu.schemas.training_blocks import (
+    TrajectoryBuilderConfig as TrajectoryBuilderConfig,
+)
 
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-MAX_REWARD = 1e30
-"""Largest magnitude of a reward: squares and sums of larger ones overflow."""
-ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-
-
-def parse_reward(name: str) -> tuple[str, int]:
-    """The evaluator and sign of a reward: `NAME`, or `-NAME` if less is better."""
-    return (name[1:], -1) if name.startswith("-") else (name, 1)
-
-
-def signed(value: float, sign: int) -> float:
-    """A score as a reward; 0 stays 0.0, not -0.0."""
-    return value if sign > 0 else 0.0 - value
-
-
-class RewardFunctionConfig(WritableModel):
-    """The evaluator that provides the reward, and the reward of failed episodes."""
-
-    model_config = _DOCUMENTED
-
-    name: str
-    """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
-    on_failure: float | str = "exclude"
-    """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
-    shape: ShapePart | None = None
-    """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
-    reward."""
-
-    @property
-    def evaluator(self) -> str:
-        """The key under `eval.evaluators`."""
-        return parse_reward(self.name)[0]
-
-    @property
-    def sign(self) -> int:
-        """1, or -1 if less is better."""
-        return parse_reward(self.name)[1]
-
-    @field_validator("on_failure")
-    @classmethod
-    def _exclude_or_number(cls, value: float | str) -> float | str:
-        if value == "exclude":
-            return value
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError("allowed: exclude, or a number") from None
-        if not abs(number) <= MAX_REWARD:  # NaN too
-            raise ValueError(f"allowed: exclude, or a number {ALLOWED_REWARDS}")
-        return number
-
-
-class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
-    """A block of the section `trainers`."""
-
-    reward: RewardFunctionConfig | None = None
-
-
-class TrajectoryBuilderConfig(TypedBaseModel, BaseModelRegistryTag):
-    """A block of the section `trajectory_builders`."""
-
-    reward: RewardFunctionConfig | None = None
-
-
-class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
-    """A block of the section `trainer_adapters`."""
-
-    reward: RewardFunctionConfig | None = None
-
-    @property
-    def served_name(self) -> str | None:
-        """The name its model is served under; None if only the running backend knows it."""
-        return None
-
-    @property
-    def starts_from(self) -> str | None:
-        """The model whose weights it serves and trains, its key `model`; None if it does not start the backend."""
-        return None
-
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 TrajectoryBuilderConfigT = TypeVar("TrajectoryBuilderConfigT", bound=TrajectoryBuilderConfig)

@@ -19,10 +19,9 @@ import yaml
 from insitu.disk.files import check_free, new_folder
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template
-from insitu.errors import ConfigError, install_command
+from insitu.errors import ConfigError, install_command, not_found
 from insitu.formats.registry import no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template
-from insitu.registry import not_found
 from insitu.schemas import parts
 
 _HERE = files(__package__)

@@ -1,4 +1,5 @@
-"""The built-in trainer and the files of a run.
+"""The trainers: an epoch from its plan to new weights, and the checks, validations and reports around it.
 
-In: a checked file. Out: a run's directory and trained weights. Read `loop` first.
+In: a checked file and its components. Out: trained weights, and records for the run's directory, which `runs` writes.
+Read `loop` first.
 """

@@ -16,6 +16,13 @@ from insitu.disk.json_files import AppendedLines, read_line
 from insitu.schemas.evaluation import EvalInputItem
 
 
+class KnownGroups(NamedTuple):
+    """The file of a run's groups; those of epochs up to `lag` before another one are known when that is planned."""
+
+    path: Path
+    lag: int = 1
+
+
 class BudgetConfig(BaseModel):
     """Which episodes are not worth playing, and what is played instead."""
 
@@ -67,7 +74,7 @@ class EpochRows(NamedTuple):
 class PlannedRows:
     """The rows of each epoch in turn. Those that were always or never solved are tried with a `chance`.
 
-    The plan of an epoch depends on the groups of epochs up to `lag` before it, in the file `groups`.
+    The plan of an epoch depends on the groups that are `known` before it.
     """
 
     def __init__(
@@ -77,11 +84,10 @@ class PlannedRows:
         size: int,
         seed: int,
         chance: float,
-        groups: Path,
-        lag: int,
+        known: KnownGroups,
     ) -> None:
-        self._rows, self._size, self._seed, self._chance, self._lag = rows, size, seed, chance, lag
-        self._path, self._lines = groups, AppendedLines(groups)
+        self._rows, self._size, self._seed, self._chance = rows, size, seed, chance
+        self._known, self._lines = known, AppendedLines(known.path)
         self._ahead: list[tuple[int, str, bool]] = []
         """Outcomes that were read, but are of later epochs than is known to the plan."""
         self._settled: set[str] = set()
@@ -93,7 +99,7 @@ class PlannedRows:
         """The rows of an epoch that is not before the last one asked for."""
         while self._epoch < epoch:
             self._epoch += 1
-            self._read_outcomes(self._epoch - self._lag)
+            self._read_outcomes(self._epoch - self._known.lag)
             self._planned = self._next()
         return self._planned
 
@@ -111,7 +117,7 @@ class PlannedRows:
     def _read_outcomes(self, last: int) -> None:
         """Takes the outcomes of the epochs up to `last` into account."""
         for line in self._lines.read():
-            record = read_line(self._path, line.number, line.content)
+            record = read_line(self._known.path, line.number, line.content)
             if len(record.get("rewards", ())) > 1:
                 self._ahead.append((record["epoch"], record["row_id"], lacks_variance(record["rewards"])))
         for _, row, is_settled in (outcome for outcome in self._ahead if outcome[0] <= last):

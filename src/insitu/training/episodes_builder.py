@@ -1,38 +1,36 @@
-"""The built-in trajectory builder: the plan of each epoch's collection, from its block of the file.
-
-The built-in trainers and `insitu doctor` give `start_run` the function that collects the plan and records it. For the
-trainers of plugins it collects the plan itself, as the documents describe.
-"""
+"""The built-in trajectory builder: the plan of each epoch, from its block of the file."""
 
 import asyncio
 import logging
 import random
-from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
-from insitu.collect.collector import Plan, collect
-from insitu.collect.conversations import GroupRecord, collection_of, scored_group
+from insitu.collect.collector import Plan
+from insitu.collect.conversations import collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
+from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.evaluators import Scoring, as_reward, parse_score
 from insitu.collect.scores import shaped
-from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
+from insitu.collect.shared_run import builder_of_run, run_of
 from insitu.config.code import LoadedPart, load_part
-from insitu.errors import ConfigError, PluginError, TrajectoryError
-from insitu.registry import EVALUATOR, LLM, register_trajectory_builder
+from insitu.errors import ConfigError, PluginError
+from insitu.registry import register_trajectory_builder
 from insitu.runs.replay import StoredEpisodesConfig, StoredRun, open_stored
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, Needs, StepLog
 from insitu.schemas.evaluation import EvalInputItem, EvalOutputItem, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, TrajectoryBuilderConfig, TrajectoryCollection
-from insitu.training.budget import BudgetConfig, EpochRows, PlannedRows
-from insitu.training.interfaces import TrajectoryBuilder
+from insitu.schemas.groups import GroupRecord
+from insitu.schemas.kinds import EVALUATOR
+from insitu.training.budget import BudgetConfig, EpochRows, KnownGroups, PlannedRows
+from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer, TrajectoryBuilder
+from insitu.training.planned_builder import PlannedBuilder
 from insitu.workflow.steps import calls_of_steps
 
 logger = logging.getLogger(__name__)
@@ -52,6 +50,10 @@ class CollectingBuilderConfig(TrajectoryBuilderConfig):
     """Train on the recorded episodes of an earlier run instead of running the workflow: a run directory, or a block.
     The groups are used as they were recorded, whatever `num_generations` and `rows_per_epoch` say."""
 
+    @property
+    def needs_dataset(self) -> bool:
+        return self.episodes_from is None
+
 
 class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder"):
     """Runs several episodes per row, grouped by row."""
@@ -68,42 +70,34 @@ class EpisodesBuilderConfig(CollectingBuilderConfig, name="insitu_traj_builder")
         return self
 
 
-async def _played(plan: Plan, builder: Builder, run: RunState) -> Episode:
-    """The only episode of a plan."""
-    async with aclosing(collect(plan, builder, run)) as groups:
-        [group] = [group async for group in groups]
-    return group.episodes[0]
+class _Played(Observer):
+    """Keeps the last episode that has ended."""
+
+    episode: Episode
+
+    def on_episode(self, episode: Episode) -> None:
+        self.episode = episode
 
 
 @register_trajectory_builder(config_type=EpisodesBuilderConfig)
-class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager["EpisodesBuilder"]):
-    """Runs the workflow `num_generations` times on each row and groups the episodes by row.
-
-    `start_run(run_id, meta)` reads from `meta` the `epoch`, by default the next one (the first is 1), and `gather`, the
-    function of a built-in trainer that collects a plan and records it, in the file `groups`. Failed and unscored
-    episodes are counted by reason and not returned.
-    """
+class EpisodesBuilder(PlannedBuilder):
+    """Runs the workflow `num_generations` times on each row and groups the episodes by row."""
 
     needs = Needs.TOKEN_IDS
     """What training needs of each call, unless the trainer adapter needs less; a call without it is a failure."""
     needs_reward = True
     """Whether training needs a reward for each episode."""
-    makes_pairs = False
-    """Whether its trajectories are preference pairs, which are compared already."""
 
     def __init__(self, trajectory_builder_config: CollectingBuilderConfig, builder: Builder | None = None) -> None:
         super().__init__(trajectory_builder_config)
         self.config = trajectory_builder_config
         self._given_builder = builder or builder_of_run()
         self._rows: list[EvalInputItem] = []
-        self._started: dict[tuple[str, int], asyncio.Task[TrajectoryCollection]] = {}
-        """The collections that have been started, by run and epoch."""
-        self._last_epoch = 0
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
         self.stored: StoredRun | None = None
-        """The run whose episodes are used instead of running the workflow."""
-        self.budget: BudgetConfig | None = getattr(trajectory_builder_config, "budget", None)
+        config = trajectory_builder_config
+        self.budget = config.budget if isinstance(config, EpisodesBuilderConfig) else None
         self._planned_rows: PlannedRows | None = None
         if self._given_builder is not None:
             self._check()
@@ -121,7 +115,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         if reward is not None and reward.shape is not None:
             self.shape = load_part(reward.shape, "finetuning.reward_function.shape", self._full_config.folder)
         for llm in sorted(self._full_config.trained_llms()):
-            if getattr(self._full_config.block(LLM, llm), "seed", None) is not None:
+            if "seed" in self._full_config.llm(llm).request_settings():
                 raise ConfigError(
                     f"llms.{llm}.seed: with a fixed seed all episodes of a group would sample the same; leave it out "
                     "(each episode gets its own seed, derived from general.seed)"
@@ -138,19 +132,12 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             )
 
     @property
-    def evaluation_runs(self) -> dict[str, list[asyncio.Task[Any]]]:
-        """The asyncio task of each run that `start_run` has started and `finalize` has not ended."""
-        runs = {run_id for run_id, _ in self._started}
-        return {run_id: [task for (of, _), task in self._started.items() if of == run_id] for run_id in runs}
-
-    @property
     def _evaluates(self) -> bool:
         """Whether the builder overrides `run_eval`, which is then called instead of running the workflow."""
         return getattr(self.run_eval, "__func__", None) is not TrajectoryBuilder.run_eval
 
     @property
     def plans_episodes(self) -> bool:
-        """Whether it runs rows x generations, rather than using recorded episodes or calling `run_eval`."""
         return self.stored is None and not self._evaluates
 
     @property
@@ -172,6 +159,25 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         path = request.dataset if request is not None else None
         return load_dataset(self._full_config, path, moved=self._builder.moved)
 
+    def streaming_obstacle(self) -> str | None:
+        if self.budget is None or (not self.budget.replace and self.budget.retry_solved == 1):
+            return None
+        return f"{self.block}.budget: which rows an epoch has depends on their rewards"
+
+    def settings(self) -> dict[str, Any]:
+        shape = {"reward_shape": self.shape.settings} if self.shape is not None else {}
+        return shape | ({"budget": self.budget.model_dump(exclude_none=True)} if self.budget is not None else {})
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        name = trainer.trainer_config.type
+        if self.makes_pairs != isinstance(trainer, PairTrainer):
+            made, trained = ("preference pairs", "episodes") if self.makes_pairs else ("episodes", "preference pairs")
+            raise ConfigError(f"trajectory_builders: {self.config.type} makes {made}, but {name} trains {trained}")
+        if isinstance(trainer, GroupTrainer) and trainer.compares_episodes and self.stored is None:
+            self.check_group_size(name)
+        if self.budget is not None and (obstacle := trainer.budget_obstacle()) is not None:
+            raise ConfigError(f"{self.block}.budget{obstacle}")
+
     def check_group_size(self, trainer: str) -> None:
         """Raises ConfigError if a trainer that compares episodes of a row gets one of each."""
         if self.config.num_generations < 2:
@@ -182,7 +188,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
     @property
     def episodes_per_epoch(self) -> int | None:
-        if self.stored is not None or self._evaluates:
+        if not self.plans_episodes:
             return None
         return self.config.num_generations * min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
 
@@ -201,30 +207,30 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         seed = self._every_epoch.options.seed
         return random.Random(f"{seed}|dataset|{number}").sample(self._rows, len(self._rows))
 
-    def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
-        """What an epoch collects. `groups` has the run's groups, those of epochs up to `lag` before it are known."""
-        planned = self._rows_under_budget(epoch, groups, lag) if self.budget is not None and epoch else None
-        rows = planned.rows if planned is not None else []
-        if planned is None and self.stored is None and epoch:
-            rows = self.rows_of_epoch(epoch)
-        size = self.config.num_generations
+    def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
+        if self._evaluates:
+            return None
+        every, size = replace(self._every_epoch, run_id=run_id, epoch=epoch), self.config.num_generations
+        if self.stored is not None:
+            return replace(every, recorded=self.stored.replay(run_id, epoch))
+        planned = self._rows_under_budget(epoch, known) if self.budget is not None else None
+        rows = self.rows_of_epoch(epoch) if planned is None else planned.rows
         return replace(
-            self._every_epoch,
-            run_id=run_id,
-            epoch=epoch,
+            every,
             members=[(row, generation) for row in rows for generation in range(size)],
-            recorded=self.stored.replay(run_id, epoch) if self.stored is not None else None,
             budget=self.budget.of_epoch(epoch, planned, self._rows, size) if self.budget and planned else None,
         )
 
-    def _rows_under_budget(self, epoch: int, groups: Path | None, lag: int) -> EpochRows:
+    def _rows_under_budget(self, epoch: int, known: KnownGroups | None) -> EpochRows:
         assert self.budget is not None
         seed, chance = self._every_epoch.options.seed, self.budget.retry_solved
-        if chance == 1 or groups is None:
+        if chance == 1:
             return EpochRows(self.rows_of_epoch(epoch), epoch, seed)
+        if known is None:
+            raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
         if self._planned_rows is None:
             size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
-            self._planned_rows = PlannedRows(self._rows, self._order, size, seed, chance, groups, lag)
+            self._planned_rows = PlannedRows(self._rows, self._order, size, seed, chance, known)
         return self._planned_rows.of_epoch(epoch)
 
     @cached_property
@@ -281,12 +287,14 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
 
         Returns what went wrong; raises PluginError if the evaluator fails on all of them and failures are excluded.
         """
-        if self.stored is not None or self._evaluates:
+        if not self.plans_episodes:
             return None
-        run, episode = run_of(self._builder), None
-        plan = replace(self.plan(run_id, 0), rewarded=False, pairs=None, purpose=", played before the first epoch")
+        run, played, episode = run_of(self._builder), _Played(), None
+        every, purpose = replace(self._every_epoch, run_id=run_id, epoch=0), ", played before the first epoch"
         for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
-            episode = await run.watchdog.watch(partial(_played, replace(plan, members=[(row, 0)]), self._builder, run))
+            plan = replace(every, members=[(row, 0)], rewarded=False, pairs=None, purpose=purpose)
+            await run.watchdog.watch(partial(collect_epoch, plan, self._builder, run, [played]))
+            episode = played.episode
             if episode.reason is not DropReason.EVALUATOR_ERROR:
                 break
         if episode is None:
@@ -304,39 +312,7 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
             raise PluginError(f"no row could be scored, so nothing can be trained; {problem}")
         return problem
 
-    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        meta = meta or {}
-        if "gather" not in meta and any(of == run_id for of, _ in self._started):
-            raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
-        self._last_epoch = epoch = meta.get("epoch", self._last_epoch + 1)
-        if self._evaluates:
-            task = asyncio.create_task(self._evaluated(run_id, epoch), name=f"evaluate {run_id}")
-            self._started[run_id, epoch] = task
-            return
-        if self.budget is not None and self.budget.retry_solved < 1 and "groups" not in meta:
-            raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
-        plan = self.plan(run_id, epoch, meta.get("groups"), meta.get("lag", 1))
-        run = run_of(self._builder)
-
-        async def gather(plan: Plan) -> TrajectoryCollection:
-            groups: list[GroupRecord] = []
-            errors: list[str] = []
-            async with aclosing(collect(plan, self._builder, run)) as completed:
-                async for group in completed:
-                    errors.extend(episode.error for episode in group.episodes if episode.error is not None)
-                    groups.append(group._replace(episodes=[]))
-            collection = collection_of(groups, run_id, plan.epoch)
-            if not collection.trajectories:  # a plugin's trainer may ignore an empty collection
-                what = "preference pair" if self.makes_pairs else "episode"
-                reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(collection.dropped.items()))
-                why = f"the first error: {errors[0]}" if errors else f"dropped: {reasons}"
-                logger.warning("run %s: no %s can be trained on; %s", run_id, what, why)
-            return collection
-
-        collecting = partial(meta.get("gather", gather), plan)
-        self._started[run_id, epoch] = asyncio.create_task(run.watchdog.watch(collecting), name=f"collect {run_id}")
-
-    async def _evaluated(self, run_id: str, epoch: int) -> TrajectoryCollection:
+    async def unplanned(self, run_id: str, epoch: int) -> TrajectoryCollection:
         """The trajectories of `num_generations` calls of `run_eval`."""
         outputs = await asyncio.gather(*(self.run_eval() for _ in range(self.config.num_generations)))
         rows: dict[str, list[Episode]] = {}
@@ -362,26 +338,3 @@ class EpisodesBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManage
         results = dict(output.evaluation_results)
         name = reward.evaluator if reward else next(iter(results), "")
         return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
-
-    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
-        started = [epoch for of, epoch in self._started if of == run_id]
-        if not started:
-            raise TrajectoryError(f"run {run_id} has not been started")
-        epoch = (meta or {}).get("epoch")
-        key = run_id, epoch if epoch in started else started[0]
-        try:
-            return await self._started[key]
-        finally:
-            await self._cancel(key)
-
-    async def _cancel(self, key: tuple[str, int]) -> None:
-        task = self._started.pop(key)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async def __aexit__(self, *_: object) -> None:
-        for key in [*self._started]:
-            await self._cancel(key)
-
-    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        logger.info("run %s: collected %s", run_id, metrics)

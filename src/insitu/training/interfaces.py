@@ -3,12 +3,15 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from insitu.advantages.credit import CallAdvantages
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
+from insitu.collect.collector import Plan
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
 from insitu.errors import BackendError, ConfigError
+from insitu.runs.replay import StoredRun
 from insitu.schemas.components import for_component
 from insitu.schemas.episodes import Needs, TrainingRow
 from insitu.schemas.evaluation import EvalOutputItem, EvaluationRunOutput
@@ -20,9 +23,11 @@ from insitu.schemas.finetuning import (
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
+    Trajectory,
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
+from insitu.training.budget import KnownGroups
 from insitu.training.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -50,10 +55,37 @@ class TrajectoryBuilder(ABC):
         self.run_config = run_config
         self.trajectory_builder_config = _rewarded(self.trajectory_builder_config, run_config)
 
+    makes_pairs = False
+    """Whether its trajectories are preference pairs, which are compared already."""
+    collects_itself: ClassVar[bool] = True
+    """Whether an epoch is collected by `start_run` and `finalize` only."""
+    stored: StoredRun | None = None
+    """The recorded episodes that it uses instead of running the workflow."""
+
     @property
     def episodes_per_epoch(self) -> int | None:
         """Number of episodes per epoch, for progress bars; None if unknown."""
         return None
+
+    @property
+    def plans_episodes(self) -> bool:
+        """Whether `episodes_per_epoch` episodes are planned for each epoch."""
+        return False
+
+    def streaming_obstacle(self) -> str | None:
+        """Why the rows of an epoch are not known before it is complete; None if they are."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which episodes an epoch has, for the header of the run."""
+        return {}
+
+    def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
+        """What an epoch collects, if that is planned; None: `start_run` and `finalize` collect it."""
+        return None
+
+    def check_trainer(self, trainer: "Trainer") -> None:  # noqa: B027 - optional
+        """Raises ConfigError if the trajectories are not what a trainer trains."""
 
     async def rehearse(self, run_id: str) -> str | None:
         """Called once before the first epoch, to find faults early. Returns a warning; raises if nothing can train."""
@@ -313,6 +345,14 @@ class Trainer(ABC):
             failed.append(f"at epoch {epoch}: {metrics['error']}")
         return {**metrics, "dataset_type": "validation"}
 
+    def own_metrics(self, advantages: Sequence[tuple[Trajectory, CallAdvantages]]) -> dict[str, Any]:
+        """More figures of what an epoch trains, for `training_metrics.jsonl`."""
+        return {}
+
+    def budget_obstacle(self) -> str | None:
+        """Why it learns from episodes that a rollout budget saves, in words that follow the key; None: it does not."""
+        return f": {self.trainer_config.type} also trains rows whose episodes have equal rewards; leave it out"
+
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
@@ -334,6 +374,14 @@ class ResumableTrainer(Trainer):
 
 class GroupTrainer(Trainer):
     """Trainer that compares the episodes of a row with one another, all sampled from the served weights."""
+
+    @property
+    def compares_episodes(self) -> bool:
+        """Whether it learns nothing from a row with a single episode."""
+        return True
+
+    def budget_obstacle(self) -> str | None:
+        return None
 
 
 class PairTrainer(Trainer):

@@ -1,4 +1,4 @@
-"""Follows training jobs: submits once, waits by events or polls, submits a lost job again, says how the job ended.
+"""Follows training jobs and their backend: submits once, waits by events or polls, submits a lost job again.
 
 A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An adapter with its own
 `wait_until_complete` waits itself; only its progress is watched.
@@ -7,14 +7,14 @@ A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An ad
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
-from insitu.collect.event_loop import Watchdog, seconds_since
-from insitu.collect.shared_run import watchdog_of
+from insitu.collect.shared_run import RunState, watchdog_of
+from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
-from insitu.errors import BackendUnavailable, InsituError, JobFailed, JobLost
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
 from insitu.wire.connection import pause
@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
+_EXIT_NOTICE_SECONDS = 1.0
 _RECONNECT_DELAY = 0.25
 _SUBMISSIONS = 3
-"""How often one job is submitted if the backend loses it."""
+"""How often one job is submitted, the first time included, if the backend keeps losing it."""
 
 
 class JobAdapter(ResumableAdapter):
@@ -85,7 +86,10 @@ async def follow(
     interval: float,
     on_status: Callable[[TrainingJobStatus], None] = lambda _: None,
 ) -> TrainingJobStatus:
-    """Waits until a job has ended. One that the backend has lost is submitted again, at most `_SUBMISSIONS` times."""
+    """Waits until a job has ended; one that the backend has lost is submitted again.
+
+    Gives up once it was submitted `_SUBMISSIONS` times and was first lost `submits_again_for` seconds ago.
+    """
     delay, submissions, first_loss = _RECONNECT_DELAY, 1, None
     try:
         while True:
@@ -206,3 +210,39 @@ class _JobProgress:
                 self.note(await adapter.status(self._ref))
             except InsituError as error:  # `wait_until_complete` reports and retries
                 logger.debug("the progress of a job is unknown: %s", error)
+
+
+@asynccontextmanager
+async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[None]:
+    """Cancels the body and raises the adapter's error once its backend is lost, which `run` gets to know first."""
+    if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
+        yield
+        return
+    watcher = asyncio.create_task(adapter.watch(), name="watch the backend")
+
+    def lost() -> BaseException | None:
+        return watcher.exception() if watcher.done() and not watcher.cancelled() else None
+
+    def expire(_: asyncio.Task[None]) -> None:
+        if (error := lost()) is not None:
+            if run is not None:
+                run.builder.lost = error
+            limit.reschedule(0.0)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watcher.add_done_callback(expire)
+            try:
+                yield
+            except (BackendError, TrajectoryError):  # requests can fail before the end of the process is known
+                await asyncio.wait([watcher], timeout=_EXIT_NOTICE_SECONDS)
+                raise
+            finally:
+                watcher.remove_done_callback(expire)
+    except Exception:  # re-raised, unless it follows from the loss of the backend
+        if (error := lost()) is not None:
+            raise error from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)

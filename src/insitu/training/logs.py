@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from insitu.errors import ConfigError
-from insitu.registry import not_found
+from insitu.errors import ConfigError, not_found
 
 
 class _Saved(NamedTuple):

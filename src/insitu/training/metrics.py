@@ -8,8 +8,12 @@ from numbers import Real
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from insitu.advantages.credit import credit_by_function, credited_calls
+from insitu.advantages.estimator import EstimatedEpoch
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, TrajectoryCollection
+from insitu.training.interfaces import GroupTrainer, Trainer
+from insitu.training.observers import Collected
 
 Group = Sequence[Trajectory]
 
@@ -68,10 +72,11 @@ class EpochResult:
         if self.not_finite:
             self.metrics["non_finite_metrics"] = len(self.not_finite)
 
-    def add_job(self, status: TrainingJobStatus) -> None:
-        """Adds the final status of the epoch's job, and the numbers that it reports."""
+    def add_job(self, status: TrainingJobStatus, seconds: float) -> None:
+        """Adds the final status of the epoch's job, the seconds waited for it, and the numbers that it reports."""
         metadata = status.metadata or {}
         self.metrics["job"] = status.status.value
+        self.metrics["seconds"]["train"] = seconds
         if "seconds_ahead" in metadata:
             self.metrics["seconds"]["ahead"] = metadata["seconds_ahead"]
         self.add_reported("job", {k: v for k, v in metadata.items() if k not in _STATED})
@@ -89,11 +94,19 @@ def _flat_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
     return numbers
 
 
-def selection_metrics(
-    collection: TrajectoryCollection, curriculum: Mapping[str, Any] | None, credit: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Statistics of what an epoch trains on; `curriculum` is the state after its selection, `credit` by function."""
+def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEpoch) -> dict[str, Any]:
+    """Statistics of what an epoch has collected, and of what the trainer has selected of it."""
+    collection, advantages, _ = estimated
+    metrics = collected_metrics(collected.collection.trajectories)
+    if isinstance(trainer, GroupTrainer):
+        trained = {str(t.id) for t, _ in advantages}
+        metrics["frac_reward_zero_std"] = teaches_nothing(collected.collection, trained, collection.drop_reasons)
+    credit = credit_by_function(credited_calls(advantages, trainer.run_config.target_functions))
+    curriculum = trainer.get_curriculum_state() if trainer.curriculum_config.enabled else None
     return {
+        **metrics,
+        **collected.metrics,
+        **trainer.own_metrics(advantages),
         "curriculum_percentile": curriculum and curriculum["current_percentile"],
         "curriculum_state": curriculum and {k: v for k, v in curriculum.items() if k != "reward_sums"},
         "filtered_trajectories": sum(map(len, collection.trajectories)),

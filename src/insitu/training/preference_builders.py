@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from insitu.advantages.credit import TrainedCalls
-from insitu.collect.conversations import GroupRecord, conversations
+from insitu.collect.conversations import conversations
 from insitu.preferences.candidates import Targets, candidates_of, recorded_candidates
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import episode_rows, pair_rows
@@ -17,6 +17,7 @@ from insitu.schemas.episodes import CandidateStep as CandidateStep  # also docum
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, ModelCall
 from insitu.schemas.episodes import PreferencePair as PreferencePair  # also documented here
 from insitu.schemas.finetuning import DPOItem, OpenAIMessage, Trajectory, message_text
+from insitu.schemas.groups import GroupRecord
 from insitu.schemas.steps import IntermediateStepType
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 

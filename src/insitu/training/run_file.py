@@ -6,11 +6,13 @@ from typing import Any
 
 from insitu import __version__
 from insitu.builder import Builder
+from insitu.collect.datasets import find_dataset
+from insitu.collect.evaluation import held_out_record
 from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
-from insitu.registry import LLM
-from insitu.runs.replay import provenance
-from insitu.training.episodes_builder import EpisodesBuilder
+from insitu.disk.json_files import read_object
+from insitu.disk.model_files import model_digest
+from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
 
 
@@ -23,16 +25,9 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
         **selection,
         "on_failure": reward.on_failure if reward else None,
     }
-    if (grouping := getattr(builder, "grouping", None)) is not None:
-        settings["groups"] = grouping
-    if (shape := getattr(builder, "shape", None)) is not None:
-        settings["reward_shape"] = shape.settings
-    if (budget := getattr(builder, "budget", None)) is not None:
-        settings["budget"] = budget.model_dump(exclude_none=True)
-    settings |= trainer.trainer_adapter.serving_settings()
-    if bridged := [
-        name for name in sorted(config.trained_llms()) if getattr(config.block(LLM, name), "token_bridge", False)
-    ]:
+    settings |= builder.settings() | trainer.trainer_adapter.serving_settings()
+    llms = {name: config.llm(name).request_settings() for name in sorted(config.trained_llms())}
+    if bridged := [name for name, llm in llms.items() if llm.get("token_bridge")]:
         settings["token_bridge"] = bridged
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)
@@ -40,9 +35,30 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
 
 
 def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: Path) -> dict[str, Any]:
-    """The inputs of the run in `folder`, with their digests."""
-    stored = trajectory_builder.stored if isinstance(trajectory_builder, EpisodesBuilder) else None
-    return provenance(builder, stored, folder)
+    """What later uses of the run in `folder` need to know: rows and model, which calls it trains, and where from."""
+    stored, config, finetuning = trajectory_builder.stored, builder.config, builder.config.finetuning
+    if stored is not None:
+        dataset = stored.files.settings().get("dataset")
+    else:
+        path = builder.request.dataset if builder.request is not None else None
+        has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = find_dataset(config, path, builder.moved).record() if has_rows else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
+    return {
+        "dataset": dataset,
+        "held_out": held_out_record(config, builder.moved),
+        "starting_model": _starting_model(folder),
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
+    }
+
+
+def _starting_model(folder: Path) -> dict[str, str | None] | None:
+    """The model that the run's own backend started from, if it has one; without a digest if it is one of the Hub."""
+    if not (record := folder / BACKEND_FOLDER / STARTED_FILE).is_file():
+        return None
+    model = Path(read_object(record)["model"])
+    return {"file": str(model), "sha256": model_digest(model) if model.exists() else None}
 
 
 def run_record(

@@ -1,6 +1,5 @@
 """From a file to its live components: trains with them, evaluates or serves the model without training it."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -14,41 +13,46 @@ from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.episodes import executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
-from insitu.collect.event_loop import run_async
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.errors import (
-    BackendError,
     ConfigError,
     InsituError,
     JobFailed,
     PluginError,
     TrajectoryError,
     describe_error,
+    not_found,
 )
-from insitu.registry import EVALUATOR, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER, not_found
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
 from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
-from insitu.schemas.finetuning import FinetuneRunConfig, TrainerAdapterConfig, TrainingJobStatus, TrainingStatusEnum
-from insitu.training.checks import check_group_size, check_sampling, check_token_bridge
+from insitu.schemas.finetuning import (
+    FinetuneRunConfig,
+    TrainerAdapterConfig,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryBuilderConfig,
+)
+from insitu.schemas.kinds import EVALUATOR, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
+from insitu.training.checks import check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
+from insitu.training.jobs import watched
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
-from insitu.wire.http_format import json_path
 from insitu.wire.http_server import raise_file_limit
+from insitu.wire.json_values import json_path
 from insitu.wire.redaction import results_console
+from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import check_model_names
 
 logger = logging.getLogger(__name__)
 Statuses = list[TrainingJobStatus]
-
-_EXIT_NOTICE_SECONDS = 1.0
 
 
 async def run_finetuning(runner: Trainer, resume: bool = False, epochs: int | None = None) -> Statuses:
@@ -192,7 +196,7 @@ async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
         adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
     except ConfigError as error:  # with what would be refused next, so that both are changed at once
         try:
-            check_group_size(await builder.get(TRAINER, str(finetuning.trainer)), trajectory_builder)
+            trajectory_builder.check_trainer(await builder.get(TRAINER, str(finetuning.trainer)))
         except ConfigError as other:
             raise ConfigError(f"{other}\n{error}") from error
         raise
@@ -272,7 +276,7 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
     json_path(request.result_json_path, "result_json_path")
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
-    if getattr(builder, "episodes_from", None) is None:
+    if not isinstance(builder, TrajectoryBuilderConfig) or builder.needs_dataset:
         load_dataset(config, request.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
@@ -292,9 +296,7 @@ def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunC
     validation = config.finetuning.validation
     if validation is None:
         return request
-    rows = validation.dataset
-    if rows is None:
-        rows = find_dataset(held_out_config(config)).file
+    rows = validation.dataset if validation.dataset is not None else find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
     return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
 
@@ -357,39 +359,3 @@ async def serve_policy(builder: Builder) -> AsyncIterator[None]:
                 yield
         finally:
             await builder.aclose()
-
-
-@asynccontextmanager
-async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[None]:
-    """Cancels the body and raises the adapter's error once its backend is lost, which `run` gets to know first."""
-    if not isinstance(adapter, TrainerAdapter):  # a plugin's, which implements only the documented methods
-        yield
-        return
-    watcher = asyncio.create_task(adapter.watch(), name="watch the backend")
-
-    def lost() -> BaseException | None:
-        return watcher.exception() if watcher.done() and not watcher.cancelled() else None
-
-    def expire(_: asyncio.Task[None]) -> None:
-        if (error := lost()) is not None:
-            if run is not None:
-                run.lost = error
-            limit.reschedule(0.0)
-
-    try:
-        async with asyncio.timeout(None) as limit:
-            watcher.add_done_callback(expire)
-            try:
-                yield
-            except (BackendError, TrajectoryError):  # requests can fail before the end of the process is known
-                await asyncio.wait([watcher], timeout=_EXIT_NOTICE_SECONDS)
-                raise
-            finally:
-                watcher.remove_done_callback(expire)
-    except Exception:  # re-raised, unless it follows from the loss of the backend
-        if (error := lost()) is not None:
-            raise error from None
-        raise
-    finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)

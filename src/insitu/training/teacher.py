@@ -7,7 +7,6 @@ It is asked once an episode is scored, while others still play. What it says is 
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from string import Formatter
@@ -16,17 +15,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from insitu.collect.event_loop import doing
+from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, RequestRefused, TrajectoryError
-from insitu.registry import LLM
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.records import as_text
 from insitu.schemas.components import MayChange
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import Trainer
 from insitu.wire.connection import Connection
 from insitu.wire.prompt_logprobs import JSON, Logprobs, Text, logprobs_of_texts, longest, part_of
@@ -124,13 +121,11 @@ class Teacher:
     def check(self, trainer: Trainer, config: Config) -> None:
         """Raises ConfigError if the components or settings of a run do not go with a teacher."""
         builder = trainer.trajectory_builder
-        if not isinstance(builder, EpisodesBuilder) or not builder.plans_episodes:
+        if not builder.plans_episodes:
             kind = builder.trajectory_builder_config.type
             raise ConfigError(f"{self.key}: {kind} does not play the episodes that a teacher scores; leave it out")
-        if builder.budget is not None:
-            raise ConfigError(f"{builder.block}.budget: a teacher also says something about episodes of equal rewards")
         for name in sorted(config.trained_llms()):
-            temperature = getattr(config.block(LLM, name), "temperature", None)
+            temperature = config.llm(name).request_settings().get("temperature")
             if temperature not in (None, 1):
                 problem = f"llms.{name}.temperature is {temperature:g}, but {self.key} gives the log-probabilities of"
                 raise ConfigError(f"{problem} temperature 1, with which those of the policy are compared; allowed: 1")
@@ -231,8 +226,6 @@ class Teacher:
             asked = longest(text for _, _, text in of_model)
             found = await logprobs_of_texts(self._connection, self._endpoint.base_url, model, asked)
             scores += [(call, part_of(text, start, found)) for call, start, text in of_model]
-            # its server counts a completion for each, which would else be nobody's
-            episode.requested = Counter(episode.requested) + Counter({self._endpoint.base_url: len(asked)})
         for call, logprobs in scores:
             call.teacher_logprobs = logprobs
 

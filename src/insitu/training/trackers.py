@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, describe_error, install_command
-from insitu.registry import not_found
+from insitu.errors import ConfigError, PluginError, describe_error, install_command, not_found
 
 GROUP = "insitu.trackers"
 FOLLOWERS = "insitu.run_followers"

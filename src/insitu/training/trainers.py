@@ -1,22 +1,24 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from insitu.advantages.credit import AdvantageConfig, Credit
-from insitu.advantages.distillation import TeacherEstimator
+from insitu.advantages.credit import AdvantageConfig, CallAdvantages, Credit
+from insitu.advantages.distillation import TeacherEstimator, teacher_metrics
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, FunctionEstimator, GroupRelativeEstimator
 from insitu.builder import Builder, name_being_built
 from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, chosen_pairs, labeled_episodes
 from insitu.registry import register_trainer
-from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrajectoryCollection
+from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryCollection
 from insitu.schemas.parts import AdvantagesPart, SelectionPart
 from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.loop import LoopTrainer
+from insitu.training.schedule import LoopTrainerConfig
 from insitu.training.teacher import Teacher, TeacherConfig
 from insitu.training.warm_up import WarmUpConfig, read_warm_up
 
@@ -24,20 +26,6 @@ from insitu.training.warm_up import WarmUpConfig, read_warm_up
 def _tag_of_advantages(value: Any) -> str:
     kind = value.get("_type") if isinstance(value, dict) else getattr(value, "type", None)
     return "<group>" if kind in (None, "group_relative") else "<part>"
-
-
-class LoopTrainerConfig(TrainerConfig):
-    """What the trainers with a job for each epoch have in common."""
-
-    staleness: int = Field(default=0, ge=0)
-    """Epochs that are collected ahead, while earlier ones are collected and trained. Their episodes are sampled from
-    weights that are as many training jobs older; see [slow agents](../guides/slow-agents.md)."""
-    stream: bool = False
-    """Sends groups to the epoch's training job as they complete, which computes their gradients while others are still
-    collected. The weights are the same, to the bit on a CPU."""
-    versions: Literal["pinned", "latest"] = "pinned"
-    """With `staleness`. `pinned`: the episodes of an epoch are sampled from the same version in each run. `latest`:
-    calls are sampled from the newest weights, for backends that serve no others; such a run does not repeat."""
 
 
 class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
@@ -61,6 +49,10 @@ class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
     teacher: TeacherConfig | None = None
     """[On-policy distillation](../guides/distill.md): what is trained is what a teacher says about each sampled token,
     instead of the rewards or beside them."""
+
+    @property
+    def warms_up(self) -> bool:
+        return self.sft is not None
 
     @model_validator(mode="after")
     def _baseline_matches_credit(self) -> "InsituTrainerConfig":
@@ -110,18 +102,36 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
         parts = {f"{key}.selection.{number}": part for number, part in enumerate(trainer_config.selection or ())}
         self._selections = {where: load_part(part, where, folder) for where, part in parts.items()}
         self._advantages: LoadedPart | None = None
+        self.teacher: Teacher | None = None
         if isinstance(trainer_config.advantages, AdvantagesPart):
             self._advantages = load_part(trainer_config.advantages, f"{key}.advantages", folder)
         if trainer_config.teacher is not None:
             self.teacher = Teacher(trainer_config.teacher, f"{key}.teacher")
         if trainer_config.sft is not None:  # read now: `initialize` may move the folder with the files
-            self._warm_up = read_warm_up(self._full_config, trainer_config.sft)
+            self._stages.append(read_warm_up(self._full_config, trainer_config.sft))
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         if self.teacher is not None:
+            self._schedule.teacher = self.teacher
             self.teacher.check(self, self._full_config)
             await self.teacher.check_server(self._full_config, trainer_adapter.adapter_config.starts_from)
+
+    @property
+    def compares_episodes(self) -> bool:
+        return self.teacher is None
+
+    def own_metrics(self, advantages: Sequence[tuple[Trajectory, CallAdvantages]]) -> dict[str, Any]:
+        return teacher_metrics(advantages) if self.teacher is not None else {}
+
+    def budget_obstacle(self) -> str | None:
+        config = self.trainer_config
+        if self.teacher is not None:
+            return ": a teacher also says something about episodes of equal rewards"
+        if config.credit == "episode":
+            return None
+        compared = f" compares the rewards of episodes, but {config.type} has credit: {config.credit}, which compares"
+        return f"{compared} those of steps; leave it out, or set credit: episode"
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)

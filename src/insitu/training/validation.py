@@ -13,11 +13,10 @@ from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.records import EarlyStop, RunProgress, best_validation
-from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
-from insitu.training.batches import pinned
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
-from insitu.training.report import Report
+from insitu.training.run import Run
+from insitu.training.schedule import pinned
 
 
 class Validation:
@@ -28,12 +27,10 @@ class Validation:
     early, or which checkpoint is kept, does not depend on which of them takes longer.
     """
 
-    def __init__(
-        self, run_config: FinetuneConfig, builder: Builder, adapter: TrainerAdapter, report: Report, store: RunStore
-    ) -> None:
+    def __init__(self, run_config: FinetuneConfig, builder: Builder, adapter: TrainerAdapter, run: Run) -> None:
         assert run_config.validation is not None
         self.config: ValidationConfig = run_config.validation
-        self.history: list[dict[str, Any]] = []
+        self.history = run.validations
         self.due: int | None = None
         """The epoch whose weights are to be validated beside the next one."""
         self.unbeaten: dict[str, Any] | None = None
@@ -42,10 +39,24 @@ class Validation:
         self._run_config = run_config
         self._builder = builder
         self._adapter = adapter
-        self._report = report
-        self._store = store
+        self._report, self._store = run.report, run.store
         self._digest: str | None = None  # of the rows of the latest validation
         self._beside: asyncio.Task[dict[str, Any]] | None = None
+
+    @classmethod
+    async def opened(
+        cls, run_config: FinetuneConfig, builder: Builder, adapter: TrainerAdapter, run: Run
+    ) -> "Validation":
+        """The validations of a run, with those of an earlier process. Raises ConfigError."""
+        validation = cls(run_config, builder, adapter, run)
+        if validation.config.beside:
+            endpoint = await adapter.policy_endpoint()
+            if endpoint is None or not endpoint.names_versions:
+                served = f"{adapter.adapter_config.type} serves the newest weights only"
+                raise ConfigError(f"finetuning.validation.beside is true, but {served}; allowed: false")
+        if run.durable.continues:
+            await asyncio.to_thread(validation.restore, run.progress)
+        return validation
 
     @property
     def best(self) -> dict[str, Any] | None:

@@ -10,13 +10,14 @@ from pydantic_core import PydanticCustomError
 from insitu.builder import name_being_built
 from insitu.config import Config
 from insitu.disk.json_files import read_line
-from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError
+from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryError, first_problem
+from insitu.runs import files
+from insitu.runs.records import RunProgress
 from insitu.schemas.episodes import TrainingRow
-from insitu.schemas.parts import first_problem
 from insitu.training.checks import new_version
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.jobs import check_completed, wait_for_job
-from insitu.training.report import Report
+from insitu.training.run import Run
 
 
 class WarmUpConfig(BaseModel):
@@ -110,27 +111,29 @@ class WarmUp(NamedTuple):
     rows: list[TrainingRow]
     full_config: Config
 
-    async def run(self, adapter: TrainerAdapter, run_id: str, before: int | None, report: Report) -> dict[str, Any]:
-        """Returns the job's metrics, version and checkpoint; `before` is the policy version that the run started with.
+    def is_pending(self, progress: RunProgress) -> bool:
+        return not progress.warmed_up
 
-        Raises JobFailed, or TrajectoryError for dialogues that cannot be trained.
-        """
+    async def run(self, run: Run, adapter: TrainerAdapter) -> None:
+        """Trains the job and records its metrics. Raises JobFailed, or TrajectoryError if dialogues are refused."""
         if not isinstance(adapter, RowAdapter):
             raise ConfigError(f"trainer_adapters: {adapter.adapter_config.type} cannot train on given rows")
         started = time.perf_counter()
-        with report.phase(f"warm-up on {len(self.rows)} dialogues"):
+        with run.report.phase(f"warm-up on {len(self.rows)} dialogues"):
             try:
-                ref = await adapter.submit_rows(self.rows, run_id, "sft", self.config.overrides())
+                ref = await adapter.submit_rows(self.rows, run.id, "sft", self.config.overrides())
             except RequestRefused as error:  # names the row: a dialogue that is too long, or that the template refuses
                 raise TrajectoryError(f"the warm-up on {self.config.rows} was refused: {error}") from error
             status = await wait_for_job(adapter, ref, self.full_config)
             check_completed("the warm-up", status)
-            version = new_version(0, before, await adapter.policy_endpoint())
+            version = new_version(0, run.progress.policy_version, await adapter.policy_endpoint())
         keys, metadata = ("loss", "entropy", "tokens", "rows", "steps", "checkpoint"), status.metadata or {}
         result = {key: metadata.get(key) for key in keys}
         result |= {"policy_version": version, "seconds": time.perf_counter() - started}
-        report.note(f"warm-up: {result['rows']} dialogues  loss {result['loss']:.4g}  {result['seconds']:.1f} s")
-        return result
+        loss, seconds = f"{result['loss']:.4g}", f"{result['seconds']:.1f}"
+        run.report.note(f"warm-up: {result['rows']} dialogues  loss {loss}  {seconds} s")
+        run.store.write(files.WARM_UP, result | {"checkpoint": run.store.relative(result["checkpoint"])})
+        await run.durable.commit(warmed_up=True, policy_version=version)
 
 
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.collect.datasets import WORKFLOW_OUTPUT
 from insitu.disk.folder_lock import LOCK_FILE, locked_by
 from insitu.errors import ConfigError, RequestRefused
 from insitu.runs.files import COLLECTIONS, EVENTS, FINAL_METRICS, METRICS
 from insitu.runs.reader import RunReader
 from insitu.runs.summary import DEFAULT_FOLDERS, RunSummary, find_runs, read_details, read_summary
+from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 
 _SEARCH_SECONDS = 2.0
 """How long a list of runs is used before the folders are searched again."""

@@ -26,8 +26,9 @@ from insitu.runs.monitor import Monitor
 from insitu.view.episode_lists import IndexedRun, Indexes, number
 from insitu.view.long_values import part, shortened
 from insitu.view.run_pages import OpenedFolder, Watcher, one_run
+from insitu.wire.addresses import http_url
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import format_event, http_url
+from insitu.wire.http_format import format_event
 from insitu.wire.http_server import error_response, guard, listening
 from insitu.wire.redaction import redact_bytes
 

@@ -7,7 +7,6 @@ themselves away: by the name in `Host` if the page had its own name resolved to 
 
 import base64
 import hmac
-import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
 from insitu.errors import ConfigError, RequestRefused
+from insitu.wire.addresses import ip_address, is_loopback
 from insitu.wire.redaction import remember_secret
 
 JSON_TYPES = ("application/json", "application/x-ndjson", "application/jsonl")
@@ -95,7 +95,7 @@ class AccessPolicy:
     def _is_known(self, host: str) -> bool:
         """Whether a Host header is safe: an IP address cannot be resolved to another one."""
         name = (_parsed(f"//{host}").hostname or "").rstrip(".")
-        return name == "localhost" or name.endswith(".localhost") or _address(name) is not None or name in self.hosts
+        return name == "localhost" or name.endswith(".localhost") or ip_address(name) is not None or name in self.hosts
 
 
 def _authorized_by(token: str, authorization: str) -> str | None:
@@ -119,32 +119,6 @@ def require_json(headers: Mapping[str, str]) -> None:
     if kind not in JSON_TYPES:
         problem = f"Content-Type is {kind!r:.80}" if kind else "the request has no Content-Type"
         raise RequestRefused(f"{problem}; send JSON as application/json", status=415, code="unsupported_media_type")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to a server bound to `host`, a name or an address."""
-    if not host:  # all interfaces
-        return False
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    return all(is_loopback_address(str(address[0])) for *_, address in addresses)
-
-
-def is_loopback_address(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's; no name server is asked."""
-    address = _address(host)
-    if address is None:
-        return host == "localhost"
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
 
 
 def _parsed(url: str) -> SplitResult:

@@ -30,10 +30,10 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
-from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused
-from insitu.schemas.parts import key_of
+from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused, key_of
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, gc_paused, metrics_text
+from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
+from insitu.wire.json_values import gc_paused
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from insitu.errors import ConfigError, PluginError, a_type
-from insitu.registry import FUNCTION_GROUP, decorator, not_found
+from insitu.errors import ConfigError, PluginError, a_type, not_found
+from insitu.registry import decorator
 from insitu.schemas.components import FunctionBaseConfig, FunctionGroupBaseConfig
+from insitu.schemas.kinds import FUNCTION_GROUP
 from insitu.workflow.functions import Converter, FunctionInfo
 from insitu.workflow.functions import Function as Function  # `nat.builder.function` has both
 

@@ -22,11 +22,11 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError,
 from pydantic_core import to_json
 
 from insitu.capture.ledger import current_call_site
-from insitu.errors import InputError, PluginError, WorkflowError, a_type
-from insitu.registry import FUNCTION, decorator
+from insitu.errors import InputError, PluginError, WorkflowError, a_type, first_problem
+from insitu.registry import decorator
 from insitu.schemas.components import FunctionBaseConfig
-from insitu.schemas.parts import first_problem
-from insitu.wire.http_format import json_form
+from insitu.schemas.kinds import FUNCTION
+from insitu.wire.json_values import json_form
 from insitu.workflow.context import current_episode
 
 Converter = Callable[[Any], Any]

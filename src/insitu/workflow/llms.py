@@ -30,10 +30,10 @@ from pydantic import AliasChoices, Field, SecretStr, model_validator
 from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.formats.parser import ReasoningFormatName, ToolFormatName
-from insitu.registry import LLM, register_llm_provider
+from insitu.registry import register_llm_provider
 from insitu.schemas.components import LLMBaseConfig, MayChange
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.wire.http_format import is_same_server
+from insitu.wire.addresses import is_same_server
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -321,7 +321,7 @@ async def policy_llm(config: PolicyConfig, builder: Builder) -> AsyncIterator[Mo
 def check_model_names(builder: Builder) -> None:
     """Raises ConfigError if a trained llm names a model that is not the one being trained."""
     for name in sorted(builder.trained_llms):
-        block = builder.config.block(LLM, name)
+        block = builder.config.llm(name)
         policy = policy_named_by(name, block, builder)
         if policy is None:
             continue
@@ -330,7 +330,7 @@ def check_model_names(builder: Builder) -> None:
             logger.warning("%s: its requests go to %r at %s, which is trained", where, policy.model, policy.base_url)
 
 
-def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint | None:
+def policy_named_by(name: str, block: LLMBaseConfig, builder: Builder) -> PolicyEndpoint | None:
     """The model under training if `block`, a trained llm, must be sent there rather than where it says.
 
     Raises ConfigError if it names another model on the server of the model under training.
@@ -340,7 +340,7 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
     if policy is None or model is None or name not in builder.trained_llms:
         return None
     names = {policy.model, policy.model.rpartition("@")[0] if policy.current_model is not None else policy.model}
-    beside = is_same_server(getattr(block, "base_url", None), policy.base_url)
+    beside = is_same_server(block.request_settings().get("base_url"), policy.base_url)
     if model in names:
         return policy if beside and policy.current_model is not None else None
     problem = f"llms.{name}.model_name is {model!r}, but {policy.model!r} at {policy.base_url} is trained"
@@ -348,11 +348,11 @@ def policy_named_by(name: str, block: Any, builder: Builder) -> PolicyEndpoint |
         if beside:
             raise ConfigError(f"{problem}: name that model, or use _type: policy")
         return None
-    others = [other for other in builder.trained_llms - {name} if _model_of(config.block(LLM, other)) in names]
+    others = [other for other in builder.trained_llms - {name} if _model_of(config.llm(other)) in names]
     if others:
         raise ConfigError(f"{problem}: set finetuning.target_model to {others[0]!r} if {name} is not to be trained")
     return policy
 
 
-def _model_of(block: Any) -> str | None:
-    return getattr(block, "model_name", None)
+def _model_of(block: LLMBaseConfig) -> str | None:
+    return block.request_settings().get("model_name")

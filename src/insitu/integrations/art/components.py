@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
@@ -25,6 +24,7 @@ from insitu.integrations.art.trainer_adapter import ARTTrainerAdapter
 from insitu.registry import register_trainer, register_trainer_adapter, register_trajectory_builder
 from insitu.schemas.episodes import DropReason, Needs
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.budget import KnownGroups
 from insitu.training.episodes_builder import EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer
 from insitu.training.loop import LoopTrainer
@@ -52,18 +52,18 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
     def _groups_equal_rows(self) -> bool:
         return self.num_generations == 1 and self.plans_episodes
 
-    @property
-    def grouping(self) -> str | None:
-        """How rows are grouped, for the header of the run; None if every row is its own group."""
+    def settings(self) -> dict[str, Any]:
         sizes = Counter(self._group_of.values())
         if not sizes:
-            return None
+            return super().settings()
         alone = [*sizes.values()].count(1)
         teaches_nothing = f"; {alone} rows equal no other and teach nothing" if alone else ""
-        return f"{len(sizes)}, of the {len(self._rows)} rows those with equal question and answer{teaches_nothing}"
+        groups = f"{len(sizes)}, of the {len(self._rows)} rows those with equal question and answer{teaches_nothing}"
+        return {"groups": groups} | super().settings()
 
-    def plan(self, run_id: str, epoch: int, groups: Path | None = None, lag: int = 1) -> Plan:
-        return replace(super().plan(run_id, epoch, groups, lag), group_of=self._group_of)
+    def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
+        plan = super().plan(run_id, epoch, known)
+        return None if plan is None else replace(plan, group_of=self._group_of)
 
     def check_group_size(self, trainer: str) -> None:
         if not self._groups_equal_rows:

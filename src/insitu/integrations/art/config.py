@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from insitu.errors import ConfigError, install_command
-from insitu.registry import not_found
+from insitu.errors import ConfigError, install_command, not_found
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig

@@ -10,8 +10,10 @@ import orjson
 from pydantic import BaseModel, StrictInt, TypeAdapter
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
+from insitu.wire.addresses import url_host
 from insitu.wire.connection import Connection, is_transient, response_error
-from insitu.wire.http_format import BODY_DIFFERS, gc_paused, url_host
+from insitu.wire.http_format import BODY_DIFFERS
+from insitu.wire.json_values import gc_paused
 
 T = TypeVar("T")
 

@@ -26,7 +26,8 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.interfaces import RewardAdapter
 from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed
-from insitu.wire.http_format import gc_paused, http_url
+from insitu.wire.addresses import http_url
+from insitu.wire.json_values import gc_paused
 
 if TYPE_CHECKING:
     import art
@@ -206,9 +207,8 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             await self._validate_episode_order(trajectory)
 
         def convert() -> "list[art.TrajectoryGroup]":
-            make = self._art.TrajectoryGroup
             with gc_paused():
-                return [make([art_object(self._art, t) for t in group]) for group in trajectory_lists]
+                return [self._art.TrajectoryGroup([art_object(self._art, t) for t in own]) for own in trajectory_lists]
 
         return await asyncio.to_thread(convert)
 

@@ -17,7 +17,7 @@ from insitu.preferences.selection import pair_item
 from insitu.runs.files import PAIRS
 from insitu.runs.reader import RunReader
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
-from insitu.wire.http_format import has_lone_surrogate
+from insitu.wire.json_values import has_lone_surrogate
 
 _TURN_KEYS = ("row_id", "example_id", "generation", "turn_id")
 """Metadata that together name a turn, as far as they are given."""

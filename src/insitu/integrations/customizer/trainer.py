@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder
+from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.disk.json_files import load_json, read_object
 from insitu.errors import ConfigError, JobFailed, Stalled, TrajectoryError, describe_error
-from insitu.integrations.customizer.config import NeMoCustomizerTrainerConfig
+from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
 from insitu.preferences.selection import chosen_pairs
 from insitu.registry import register_trainer
@@ -28,25 +29,33 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training import checks
-from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import (
+    PairTrainer,
+    ResumableTrainer,
+    SingleJobTrainer,
+    TrainerAdapter,
+    TrajectoryBuilder,
+)
 from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
-from insitu.training.loop import LoopTrainer
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
+from insitu.training.run import Run
+from insitu.training.run_file import settings_of
+from insitu.training.schedule import Schedule
 
 
 @register_trainer(config_type=NeMoCustomizerTrainerConfig)
-class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
+class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, ResumableTrainer):
     """Runs `num_runs` collections, then one customization job on their pairs."""
 
-    method = "dpo"
-    run_prefix = "customizer_run"
     trainer_config: NeMoCustomizerTrainerConfig
 
     def __init__(
         self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(trainer_config, builder, **kwargs)
+        super().__init__(trainer_config, **kwargs)
+        self._given_builder = builder or builder_of_run()
+        self._run = Run("customizer_run")
         self.collection_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
         self._submits_again = False
@@ -54,59 +63,64 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
+        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
+        checks.check_components(self, "dpo")
+        self._schedule = Schedule(self._builder, trajectory_builder, self._run)
         finetuning = self._full_config.finetuning
         if finetuning.curriculum_learning.enabled:
             problem = f"{self.trainer_config.type} trains once, on all pairs; set enabled: false"
             raise ConfigError(f"finetuning.curriculum_learning: {problem}")
-        deploys = getattr(trainer_adapter.adapter_config, "deploy_on_completion", False)
+        adapter = trainer_adapter.adapter_config
+        deploys = isinstance(adapter, NeMoCustomizerTrainerAdapterConfig) and adapter.deploy_on_completion
         if deploys and not self.trainer_config.wait_for_completion:
             problem = "is false, but the adapter's deploy_on_completion is true"
             reason = "a model is deployed by the run that waits for its job"
             raise ConfigError(f"trainers.{finetuning.trainer}.wait_for_completion {problem}: {reason}")
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
+        progress = Path(run_config.output_dir) / PROGRESS
+        self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
+        await self._run.open(self, self._builder, run_config)
         await super().initialize(run_config)
-        self._plot = None  # its rewards are those of epochs
+        await self.trainer_adapter.check_settings()
+        self._run.check_code(self._settings())
         if run_config.num_epochs > 1:
             problem = f"finetuning.num_epochs is {run_config.num_epochs}, but {self.trainer_config.type} trains once"
-            self.report.note(f"{problem}; see num_runs, and the hyperparameter epochs")
-        if self._durable.progress.phase is not None:
-            self.final_metrics = await asyncio.to_thread(read_object, self.store.folder / FINAL_METRICS)
-            history = self.store.folder / COLLECTION_HISTORY
+            self._run.report.note(f"{problem}; see num_runs, and the hyperparameter epochs")
+        if self._run.durable.progress.phase is not None:
+            self.final_metrics = await asyncio.to_thread(read_object, self._run.store.folder / FINAL_METRICS)
+            history = self._run.store.folder / COLLECTION_HISTORY
             self.collection_history = load_json(await asyncio.to_thread(history.read_bytes))
             request, status = self._builder.request, self.final_metrics.get("status")
             self._submits_again &= status in (None, TrainingStatusEnum.CANCELED)  # the run has canceled it itself
             self._submits_again |= request is not None and request.force
-
-    def _open_run(self, folder: Path) -> list[str]:
-        progress = folder / PROGRESS
-        self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
-        return super()._open_run(folder)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the status of the one job: its last, or its first with `wait_for_completion: false`.
 
         Raises if nothing was collected, or if the job or the deployment fails.
         """
-        if jobs := self._durable.progress.jobs:
-            self.report.note(f"run {self.run_id} is complete: {job_label(jobs[0])} has trained its pairs")
+        if jobs := self._run.durable.progress.jobs:
+            self._run.report.note(f"run {self._run.id} is complete: {job_label(jobs[0])} has trained its pairs")
             return [*jobs]
         started, status = time.perf_counter(), None
         try:
-            with self._durable.recorded_end():
-                if not self._durable.continues:
-                    await self._start_new(num_epochs)
-                self._durable.mark_running()
-                status = await self._status_of(await self.run_epoch(1, self.run_id))
+            with self._run.durable.recorded_end():
+                if not self._run.durable.continues:
+                    await self._run.start(self, self._builder, self._settings())
+                self._run.durable.mark_running()
+                status = await self._status_of(await self.run_epoch(1, self._run.id))
         except BaseException as error:  # recorded, then re-raised
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
-            where = f"results so far are in {self.store.folder}/ (the same command with --resume continues the run)"
-            self.report.note(f"the run did not complete; {where}")
+            where = (
+                f"results so far are in {self._run.store.folder}/ (the same command with --resume continues the run)"
+            )
+            self._run.report.note(f"the run did not complete; {where}")
             raise
         self._write_final_metrics(seconds=time.perf_counter() - started)
         model = (status.metadata or {}).get("output_model")
-        self.report.note(f"{job_label(status)} is {status.status.value}: model {model}")
-        self.report.note(f"files: {self.store.folder}/")
+        self._run.report.note(f"{job_label(status)} is {status.status.value}: model {model}")
+        self._run.report.note(f"files: {self._run.store.folder}/")
         return [status]
 
     async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -114,22 +128,22 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Collects the pairs, unless this run has them already, and submits the job."""
-        resumed = self._durable.progress.phase is not None
+        resumed = self._run.durable.progress.phase is not None
         if resumed:
-            collection = await asyncio.to_thread(read_pairs, self.store.folder, run_id)
-            self.report.note(f"run {run_id} continues: its pairs have been collected")
+            collection = await asyncio.to_thread(read_pairs, self._run.store.folder, run_id)
+            self._run.report.note(f"run {run_id} continues: its pairs have been collected")
         else:
             collected = await self._collect_all(run_id)
             collection = self._selected(collected)
-            self.store.append(PAIRS, pair_records(collection))
+            self._run.store.append(PAIRS, pair_records(collection))
             sizes = {"collected": _size(collected), "trained": _size(collection)}
             self._write_final_metrics(pairs=sizes, dropped=collection.dropped)
-            await self._durable.commit(phase="collected")
-        with self.report.phase("submitting the job"):
+            await self._run.durable.commit(phase="collected")
+        with self._run.report.phase("submitting the job"):
             ref = await submit_once(self.trainer_adapter, collection, None, resumed and not self._submits_again)
         self._write_final_metrics(job=ref.metadata)
-        self._durable.enter("submitted")
-        self.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
+        self._run.durable.enter("submitted")
+        self._run.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
         return ref
 
     async def _collect_all(self, run_id: str) -> TrajectoryCollection:
@@ -141,15 +155,16 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             started = time.perf_counter()
             try:
                 endpoint = await self.trainer_adapter.policy_endpoint()
-                batch = await self._batches.collect(number, run_id, endpoint)
-                checks.check_collected(self, number, batch.collection, batch.errors, self.store.folder)
-                collection = single_pairs(batch.collection)
+                collected = await self._schedule.collect(number, run_id, endpoint)
+                self._run.note_errors(number, collected)
+                checks.check_collected(self, number, collected, self._run.store.folder)
+                collection = single_pairs(collected.collection)
             except Exception as error:  # a plugin's builder or agent may raise anything
                 self.log_progress(number, {"error": describe_error(error), "seconds": time.perf_counter() - started})
                 if not self.trainer_config.continue_on_collection_error or isinstance(error, ConfigError | Stalled):
                     raise
                 last_error = error
-                self.report.note(f"collection {number}/{runs} FAILED: {describe_error(error)}")
+                self._run.report.note(f"collection {number}/{runs} FAILED: {describe_error(error)}")
                 continue
             collections.append(collection)
             metrics = collected_metrics(collection.trajectories)
@@ -157,7 +172,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             self.log_progress(number, result | {"seconds": time.perf_counter() - started})
             dropped = f"; dropped: {counts(collection.dropped)}" if collection.dropped else ""
             pairs = f"{metrics['num_trajectories']} pairs, mean reward {metrics['avg_reward']:.4g}"
-            self.report.note(f"collection {number}/{runs}: {pairs}{dropped}")
+            self._run.report.note(f"collection {number}/{runs}: {pairs}{dropped}")
         if not collections:
             raise TrajectoryError(f"all {runs} collections failed; the last: {last_error}") from last_error
         return TrajectoryCollection(
@@ -173,7 +188,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         chosen = chosen_pairs(collected, distinct=config.deduplicate_pairs, count=config.max_pairs, seed=seed)
         left_out = Counter(chosen.dropped) - Counter(collected.dropped)
         reasons = f"; left out: {counts(left_out)}" if left_out else ""
-        self.report.note(f"training on {_size(chosen)} of {_size(collected)} pairs{reasons}")
+        self._run.report.note(f"training on {_size(chosen)} of {_size(collected)} pairs{reasons}")
         return chosen
 
     async def _status_of(self, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -181,7 +196,7 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
         if not self.trainer_config.wait_for_completion:
             status = await self.trainer_adapter.status(ref)
         else:
-            with self.report.phase(f"waiting for {job_label(ref)}"):
+            with self._run.report.phase(f"waiting for {job_label(ref)}"):
                 status = await wait_for_job(self.trainer_adapter, ref, self._full_config, self._note)
         self._write_final_metrics(status=status.status.value, job=status.metadata, message=status.message)
         if status.status is TrainingStatusEnum.CANCELED:
@@ -189,42 +204,46 @@ class NeMoCustomizerTrainer(LoopTrainer, PairTrainer, SingleJobTrainer):
             raise JobFailed(f"{problem}; --resume with --force submits its pairs again")
         if status.status not in UNFINISHED:
             check_completed(job_label(ref), status)
-            await self._durable.commit(epoch=1, jobs=[status])
+            await self._run.durable.commit(epoch=1, jobs=[status])
         return status
 
     def _note(self, status: TrainingJobStatus) -> None:
         """Reports a change of the job's status."""
         percent = None if status.progress is None else f"{status.progress:.0f} %"
         line = ", ".join(filter(None, (status.status.value, percent, status.message)))
-        self.report.note(f"{job_label(status)}: {line}")
+        self._run.report.note(f"{job_label(status)}: {line}")
         self._write_final_metrics(status=status.status.value)
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Records a collection."""
-        record = {"run": epoch, "run_id": self.run_id, "timestamp": datetime.now(UTC).isoformat(), **metrics}
+        record = {"run": epoch, "run_id": self._run.id, "timestamp": datetime.now(UTC).isoformat(), **metrics}
         self.collection_history.append(record)
-        self.store.append(COLLECTIONS, [record])
-        self.store.sync()
-        self.store.write(COLLECTION_HISTORY, self.collection_history)
+        self._run.store.append(COLLECTIONS, [record])
+        self._run.store.sync()
+        self._run.store.write(COLLECTION_HISTORY, self.collection_history)
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         return {"run_id": run_id, "collections": self.collection_history, "final": self.final_metrics}
 
-    def _run_settings(self, num_epochs: int) -> dict[str, Any]:
-        settings = super()._run_settings(num_epochs)
-        return {name: value for name, value in settings.items() if name not in ("epochs", "on_failure")}
+    async def cleanup(self) -> None:
+        try:
+            await self._schedule.abandon()
+        finally:
+            await self._run.close()
 
-    def _selection_settings(self) -> dict[str, Any]:
-        return self.trainer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
+    def _settings(self) -> dict[str, Any]:
+        own = self.trainer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})
+        settings = settings_of(self, self._full_config, 1, own)
+        return {name: value for name, value in settings.items() if name not in ("epochs", "on_failure")}
 
     def _write_final_metrics(self, **metrics: Any) -> None:
         """Updates `final_metrics.json` with what has become known of the run."""
         unknown = dict.fromkeys(("status", "pairs", "job", "message", "seconds"))
         failed = sum("error" in record for record in self.collection_history)
         collections = {"collections": len(self.collection_history), "collections_failed": failed}
-        first: dict[str, Any] = {"run_id": self.run_id, **unknown, "dropped": {}}
+        first: dict[str, Any] = {"run_id": self._run.id, **unknown, "dropped": {}}
         self.final_metrics = {**first, **self.final_metrics, "error": None, **metrics, **collections}
-        self.store.write(FINAL_METRICS, self.final_metrics)
+        self._run.store.write(FINAL_METRICS, self.final_metrics)
 
 
 def _size(collection: TrajectoryCollection) -> int:

@@ -18,7 +18,7 @@ from insitu.integrations.nat.langchain_parser import LANGCHAIN
 from insitu.integrations.nat.llama_index_parser import LLAMA_INDEX
 from insitu.integrations.nat.parser_common import Completion, Message
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.wire.http_format import to_jsonable
+from insitu.wire.json_values import to_jsonable
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepType
 from insitu.wire.connection import sampled_tokens
-from insitu.wire.http_format import MALFORMED, parse_token_ids, to_jsonable
+from insitu.wire.http_format import MALFORMED, parse_token_ids
+from insitu.wire.json_values import to_jsonable
 
 JsonObject = dict[str, Any]
 Message = JsonObject

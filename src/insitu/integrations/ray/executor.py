@@ -18,7 +18,7 @@ from insitu.remote.attempt_records import Counts, ServedPolicy
 from insitu.remote.client import ServiceLost, ServiceSession
 from insitu.remote.executor import RemoteExecutor, policy_of_run
 from insitu.remote.pool import KEY, RemoteService, ServicePool
-from insitu.wire.http_format import encode
+from insitu.wire.json_values import encode
 
 _CLOSE_SECONDS = 12.0
 _MOST_FAILED_STARTS = 3

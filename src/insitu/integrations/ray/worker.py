@@ -25,19 +25,19 @@ import aiohttp
 from pydantic import BaseModel
 
 from insitu import __version__
-from insitu.collect.event_loop import loop_in_thread, new_loop, run_in_loop
 from insitu.config import Config, check_config
 from insitu.errors import ConfigError, InsituError, PluginError, describe_error
-from insitu.gateway.programs import kill_programs
-from insitu.registry import LLM
 from insitu.remote.attempt_records import ServedPolicy
 from insitu.remote.client import TOKEN_VARIABLE
 from insitu.remote.pool import KEY
 from insitu.remote.service import WorkflowService
-from insitu.wire.http_access import AccessPolicy, is_loopback_address
-from insitu.wire.http_format import encode
+from insitu.wire.addresses import is_loopback_address
+from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_server import raise_file_limit
+from insitu.wire.json_values import encode
 from insitu.wire.redaction import redact, redact_stream, remember_environment, remember_secret
+from insitu.workflow.event_loop import loop_in_thread, new_loop, run_in_loop
+from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _targets(config: Config, policy: ServedPolicy | None) -> list[Target]:
     if policy is not None:
         return [Target(key=f"trainer_adapters.{config.finetuning.trainer_adapter}", base_url=policy.base_url)]
     names = sorted(config.trained_llms()) if config.finetuning.enabled else []
-    urls = {name: getattr(config.block(LLM, name), "base_url", None) for name in names}
+    urls = {name: config.llm(name).request_settings().get("base_url") for name in names}
     return [Target(key=f"llms.{name}.base_url", base_url=url) for name, url in urls.items() if url is not None]
 
 

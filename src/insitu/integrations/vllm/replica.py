@@ -25,7 +25,8 @@ from insitu.errors import BackendError, BackendUnavailable, InsituError, Request
 from insitu.integrations.vllm.servers import StartedServer
 from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.connection import Connection, event_data, is_transient, retry_after
-from insitu.wire.http_format import MALFORMED, gc_paused
+from insitu.wire.http_format import MALFORMED
+from insitu.wire.json_values import gc_paused
 from insitu.wire.redaction import redact
 
 logger = logging.getLogger(__name__)

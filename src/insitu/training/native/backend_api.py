@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from insitu.errors import BackendError, InsituError, RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
-from insitu.wire.http_format import gzip_lines
+from insitu.wire.json_values import gzip_lines
 
 logger = logging.getLogger(__name__)
 

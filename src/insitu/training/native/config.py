@@ -19,7 +19,7 @@ from insitu.schemas.backend_processes import LearnerOptions, MemorySize, Sampler
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
-from insitu.wire.http_format import split_userinfo
+from insitu.wire.addresses import split_userinfo
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def trains_shaped_logits(self) -> bool:
         """Whether calls with changed logits are trained: vLLM may have another grammar than the learner."""
         return self.sampler.kind == "embedded"
+
+    @property
+    def keeps(self) -> KeepConfig:
+        return self.keep
 
     @property
     def starts_from(self) -> str | None:

@@ -10,8 +10,8 @@ from insitu.collect.datasets import load_dataset
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import stored_model
 from insitu.errors import ConfigError
-from insitu.registry import LLM, TRAINER, TRAJECTORY_BUILDER
 from insitu.runs.checkpoints import NAMES, find_checkpoint
+from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
 from insitu.training.native.config import InsituAdapterConfig
@@ -52,10 +52,10 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     if stored is None or shape is None or block.learner.total > 1 or block.sampler.kind != "embedded":
         return None
     on_gpu = block.device.startswith("cuda") or (block.device == "auto" and _NVIDIA.exists())
-    training, trainer = block.training, config.blocks.get((TRAINER.section, str(config.finetuning.trainer)))
+    training, trainer = block.training, config.trainer
     epoch, prompt, completion = _epoch(builder)
     longest = min(block.max_length or shape.max_length, shape.max_length)
-    staleness = getattr(trainer, "staleness", 0)
+    staleness = trainer.epochs_ahead if trainer is not None else 0
     workload = Workload(
         dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
@@ -86,7 +86,7 @@ def _epoch(builder: Builder) -> tuple[Epoch, int, int]:
             rows = load_dataset(config, request.dataset if request is not None else None)
     letters = max((len(json.dumps(row.input_obj, default=str)) for row in rows), default=0)
     prompt = _AROUND_QUESTION + letters // _LETTERS_PER_TOKEN
-    limits = [getattr(config.block(LLM, name), "max_tokens", None) for name in config.trained_llms()]
+    limits = [config.llm(name).request_settings().get("max_tokens") for name in config.trained_llms()]
     completion = max((limit or _COMPLETION for limit in limits), default=_COMPLETION)
     count = min(limit or len(rows), len(rows)) or 1
     return Epoch(count * generations, count * prompt, count * generations * completion), prompt, completion

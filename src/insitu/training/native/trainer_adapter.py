@@ -38,7 +38,7 @@ from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.memory import plan_memory, resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
-from insitu.wire.http_format import gzip_lines
+from insitu.wire.json_values import gzip_lines
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -100,7 +100,6 @@ const KNOWN = new Set([
   "num_groups",
   "greedy_groups",
   "stray_completions",
-  "unknown_completions",
   "abandoned_attempts",
   "filtered_trajectories",
   "filtered_groups",

@@ -26,9 +26,8 @@ from insitu.backend.learner.logit_offsets import shaping_text
 from insitu.backend.learner.parts import PartedRows
 from insitu.backend.protocols.openai.chat import Message, Objects, template_messages
 from insitu.backend.protocols.openai.parameters import RowShaping
-from insitu.errors import RequestRefused
+from insitu.errors import RequestRefused, key_of
 from insitu.schemas.episodes import ModelCall, TrainingRow
-from insitu.schemas.parts import key_of
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 from insitu.wire.http_server import decompressed
 

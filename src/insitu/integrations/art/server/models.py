@@ -17,11 +17,11 @@ from urllib.parse import quote
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.learner import Learner
 from insitu.backend.protocols import ServedModel, Services
-from insitu.disk.files import MAX_NAME_BYTES
 from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
+from insitu.schemas.config import MAX_NAME_BYTES
 from insitu.wire.http_format import parse_count
 
 ARTIFACT = "wandb-artifact:///"

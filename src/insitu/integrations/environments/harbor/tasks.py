@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
-from insitu.errors import ConfigError
-from insitu.registry import FUNCTION, register_dataset_loader
+from insitu.errors import ConfigError, first_problem
+from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.parts import first_problem
+from insitu.schemas.kinds import FUNCTION
 
 _TEST = "tests/test.sh"
 _CANARY = re.compile(r"\A(\s*(<!--|#)[^\n]*canary[^\n]*\n)+", re.IGNORECASE)

@@ -30,17 +30,17 @@ from pydantic import Field, field_validator
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
-from insitu.gateway.programs import Program, inherited_environment, run_program
 from insitu.gateway.server import EpisodeEndpoint
 from insitu.gateway.templates import check_placeholders, template_texts
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
-from insitu.registry import not_found, register_evaluator
+from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import Outcome
 from insitu.wire.child_process import describe_exit
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
+from insitu.workflow.programs import Program, inherited_environment, run_program
 
 _SCRIPT = """
 trap 'exit 143' TERM

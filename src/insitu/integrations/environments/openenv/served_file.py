@@ -21,11 +21,10 @@ from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
 from insitu.collect.evaluators import as_reward, parse_score, score, unshaped_reward_of
 from insitu.config import Config
-from insitu.errors import InsituError, WorkflowError
+from insitu.errors import InsituError, WorkflowError, first_problem
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
-from insitu.schemas.parts import first_problem
+from insitu.wire.addresses import http_url
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import http_url
 from insitu.wire.http_server import guard, json_response, listening, parse_json
 from insitu.wire.redaction import redact
 from insitu.workflow.functions import convert

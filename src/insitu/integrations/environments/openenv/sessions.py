@@ -20,9 +20,8 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.disk.temporary import temporary_folder
-from insitu.errors import BackendUnavailable, WorkflowError
+from insitu.errors import BackendUnavailable, WorkflowError, first_problem
 from insitu.schemas.evaluation import Number
-from insitu.schemas.parts import first_problem
 from insitu.wire.child_process import ChildProcess
 from insitu.wire.connection import is_transient
 

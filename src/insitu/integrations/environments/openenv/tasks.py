@@ -14,10 +14,9 @@ from pydantic import Field, ValidationError
 
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.integrations.environments.openenv.workflow import OpenEnvConfig, action_of_schema, server_of
 from insitu.registry import register_dataset_loader
-from insitu.schemas.parts import first_problem
 from insitu.starter import EnvironmentProject
 
 _EPISODES = 64

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.agents.python import called
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
-from insitu.config.code import call_with, load_code
+from insitu.config.code import call_with, called, load_code
 from insitu.errors import ConfigError, WorkflowError, a_type
-from insitu.gateway.programs import inherited_environment
 from insitu.gateway.server import Address
 from insitu.gateway.templates import check_placeholders, filled, template_texts
 from insitu.integrations.environments.openenv.sessions import EnvironmentServer, Observation, Session
@@ -31,6 +29,7 @@ from insitu.schemas.evaluation import Number, Outcome
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.llms import ModelClient
+from insitu.workflow.programs import inherited_environment
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessage

@@ -17,10 +17,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
 from insitu.config.code import make_importable
-from insitu.errors import ConfigError, install_command
-from insitu.registry import FUNCTION, register_dataset_loader
+from insitu.errors import ConfigError, first_problem, install_command
+from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.parts import first_problem
+from insitu.schemas.kinds import FUNCTION
 
 _OLDEST = (0, 4)
 

@@ -13,14 +13,13 @@ from pydantic import Field, ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, first_problem
 from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
 from insitu.integrations.environments.verifiers.tasksets import TasksetSettings, taskset_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.schemas.evaluation import Outcome
-from insitu.schemas.parts import first_problem
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function
 

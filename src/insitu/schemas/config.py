@@ -11,17 +11,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from insitu import registry as reg
-from insitu.advantages.credit import matching_llms
-from insitu.errors import ConfigError
-from insitu.registry import Kind, not_found
-from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, MayChange, TypedBaseModel
-from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig
+from insitu.errors import ConfigError, not_found
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, LLMBaseConfig, MayChange, TypedBaseModel
+from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig, TrainerConfig
+from insitu.schemas.kinds import FUNCTION, LLM, TRAINER, TRAINER_ADAPTER, Kind
 
 logger = logging.getLogger(__name__)
 
 Moved = Mapping[Path, Path]
 """Folders that a run has moved aside, and where they are now."""
+MAX_NAME_BYTES = 200
+"""Length of a name that becomes a file's or folder's; file systems allow 255 bytes."""
 _STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True, frozen=True)
 
 
@@ -117,7 +117,7 @@ class Config:
 
     @property
     def workflow(self) -> FunctionBaseConfig:
-        return self.block(reg.FUNCTION, WORKFLOW)  # type: ignore[return-value]
+        return self.block(FUNCTION, WORKFLOW)  # type: ignore[return-value]
 
     def names(self, kind: Kind) -> list[str]:
         return [name for section, name in self.blocks if section == kind.section]
@@ -131,6 +131,16 @@ class Config:
                 raise ConfigError(f"{self.source} has no section workflow") from None
             raise ConfigError(not_found(f"{kind.section}:", name, self.names(kind))) from None
 
+    def llm(self, name: str) -> LLMBaseConfig:
+        """The block of a model."""
+        return self.block(LLM, name)  # type: ignore[return-value]
+
+    @property
+    def trainer(self) -> TrainerConfig | None:
+        """The block of the trainer; None if there is none of the name that `finetuning` has."""
+        block = self.blocks.get((TRAINER.section, str(self.finetuning.trainer)))
+        return block if isinstance(block, TrainerConfig) else None
+
     @property
     def run_dir(self) -> Path:
         """`finetuning.output_dir`; absolute once code of the file has changed the working directory."""
@@ -142,19 +152,20 @@ class Config:
         models, target = self.model_names(), self.finetuning.target_model
         if target is not None:
             return frozenset(matching_llms(target, models))
-        return frozenset(n for n in models if self.block(reg.LLM, n).type == "policy") or frozenset(models)
+        return frozenset(n for n in models if self.block(LLM, n).type == "policy") or frozenset(models)
 
     @property
     def serves_policy(self) -> bool:
         """Whether an llm is the model under training."""
-        return any(self.block(reg.LLM, name).type == "policy" for name in self.names(reg.LLM))
+        return any(self.block(LLM, name).type == "policy" for name in self.names(LLM))
 
     def model_names(self) -> dict[str, str | None]:
         """The model name by key of `llms`; None if only the running backend knows it."""
-        adapter = self.blocks.get((reg.TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
+        adapter = self.blocks.get((TRAINER_ADAPTER.section, str(self.finetuning.trainer_adapter)))
         served = adapter.served_name if isinstance(adapter, TrainerAdapterConfig) else None
-        blocks = {name: self.block(reg.LLM, name) for name in self.names(reg.LLM)}
-        return {n: getattr(b, "model_name", served if b.type == "policy" else None) for n, b in blocks.items()}
+        blocks = {name: self.llm(name) for name in self.names(LLM)}
+        of_policy = {name: served if block.type == "policy" else None for name, block in blocks.items()}
+        return {name: block.request_settings().get("model_name", of_policy[name]) for name, block in blocks.items()}
 
     def find_path(self, path: str | Path, key: str, moved: Moved | None = None) -> Path:
         """An input file or folder, relative to the working directory or else to the file's own folder.
@@ -171,6 +182,30 @@ class Config:
                 f"{key}: {str(path)!r} names two files: {paths[0]} is used, {paths[1]} beside the YAML file is not"
             )
         return paths[0]
+
+
+def file_name_problem(name: str) -> str | None:
+    """Why a name cannot be part of a file's name, in words that follow the name; None if it can."""
+    if not name or name in (".", "..") or any(character in "/\\\0" for character in name):
+        return "cannot be the name of a file; allowed: text without / and \\"
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        return f"is too long for the name of a file; allowed: {MAX_NAME_BYTES} bytes"
+    return None
+
+
+def matching_llms(target: str, models: Mapping[str, str | None]) -> list[str]:
+    """The keys of `models` (llm key -> model name) that `target`, a key or a model name, selects.
+
+    Without an exact match, `@step` suffixes are ignored and llms whose model name is still unknown also match.
+    """
+    exact = [key for key, model in models.items() if model == target]
+    possible = [k for k, model in models.items() if model is None or _without_step(model) == _without_step(target)]
+    return [target] if target in models else exact or possible
+
+
+def _without_step(model: str) -> str:
+    name, _, step = model.rpartition("@")
+    return name if name and step.isdecimal() else model
 
 
 def moved_path(path: Path, moved: Moved | None) -> Path:

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
+from insitu.capture.dialects import StreamTranslator, Translation, dialects
 from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
-from insitu.gateway.dialects import StreamTranslator, Translation, dialects
-from insitu.wire.http_format import authorized
+from insitu.wire.addresses import authorized
 from insitu.workflow.llms import ModelClient
 
 _STREAM = {"content-type": "text/event-stream"}

@@ -1,7 +1,4 @@
-"""Runs external agents as subprocesses, each in its own process group, which is killed when the run ends.
-
-Separate from `agents`, so that `kill_programs` can be imported without the gateway.
-"""
+"""Runs external agents as subprocesses, each in its own process group, which is killed when the run ends."""
 
 import asyncio
 import functools

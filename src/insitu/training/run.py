@@ -1,0 +1,212 @@
+"""A run as its trainer sees it: its folder, where it continues, its console, plot, warnings and figures."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from insitu import __version__
+from insitu.advantages.estimator import EstimatedEpoch
+from insitu.builder import Builder
+from insitu.runs import files
+from insitu.runs.records import RunProgress, new_run_id, training_records
+from insitu.runs.resume import ResumableRun
+from insitu.runs.store import RewardPlot, RunStore
+from insitu.schemas.finetuning import FinetuneConfig, PolicyEndpoint, TrainingJobStatus
+from insitu.training import checks
+from insitu.training.interfaces import Trainer, TrainerAdapter
+from insitu.training.metrics import (
+    EpochResult,
+    collected_metrics,
+    epoch_metrics,
+    likely_causes,
+    untrained_causes,
+    without_variance,
+)
+from insitu.training.observers import Collected
+from insitu.training.report import Report, counts
+from insitu.training.run_file import origin_of, run_record
+
+_REWARDS = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
+
+
+class Run:
+    """What each built-in trainer has, and opens when it is initialized."""
+
+    def __init__(self, prefix: str) -> None:
+        self.durable = ResumableRun(new_run_id(prefix))
+        self.report = Report(Console(quiet=True))
+        self.rewards: list[dict[str, Any]] = []
+        """`reward_history.json`."""
+        self.validations: list[dict[str, Any]] = []
+        """`validation_history.json`."""
+        self.results: dict[int, EpochResult] = {}
+        self._plot: RewardPlot | None = None
+        self._warnings: dict[int, list[str]] = {}
+        self._causes: list[str] = []
+        """Why the latest epoch that trained nothing had no variance."""
+
+    @property
+    def id(self) -> str:
+        return self.progress.run_id
+
+    @property
+    def store(self) -> RunStore:
+        return self.durable.store
+
+    @property
+    def progress(self) -> RunProgress:
+        return self.durable.progress
+
+    async def open(self, trainer: Trainer, builder: Builder, run_config: FinetuneConfig) -> None:
+        """Opens the folder, after an earlier run in it was moved aside unless it is continued."""
+        folder, adapter = Path(run_config.output_dir), trainer.trainer_adapter
+        self.report = Report(builder.console)
+        origin = await asyncio.to_thread(origin_of, builder, trainer.trajectory_builder, folder)
+        self.report.notes(await asyncio.to_thread(self.durable.open, folder, builder, origin))
+        self.store.keeps_token_ids = "token_ids" not in run_config.redact
+        self.rewards = [*self.progress.rewards]
+        plan = adapter.memory_plan()
+        starting = ["starting the backend ..."] * adapter.starts_backend
+        self.report.notes([*([plan.summary()] if plan is not None else []), *starting])
+
+    def draws_plot(self) -> None:
+        """Has `draw` keep `reward_plot.png` up to date."""
+        self._plot = RewardPlot(self.store.path / files.PLOT)
+
+    def check_code(self, settings: Mapping[str, Any]) -> None:
+        """Reports code of the settings that has changed since the run was started; raises ConfigError unless forced."""
+        self.report.notes(self.durable.check_code(settings))
+
+    async def check_served(self, adapter: TrainerAdapter, *, trains_before: bool) -> None:
+        """Raises BackendError if a run is continued and the backend does not serve its weights."""
+        if self.durable.continues:
+            self.durable.check_served(_version(await adapter.policy_endpoint()), warms_up=trains_before)
+
+    async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
+        """Records the settings of a new run, and plays one row."""
+        trajectories = trainer.trajectory_builder
+        origin = origin_of(builder, trajectories, self.store.folder)
+        planned = trajectories.episodes_per_epoch
+        self.store.write(files.RUN, run_record(self.id, builder.config, planned, origin, settings))
+        self.store.record_event("started", insitu=__version__)
+        self.report.header(self.id, settings)
+        endpoint = await trainer.trainer_adapter.policy_endpoint()
+        await self.durable.commit(run_id=self.id, policy_version=_version(endpoint))
+        with self.report.phase("playing one row before the first epoch"):
+            problem = await trajectories.rehearse(self.id)
+        if problem is not None:
+            self.report.note(problem)
+
+    def warn(self, epoch: int, problem: str) -> None:
+        """Reports what is wrong with an epoch, and records it with its metrics."""
+        self.report.note(f"epoch {epoch}: {problem}")
+        self._warnings.setdefault(epoch, []).append(problem)
+
+    def note_errors(self, epoch: int, collected: Collected) -> None:
+        """Warns of the most frequent errors of an epoch's episodes."""
+        for error, count in collected.progress.errors.most_common(3):
+            self.warn(epoch, f"{count} x {error}")
+
+    def note_rewards(self, epoch: int, collected: Collected) -> None:
+        """Adds the rewards of an epoch to `reward_history.json`."""
+        metrics = {"epoch": epoch, **collected_metrics(collected.collection.trajectories)}
+        self.rewards.append({key: metrics[key] for key in _REWARDS})
+
+    async def record_selection(
+        self, trainer: Trainer, epoch: int, collected: Collected, estimated: EstimatedEpoch, seconds: float
+    ) -> None:
+        """Records what is trained of an epoch that was collected and selected for so many seconds."""
+        collection, advantages, reported = estimated
+        untrained = untrained_causes(reported)
+        for cause in untrained:
+            self.warn(epoch, str(cause))
+        everything, selected = (chain.from_iterable(each.trajectories) for each in (collected.collection, collection))
+        records = training_records(epoch, everything, collection.drop_reasons, advantages, selected)
+        self.store.append(files.ADVANTAGES, records)
+        await asyncio.to_thread(self.store.sync)
+        head = {"epoch": epoch, "timestamp": datetime.now(UTC).isoformat(), "run_id": self.id}
+        metrics = head | epoch_metrics(trainer, collected, estimated)
+        timings = {"collect": seconds, "train": 0.0, "validate": 0.0}
+        self.results[epoch] = result = EpochResult(metrics | {"job": None, "seconds": timings})
+        result.add_reported("selection", reported)
+        if not any(collection.trajectories):
+            causes = likely_causes(without_variance(collected.collection, collection.drop_reasons))
+            self._causes = [*map(str, (*causes, *untrained))]
+            dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
+            self.warn(epoch, "; ".join([dropped, *self._causes]))
+
+    def note_version(self, epoch: int, status: TrainingJobStatus, served: PolicyEndpoint | None) -> int | None:
+        """The version served after the epoch's job, with warnings. Raises BackendError if it is not a new one."""
+        result = self.results[epoch]
+        if result.not_finite:
+            self.warn(epoch, f"these metrics are not finite: {', '.join(result.not_finite)}")
+        before = result.metrics["policy_version"]
+        result.metrics["policy_version"] = version = checks.new_version(epoch, before, served)
+        is_newest = result.metrics.get("sampled_version", before) == before  # else a gap is expected
+        gap = result.metrics.get("logprob_gap") if is_newest else None
+        for warning in checks.job_warnings(status, gap, served):
+            self.warn(epoch, warning)
+        return version
+
+    def record(self, epoch: int, metrics: Mapping[str, Any], curriculum: Mapping[str, Any]) -> None:
+        """Writes the line of an epoch, with its warnings."""
+        warnings = self._warnings.pop(epoch, None)
+        self.store.append(files.METRICS, [{**metrics, **({"warnings": warnings} if warnings else {})}])
+        self.store.sync()
+        self.store.write(files.REWARDS, self.rewards)
+        self.store.write(files.CURRICULUM, curriculum)
+
+    @contextmanager
+    def reported_failure(self, epoch: int, num_epochs: int) -> Iterator[None]:
+        """Says how to continue a run of which the body, an epoch, fails."""
+        try:
+            yield
+        except BaseException:  # reported, then re-raised
+            self.report.end_run()
+            self.report.note(
+                f"epoch {epoch}/{num_epochs} did not complete; results so far are in {self.store.folder}/ (the "
+                "same command with --resume, or call with resume=True, continues the run)"
+            )
+            raise
+
+    async def draw(self, *, last: bool = False) -> None:
+        """Draws the plot, unless that was done a moment ago; the `last` time in any case."""
+        if self._plot is not None:
+            await (self._plot.finish if last else self._plot.update)(self.rewards, self.validations)
+
+    async def conclude(self, best: Mapping[str, Any] | None) -> None:
+        """Draws the plot and prints the summary, with the best validation. Raises InsituError if no epoch trained, or a
+        validation failed."""
+        self.report.end_run()
+        await self.draw(last=True)
+        self.report.summary(self.validations, best, self.store)
+        dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
+        checks.check_results(self.progress.jobs, self.validations, dropped, self._causes, self.store.folder)
+
+    async def close(self) -> None:
+        """Draws the plot, also of a run that has failed, and unlocks the folder."""
+        self.report.end_run()
+        try:
+            await self.draw(last=True)
+        finally:
+            self.durable.close()
+
+
+class Stage(Protocol):
+    """What a run does once, before its first epoch."""
+
+    def is_pending(self, progress: RunProgress) -> bool:
+        """Whether no earlier process has done so."""
+
+    async def run(self, run: Run, adapter: TrainerAdapter) -> None: ...
+
+
+def _version(endpoint: PolicyEndpoint | None) -> int | None:
+    return endpoint.version if endpoint is not None else None

@@ -1,0 +1,279 @@
+"""Which epoch is collected when, and from which version of the weights."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import Field
+
+from insitu.builder import Builder
+from insitu.capture.ledger import Activity
+from insitu.collect.collector import Plan, Teach, stray_completions
+from insitu.collect.epoch import Observer
+from insitu.collect.shared_run import run_of
+from insitu.errors import ConfigError
+from insitu.runs import files
+from insitu.runs.records import journal_record
+from insitu.schemas.episodes import DropReason, Episode
+from insitu.schemas.finetuning import PolicyEndpoint, TrainerConfig, TrajectoryCollection
+from insitu.training.budget import KnownGroups
+from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.metrics import version_metrics
+from insitu.training.observers import Bar, Collected, GroupFiles, Held, IdleClock, Journal, Progress
+from insitu.training.planned_builder import collected
+from insitu.training.run import Run
+
+_CORRECTIONS = ("truncated_importance", "token_mask", "sequence_mask")
+
+
+class LoopTrainerConfig(TrainerConfig):
+    """What the trainers with a job for each epoch have in common."""
+
+    staleness: int = Field(default=0, ge=0)
+    """Epochs that are collected ahead, while earlier ones are collected and trained. Their episodes are sampled from
+    weights that are as many training jobs older; see [slow agents](../guides/slow-agents.md)."""
+    stream: bool = False
+    """Sends groups to the epoch's training job as they complete, which computes their gradients while others are still
+    collected. The weights are the same, to the bit on a CPU."""
+    versions: Literal["pinned", "latest"] = "pinned"
+    """With `staleness`. `pinned`: the episodes of an epoch are sampled from the same version in each run. `latest`:
+    calls are sampled from the newest weights, for backends that serve no others; such a run does not repeat."""
+
+    @property
+    def epochs_ahead(self) -> int:
+        return self.staleness
+
+
+@dataclass
+class _Flight:
+    """An epoch in progress. `held` has what is ahead of its turn."""
+
+    epoch: int
+    served: PolicyEndpoint | None
+    plan: Plan | None
+    progress: Progress
+    held: Held
+    task: asyncio.Task[TrajectoryCollection]
+
+
+class Schedule:
+    """Collects an epoch after the other; with `staleness` K, up to K epochs ahead, while earlier ones train.
+
+    Epoch e is sampled from the version that was served after epoch e - 1 - K, whatever else is served meanwhile: a
+    repeated run samples the same. If versions are not `pinned`, its calls are sampled from the newest one, which is
+    that version or a later one. Its episodes begin once all of epoch e - 1 have begun. Its groups are written when it
+    is its turn, each once it is complete; its episodes are journaled before, so that a resumed run need not run them
+    again.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        trajectory_builder: TrajectoryBuilder,
+        run: Run,
+        config: LoopTrainerConfig | None = None,
+    ) -> None:
+        config = config or LoopTrainerConfig()
+        self.staleness, self.pinned = config.staleness, config.versions == "pinned"
+        self.teacher: Teach | None = None
+        """Called with each scored episode."""
+        self._builder, self._trajectory_builder, self._run = builder, trajectory_builder, run
+        self._durable = run.durable
+        self._flights: dict[int, _Flight] = {}
+        self._idle: IdleClock | None = None
+        self._groups_in_flight: int | None = None
+        self._stray_before: int | None = None
+
+    async def collect(
+        self,
+        epoch: int,
+        run_id: str,
+        served: PolicyEndpoint | None,
+        last_epoch: int | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> Collected:
+        """Collects an epoch, which observers follow. Begins those ahead of it, up to `last_epoch`."""
+        stray_before, builder = self._stray_before, self._trajectory_builder
+        if stray_before is None:
+            stray_before = stray_completions(self._builder).total()
+        with self._run.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
+            for number in range(epoch, min(epoch + self.staleness, last_epoch or epoch) + 1):
+                if number not in self._flights:
+                    self._flights[number] = self._begin(number, run_id, served)
+            flight = self._flights[epoch]
+            try:
+                files_of_epoch = GroupFiles(self._durable.store, epoch, flight.plan)
+                flight.held.release([Bar(self._run.report, flight.progress), files_of_epoch, *observers])
+                collection = await flight.task
+            finally:
+                del self._flights[epoch]
+                await _ended(flight.task)
+        stray = stray_completions(self._builder).total()
+        self._stray_before = stray if self.staleness else None  # what the next one leaves over begins here
+        oldest = self._planned_version(epoch) if self.staleness and served is not None else None
+        newest = served.version if served is not None else None
+        ages = version_metrics(collection.trajectories, newest) if self.staleness and newest is not None else {}
+        counts = {"stray_completions": stray - stray_before, **flight.progress.metrics}
+        metrics = {**counts, "policy_version": newest, **ages}
+        return Collected(collection, flight.served if self.pinned else served, oldest, flight.progress, metrics)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings for the header of the run; none without staleness."""
+        if not self.staleness:
+            return {}
+        latest = {"versions": "latest", "repeats": "no: calls are sampled from the newest weights, whichever they are"}
+        return {"staleness": self.staleness, **({} if self.pinned else latest)}
+
+    def begin_epoch(self) -> None:
+        """Starts the clocks of an epoch; without staleness nothing overlaps."""
+        run, self._groups_in_flight = run_of(self._builder), None
+        if self._idle is None and self.staleness:
+            run.calls = run.calls or Activity()
+            self._idle = IdleClock(run.calls)
+        elif self._idle is not None:
+            self._idle.begin()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The body follows a training job, which has just been submitted."""
+        if self._idle is None:
+            yield
+            return
+        in_flight = run_of(self._builder).episodes_in_flight
+        self._groups_in_flight = sum(each.progress.incomplete_groups(in_flight) for each in self._flights.values())
+        with self._idle.jobs.in_progress():
+            yield
+
+    def timings(self, trained_ahead: float = 0.0) -> dict[str, Any]:
+        """What overlapped since `begin_epoch`, for the `seconds` of an epoch; nothing without staleness."""
+        if self._idle is None:
+            return {}
+        in_flight = {} if self._groups_in_flight is None else {"groups_in_flight": self._groups_in_flight}
+        return {"idle": self._idle.idle(trained_ahead), **in_flight}
+
+    def journal(self) -> Iterator[dict[str, Any]]:
+        """The journal of the epochs that are ahead."""
+        for flight in self._flights.values():
+            earlier = self._durable.finished(flight.epoch)  # not all of them may have passed the collector again
+            episodes = {episode.key.member: episode for episode in (*earlier, *flight.held.episodes)}
+            yield from map(journal_record, episodes.values() if self._durable.store.keeps_token_ids else [])
+
+    async def abandon(self) -> int:
+        """Cancels the epochs that are ahead; returns how many of their episodes have ended and are not trained."""
+        flights, self._flights = [*self._flights.values()], {}
+        await _ended(*(flight.task for flight in flights))
+        return sum(len(flight.held.episodes) for flight in flights)
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises ConfigError unless episodes are planned, earlier weights are kept, and the loss allows for them.
+
+        Called before an earlier run is moved aside.
+        """
+        if not self.staleness:
+            return
+        key, adapter = f"{self._key}.staleness is {self.staleness}", trainer.trainer_adapter
+        if not self._trajectory_builder.plans_episodes:
+            kind = self._trajectory_builder.trajectory_builder_config.type
+            raise ConfigError(f"{key}, but {kind} does not plan its episodes; allowed: 0")
+        keep = adapter.adapter_config.keeps
+        if keep is not None and "last" in keep.model_fields_set and keep.last < self.staleness + 2:
+            problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self.staleness + 2}, or leave it out"
+            raise ConfigError(f"{key}, but {problem}")
+        settings = {"method": "grpo", "old_logprobs": "recomputed", **adapter.training_settings()}
+        is_recomputed = (settings["method"], settings["old_logprobs"]) == ("grpo", "recomputed")
+        if is_recomputed and all(settings.get(name) is None for name in _CORRECTIONS):
+            raise ConfigError(
+                f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout, or one of "
+                f"{', '.join(_CORRECTIONS)}"
+            )
+
+    async def prepare(self, adapter: TrainerAdapter) -> None:
+        """Has the backend keep earlier weights, and serve them if they are pinned. Raises ConfigError if it cannot."""
+        if not self.staleness:
+            return
+        kind, endpoint = adapter.adapter_config.type, await adapter.policy_endpoint()
+        key = f"{self._key}.staleness is {self.staleness}"
+        if endpoint is None or endpoint.version is None:
+            raise ConfigError(f"{key}, but {kind} does not say which version it serves; allowed: 0")
+        if self.pinned and not endpoint.names_versions:
+            raise ConfigError(
+                f"{key} and versions is pinned, but {kind} serves the newest weights only here: set "
+                f"{self._key}.versions to latest (such a run does not repeat), or staleness to 0"
+            )
+        try:
+            await adapter.prepare_staleness(self.staleness, pinned=self.pinned)
+        except ConfigError as error:
+            raise ConfigError(f"{key}, but {error}") from None
+        if self.pinned and self._durable.continues:
+            self._durable.check_versions(self.staleness)
+
+    @property
+    def _key(self) -> str:
+        return f"trainers.{self._builder.config.finetuning.trainer}"
+
+    def _planned_version(self, epoch: int) -> int | None:
+        """The version that was served after the last epoch before which this one does not begin."""
+        return self._durable.version_after(max(epoch - 1 - self.staleness, 0))
+
+    def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> _Flight:
+        if self.staleness and self.pinned and served is not None:
+            served = pinned(served, self._planned_version(epoch))
+        plan = self._plan(epoch, run_id, served)
+        progress, held, before = Progress(plan), Held(), self._flights.get(epoch - 1)
+        known = {episode.key for episode in plan.finished} if plan is not None else ()
+        observers = [progress, held, Journal(self._durable.store, known)]
+
+        async def work() -> TrajectoryCollection:
+            if before is not None:
+                await before.progress.all_begun.wait()
+            try:
+                parts = self._trajectory_builder, plan, self._builder, observers
+                return await collected(*parts, run_id=run_id, epoch=epoch)
+            finally:
+                progress.all_begun.set()
+
+        task = asyncio.create_task(work(), name=f"collect epoch {epoch}")
+        return _Flight(epoch, served, plan, progress, held, task)
+
+    def _plan(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> Plan | None:
+        """The plan of an epoch, without the episodes that an earlier process has run as planned."""
+        durable = self._durable
+        known = KnownGroups(durable.store.path / files.GROUPS, 1 + self.staleness)
+        plan = self._trajectory_builder.plan(run_id, epoch, known)
+        if plan is None:
+            return None
+        journal = durable.finished(epoch)
+        finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
+        if len(finished) < len(journal) and durable.progress.submitted_epoch == epoch:
+            raise ConfigError(
+                f"--resume: staleness is {self.staleness}, but the job of epoch {epoch} was submitted with "
+                "episodes of other weights: set staleness as it was until the epoch is complete"
+            )
+        if not durable.may_be_submitted(epoch):  # those that the teacher did not score are played again
+            finished = [episode for episode in finished if episode.reason is not DropReason.TEACHER_ERROR]
+        vocab_size = served.vocab_size if served is not None else None
+        plan = replace(plan, finished=finished, vocab_size=vocab_size, teacher=self.teacher)
+        if self.staleness and self.pinned and served is not None:
+            plan = replace(plan, options=replace(plan.options, sampled_from=(served.base_url, served.model)))
+        return plan
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks, and waits until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_planned(episode: Episode, plan: Plan, served: PolicyEndpoint | None) -> bool:
+    """Whether an episode of an earlier process was sampled as planned: `staleness` may have been another one then."""
+    versions = {episode.calls[index].policy_version for index in plan.trained.of(episode)}
+    return served is None or served.version is None or versions <= {served.version, None}
+
+
+def pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:
+    """The endpoint as that of one version, whose name stays when newer ones are served."""
+    weights = served.weights if version == served.version else None
+    return replace(served, model=f"{served.model}@{version}", version=version, weights=weights)
