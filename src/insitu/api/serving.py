@@ -22,7 +22,7 @@ from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import RUN
 from insitu.runs.reader import RunReader
 from insitu.runs.replay import file_of_run
-from insitu.training.runtime import serve_policy, serves_policy
+from insitu.training.runtime import serve_policy
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.event_loop import run_async, run_in_loop
 from insitu.workflow.llms import ModelClient, connect
@@ -56,7 +56,7 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
         """The folder of its weights."""
         served = {"_type": block["_type"], "model": str(weights), "device": device or block.get("device", "auto")}
         self._config = check_config(data | {"trainer_adapters": {adapter: served}}, file)
-        if not serves_policy(self._config):
+        if not self._config.serves_policy:
             raise ConfigError(f"{file}: none of the llms is of _type policy, so none has the trained weights")
         self._main: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
         self._ready: Future[T] = Future()

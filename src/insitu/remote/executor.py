@@ -14,7 +14,6 @@ from insitu.builder import Builder
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
 from insitu.collect.shared_run import current_run
 from insitu.collect.watchdog import doing
-from insitu.config import Config
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import register_executor
 from insitu.remote.attempt_records import Counts, ServedPolicy, read_result, request_fields
@@ -23,7 +22,6 @@ from insitu.remote.pool import RemoteService, ServicePool
 from insitu.schemas.components import ExecutorBaseConfig
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.kinds import LLM
 from insitu.wire.connection import Retry
 from insitu.workflow.llms import policy_named_by
 
@@ -96,14 +94,10 @@ class RemoteExecutor(Executor):
         return AttemptResult(episode, transient)
 
 
-def has_policy_llms(config: Config) -> bool:
-    return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
-
-
 async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
     """Returns a function that gives the current address and name of the policy; None if no llm uses the policy."""
     config, endpoint = builder.config, None
-    if has_policy_llms(config):
+    if config.serves_policy:
         endpoint = await builder.policy_endpoint()
     elif any(policy_named_by(name, config.llm(name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy

@@ -327,6 +327,12 @@ class RunProgress(BaseModel):
     stop: EarlyStop | None = Field(default=None, exclude_if=lambda stop: stop is None)
     """Set if the run has ended early."""
 
+    @property
+    def checkpoints(self) -> dict[int | None, str | None]:
+        """The folder of each version that a job has made, if it has one."""
+        made = [job.metadata or {} for job in self.jobs]
+        return {each.get("policy_version"): each.get("checkpoint") for each in made}
+
     def trains_further(self, epochs: int, validation: ValidationConfig | None) -> bool:
         """Whether a run of so many epochs has some left; one that ended early has with more epochs or more patience."""
         stop, patience = self.stop, validation.patience if validation is not None else None

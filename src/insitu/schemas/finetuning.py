@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from insitu.schemas.components import WritableModel, default_empty_blocks
+from insitu.schemas.components import MayChange, WritableModel, default_empty_blocks
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.training_blocks import (
@@ -82,17 +82,17 @@ class ValidationConfig(WritableModel):
 
     dataset: str | Path | None = None
     """File of held-out rows; the format follows from the suffix. None: the dataset of `config_file`."""
-    interval: int = Field(default=5, ge=1)
+    interval: MayChange[int] = Field(default=5, ge=1)
     """Epochs between validations; there is also one before the first and one after the last epoch."""
     config_file: str | Path | None = None
     """A configuration file whose `eval` and `workflow` sections are used for validation, with the model under training.
     """
     reps: int = Field(default=1, ge=1)
     """Episodes per row."""
-    patience: int | None = Field(default=None, ge=1)
+    patience: MayChange[int | None] = Field(default=None, ge=1)
     """End the run, with success, once so many validations in a row have not improved on the best score; none: train all
     epochs."""
-    beside: bool = False
+    beside: MayChange[bool] = False
     """Validate the weights of an epoch [while the next one is collected and
     trained](../guides/slow-agents.md#validation-beside-training). Scores and their order stay the same."""
 
@@ -128,9 +128,9 @@ class FinetuneConfig(WritableModel):
     of `_type: policy`, or all llms if there is none."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     """Which examples to train on in each epoch."""
-    num_epochs: int = Field(default=1, ge=1)
+    num_epochs: MayChange[int] = Field(default=1, ge=1)
     """Number of epochs; each collects episodes and trains on them."""
-    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Path("./.tmp/nat/finetuning/")
+    output_dir: MayChange[Annotated[Path, AfterValidator(Path.expanduser)]] = Path("./.tmp/nat/finetuning/")
     """Run directory, relative to the working directory; an earlier run in it is renamed."""
     validation: ValidationConfig | None = None
     """Validation before, during and after training; none: no validation."""
@@ -138,22 +138,17 @@ class FinetuneConfig(WritableModel):
     """What is not recorded of model calls. `token_ids`: those of prompts and completions, which decode to texts that
     are hidden elsewhere. An epoch that was interrupted is then collected again, and episodes cannot be trained later.
     """
-    report_to: list[str] = Field(default_factory=list)
+    report_to: MayChange[list[str]] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     run_configuration: FinetuneRunConfig | None = None
     """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("report_to")
-    @classmethod
-    def _no_name_twice(cls, value: list[str]) -> list[str]:
-        if twice := sorted({name for name in value if value.count(name) > 1}):
+    def _one_name_or_different_ones(cls, value: Any) -> Any:
+        if isinstance(value, list) and (twice := sorted({str(name) for name in value if value.count(name) > 1})):
             raise ValueError(f"names {', '.join(twice)} twice")
-        return value
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod

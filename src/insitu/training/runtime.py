@@ -37,7 +37,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryBuilderConfig,
 )
-from insitu.schemas.kinds import EVALUATOR, LLM, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
+from insitu.schemas.kinds import EVALUATOR, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
 from insitu.training.checks import check_sampling, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.jobs import watched
@@ -331,7 +331,7 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
     if checkpoint is None:
         return config
     name = config.finetuning.trainer_adapter
-    if name is None or not serves_policy(config):
+    if name is None or not config.serves_policy:
         raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
     weights = find_checkpoint(config, checkpoint, "--checkpoint")
     block = config.block(TRAINER_ADAPTER, name)
@@ -344,16 +344,11 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
     return changed_config(config, {(TRAINER_ADAPTER.section, name, "model"): str(weights.folder)})
 
 
-def serves_policy(config: Config) -> bool:
-    """Whether the file has an llm that is the model under training."""
-    return any(config.block(LLM, name).type == "policy" for name in config.names(LLM))
-
-
 @asynccontextmanager
 async def serve_policy(builder: Builder) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`."""
     finetuning = builder.config.finetuning
-    if not finetuning.trainer_adapter or not serves_policy(builder.config):
+    if not finetuning.trainer_adapter or not builder.config.serves_policy:
         yield
         return
     adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)
