@@ -155,7 +155,9 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
             results.append(await sampled_in_order(engine, load, order, 0, trial))
             assert engine.pool.used == engine.pool.unused, "nothing is left behind"
             if trial == 0:
-                alone = [pairs((await engine.complete(asks(*load[n][:1], [load[n][1]])))[0]) for n in range(0, len(load), 4)]
+                alone = [
+                    pairs((await engine.complete(asks(*load[n][:1], [load[n][1]])))[0]) for n in range(0, len(load), 4)
+                ]
     assert alone == results[0][::4]
     assert results[1:] == results[:1] * 3
 
