@@ -512,9 +512,11 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
 
 
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    asked = project / "asked"
     with start_project(project, "-o", "finetuning.num_epochs", "500", *NO_RESTART) as process:
         backend = backend_of(process)
-        process.wait_until((project / "run/training_metrics.jsonl").exists)
+        process.wait_until(lambda: asked.exists() and asked.stat().st_size > 26)  # in the second epoch
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1
