@@ -153,7 +153,7 @@ def test_what_is_sampled_is_what_is_trained(version: int | None, model: str, all
     calls = [call_of(4), call_of(version, model)]
     trajectory = Trajectory(episode=[], reward=0.0, calls=calls, trained_calls=[0, 1])
     collection = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")
-    trainer: Any = SimpleNamespace(trajectory_builder=None)
+    trainer: Any = SimpleNamespace(trajectory_builder=SimpleNamespace(stored=None))
     served = PolicyEndpoint("http://h/v1", "policy", version=4)
     if allowed:
         check_sampled(trainer, collection, served, 2)
