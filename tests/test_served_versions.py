@@ -24,7 +24,7 @@ from insitu.integrations.trackers.stream import training_metrics
 from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
-from insitu.training.checks import check_sampled
+from insitu.training.schedule import check_sampled
 from insitu.view.run_pages import one_run
 
 CONVERSE = {"_type": "converse"}
