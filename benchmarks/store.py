@@ -78,7 +78,7 @@ def child(arguments: list[str]) -> None:
 
     spent = [0.0]
     for owner, names in (
-        (RunStore, ("append", "append_group", "append_advantages", "sync", "write")),
+        (RunStore, ("append", "append_group", "sync", "write")),
         (loop, ("journal_record",)),
     ):
         for name in names:

@@ -39,7 +39,8 @@ RUN_ID = "insitu_run_0benchma"
 
 def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations: int = GENERATIONS) -> None:
     """A run's directory as the training loop writes it."""
-    from insitu.runs.records import RunProgress
+    from insitu.runs.files import ADVANTAGES
+    from insitu.runs.records import RunProgress, training_records
     from insitu.runs.store import RunStore
     from insitu.schemas.groups import GroupRecord
 
@@ -60,7 +61,7 @@ def write_run(folder: Path, epochs: int = EPOCHS, rows: int = ROWS, generations:
             trajectories += members
         for trajectory in trajectories:
             of_calls.append((trajectory, {position: chance.gauss(0, 1) for position in range(CALLS)}))
-        store.append_advantages(epoch, trajectories, {}, of_calls)
+        store.append(ADVANTAGES, training_records(epoch, trajectories, {}, of_calls))
         rewards = [trajectory.reward for trajectory in trajectories]
         metrics = {"epoch": epoch, "run_id": RUN_ID, "avg_reward": statistics.fmean(rewards), "job": "completed"}
         others = {"dropped": {}, "seconds": {"collect": 60.0, "train": 30.0, "validate": 0.0}, "tokens": 500_000}

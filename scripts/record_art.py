@@ -1,4 +1,4 @@
-"""Records what official ART clients send, for tests/test_art_protocol.py, between them and a backend of ours.
+"""Records what official ART clients send, for test_art_protocol.py, between them and a backend of ours.
 
     python scripts/record_art.py [RELEASE ...]      # those of `make test WITH=art`, in their environments
 

@@ -1,4 +1,4 @@
-"""Records what agents of the real LlamaIndex and Google ADK give their callbacks, as steps, for tests/test_parsers.py.
+"""Records what agents of the real LlamaIndex and Google ADK give their callbacks, as steps, for test_parsers.py.
 
 Needs, beside insitu, `llama-index-llms-openai-like` or `google-adk` and `litellm`, which do not fit together:
 

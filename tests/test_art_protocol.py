@@ -162,7 +162,7 @@ async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
 
 @pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
 async def test_completions_end_while_their_model_is_deleted_registered_again_and_trained(loaded, tmp_path, together):
-    """8 of 24 completions are sampled, the others wait. The new model is trained although its jobs are named alike."""
+    """8 of 16 completions are sampled, the others wait. The new model is trained although its jobs are named alike."""
     model = MODEL | {"base_path": ""}
 
     async def register() -> str:
@@ -176,11 +176,11 @@ async def test_completions_end_while_their_model_is_deleted_registered_again_and
     async with serving(loaded, tmp_path) as client:
         id = await register()
         await train(client, training(model), **{"Idempotency-Key": "epoch 1"})
-        for _ in range(3):
-            asked = {"max_tokens": 150, "min_tokens": 100}
+        for _ in range(2):
+            asked = {"max_tokens": 80, "min_tokens": 50}
             completions = [
                 asyncio.create_task(say(client, name, seed=seed, stream=seed % 2 == 0, **asked))
-                for seed in range(12)
+                for seed in range(8)
                 for name in ("agent", "agent@1")
             ]
             await until(is_sampling)

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,19 @@ from pydantic import BaseModel, Field, ValidationError
 from insitu.builder import Builder
 from insitu.config import load_config
 from insitu.config.keys import models_of
+from insitu.config.resolved import is_harmless
 from insitu.config.yaml_loader import override, parse_yaml
 from insitu.errors import ConfigError, PluginError
 from insitu.registry import registry
 from insitu.schemas.components import WritableModel, frozen, writable
+from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig
 from insitu.schemas.finetuning import (
     CurriculumLearningConfig,
     FinetuneConfig,
     FinetuneRunConfig,
     RewardFunctionConfig,
 )
-from insitu.schemas.kinds import FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind
+from insitu.schemas.kinds import DATASET, EXECUTOR, FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind
 from insitu.schemas.parts import Part
 
 SECRET = "sk-very-secret"
@@ -714,3 +718,48 @@ def test_installed_packages_are_found_by_their_entry_points(write: Any, group: s
 def test_what_files_of_the_toolkit_may_not_have(write: Any, sections: dict[str, Any], problem: str) -> None:
     """Its own further keys are a warning in the blocks of its plugins; a misspelt one would train with a default."""
     assert problem in complaint(write(sections))
+
+
+# what a resumed run may change
+
+MAY_CHANGE = (
+    *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
+    *("finetuning.validation.patience", "finetuning.validation.beside", "finetuning.report_to*", "general.metrics_*"),
+    *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
+    *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
+    *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
+    *("trainer_adapters.*.learner*", "trainer_adapters.*.max_restarts", "trainer_adapters.*.hf_token"),
+    *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainers.*.wait_for_completion"),
+    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.max_consecutive_status_failures"),
+    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds", "trainers.*.teacher.*_timeout"),
+)
+"""The keys of built-in components of which this is so, as patterns."""
+
+
+def keys_of(model: type[BaseModel], where: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name != "type":
+            yield f"{where}.{name}"
+            for inner in models_of(field.annotation):
+                yield from keys_of(inner, f"{where}.{name}")
+
+
+def test_which_keys_a_resumed_run_may_change() -> None:
+    sections = {"general": GeneralConfig, "eval.general": EvalGeneralConfig, "finetuning": FinetuneConfig}
+    keys = [key for where, model in sections.items() for key in keys_of(model, where)]
+    blocks: dict[tuple[str, str], Any] = {}
+    for kind in KINDS:
+        for name in kind.built_in:
+            found = registry.find(kind, name)
+            assert found is not None
+            section, _, last = kind.section.rpartition(".")
+            is_named = kind not in (EXECUTOR, DATASET)
+            place = (kind.section, f"{name}.with a dot") if is_named else (section, last)
+            if is_named:
+                blocks[place] = found.config_type.model_construct()
+            keys += keys_of(found.config_type, ".".join(place))
+    config = Config(blocks=blocks)
+    expected = {key for key in keys if any(fnmatch(key, pattern) for pattern in MAY_CHANGE)}
+    assert {key for key in keys if is_harmless(config, key)} == expected
+    assert len(expected) > 80
+    assert [pattern for pattern in MAY_CHANGE if not any(fnmatch(key, pattern) for key in expected)] == []

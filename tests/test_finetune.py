@@ -20,7 +20,6 @@ from processes import HANGS, Command, Process, forked_python, run_project, servi
 from refusals import refusal
 
 from insitu.runs.episodes import Selection
-from insitu.runs.files import INDEX
 from insitu.runs.index_database import TrainingStatus
 from insitu.runs.reader import RunReader
 from insitu.runs.records import restore_calls
@@ -161,7 +160,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path)
         code, out, err = run_project(project, *one_epoch)
         assert code == 0, err
     assert [p.name for p in (project / "run/backend/checkpoints").iterdir()] == ["step_000001"]
-    assert [p.name for p in (project / "run").rglob(".*")] == [INDEX]
+    assert [p.name for p in (project / "run").rglob(".*")] == []
 
 
 def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:
@@ -470,11 +469,11 @@ def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(proj
 
 def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted(project: Path) -> None:
     write_rows(project, [{"say": "a", "mark": "validated"}], "validation.jsonl")
-    validation = "{dataset: validation.jsonl, reps: 600}"
+    validation = "{dataset: validation.jsonl, reps: 150}"
     validated = project / "validated"
     overrides = ("-o", "finetuning.num_epochs", "1", "-o", "finetuning.validation", validation)
     with start_project(project, *overrides) as process:
-        process.wait_until(lambda: validated.exists() and validated.stat().st_size > 600)  # 600 before training
+        process.wait_until(lambda: validated.exists() and validated.stat().st_size > 150)  # 150 before training
         process.send_signal(signal.SIGINT)
         process.communicate(HANGS)
         assert process.wait() == 130
@@ -510,9 +509,11 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
 
 
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    asked = project / "asked"
     with start_project(project, "-o", "finetuning.num_epochs", "500", *NO_RESTART) as process:
         backend = backend_of(process)
-        process.wait_until((project / "run/training_metrics.jsonl").exists)
+        process.wait_until(lambda: asked.exists() and asked.stat().st_size > 26)  # in the second epoch
         backend.kill()
         out, err = process.communicate(HANGS)
         assert process.wait() == 1

@@ -28,11 +28,12 @@ def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
         *("README.md", "agent.py", "config.yml", "desk.py", "test_agent.py"),
         *("held_out.jsonl", "train.jsonl", "model"),
     }
-    code, out, err = run_project(project, "-o", "finetuning.num_epochs", "5")  # of 12
+    code, out, err = run_project(project, "-o", "finetuning.num_epochs", "4")  # of 12
     assert code == 0, err
     first, *_, last = read_lines(project / "runs/desk/training_metrics.jsonl")
-    assert last["avg_reward"] > first["avg_reward"] + 0.2
-    tests = [forked_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_agent.py"]
+    assert last["avg_reward"] > first["avg_reward"] + 0.15
+    code = "import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_agent.py']))"
+    tests = [forked_python(), "-c", code]  # with everything imported already
     done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
@@ -74,7 +75,8 @@ def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
     config = yaml.safe_load((project / "config.yml").read_text())
     assert config["trainer_adapters"]["backend"]["model"] == "model"
     assert config["trainer_adapters"]["backend"]["training"]["learning_rate"] == 1e-5
-    tests = [forked_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_agent.py"]
+    code = "import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_agent.py']))"
+    tests = [forked_python(), "-c", code]  # with everything imported already
     done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     example = ROOT / "examples/real_model"

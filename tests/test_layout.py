@@ -177,6 +177,26 @@ def test_there_is_no_import_cycle() -> None:
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 
 
+def questions_from_outside(path: Path) -> Iterator[str]:
+    """Each `getattr` that asks an object of ours for an attribute which its class may lack."""
+    for call in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call) and len(node.args) == 3):
+        name = call.args[1]
+        is_attribute = isinstance(name, ast.Constant) and not str(name.value).startswith("__")
+        if ast.unparse(call.func) == "getattr" and is_attribute and ast.unparse(call.args[0]) != "self":
+            yield f"{path.relative_to(PACKAGE)}, line {call.lineno}: {ast.unparse(call)}"
+
+
+def test_base_classes_declare_what_components_are_asked() -> None:
+    """The backend and the integrations ask objects of other libraries; elsewhere it becomes no more."""
+    core = (path for path in MODULES if part_of(path) not in ("backend", "integrations"))
+    found = [each for path in core for each in questions_from_outside(path)]
+    assert len(found) <= 12, "\n".join(found)
+
+
+def test_the_loop_is_read_on_a_page() -> None:
+    assert len((PACKAGE / "training" / "loop.py").read_text().splitlines()) <= 220
+
+
 def reachable(path: Path) -> set[Path]:
     """All modules that a module imports, directly or not."""
     seen: set[Path] = set()

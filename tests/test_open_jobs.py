@@ -92,7 +92,7 @@ def test_an_open_job_trains_the_weights_of_one_that_is_sent_whole(
     assert whole.module is not None
     assert single.module is not None
     seconds = {"seconds": 0, "seconds_ahead": 0}
-    for number in range(3):
+    for number in range(1 if settings else 3):
         rows, order = PartedRows(len(parts), **ahead), random.Random(number).sample(range(len(parts)), len(parts))
         trained = train(Learner(loaded, tmp_path / str(number)), rows, arriving(rows, parts, order), **settings)
         assert trained.module is not None

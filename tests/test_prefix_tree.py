@@ -194,7 +194,7 @@ def make(parameters, settings):
 """
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(rows_of())
 @pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: "-".join(map(str, changes.values())))
 def test_three_steps_of_a_method_are_those_of_padded_rows(

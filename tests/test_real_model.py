@@ -1,6 +1,6 @@
 """A real pretrained model in `insitu backend`: what is sampled depends on the request alone, and a LoRA job trains it.
 
-`make test WITH=real` asks it more.
+A minute and a half of computing, so with the slow tests; `make test WITH=real` asks it more.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 from processes import serving
 from real_model import real_model
+
+pytestmark = pytest.mark.slow
 
 TEXT = "The kettle that you sent me broke after two days, and I would like to have my money back, please. "
 LENGTHS = (1, 1, 2, 3, 4, 6, 9, 12)

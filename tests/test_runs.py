@@ -69,14 +69,13 @@ async def train(path: Path, *overrides: tuple[str, str], console: Console | None
     return await finetuning_main(FinetuneRunConfig(config_file=path, override=overrides), console)
 
 
-@pytest.mark.parametrize("framework", [None, "langchain"])
 @pytest.mark.parametrize(
-    ("functions", "model", "trained"),
+    ("framework", "functions", "model", "trained"),
     [
-        (["move"], "player", {"player moves"}),
-        (["move"], "policy@7", {"player moves", "judge moves"}),
-        (["<workflow>"], "judge", {"judge plans", "judge moves"}),
-        (["plan", "move"], None, {"player plans", "player moves"}),
+        (None, ["move"], "player", {"player moves"}),
+        ("langchain", ["move"], "policy@7", {"player moves", "judge moves"}),
+        (None, ["<workflow>"], "judge", {"judge plans", "judge moves"}),
+        ("langchain", ["plan", "move"], None, {"player plans", "player moves"}),
     ],
     ids=["key", "name at a step", "everywhere", "default"],
 )

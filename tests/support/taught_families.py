@@ -27,6 +27,9 @@ OWN_IDS = ("kimi_k2", "mistral_nemo")
 each_way = pytest.mark.parametrize(
     ("dialect", "streamed"), [(dialect, streamed) for dialect in AGENTS for streamed in (False, True)]
 )
+some_ways = pytest.mark.parametrize(
+    ("dialect", "streamed"), [("chat", True), ("responses", False), ("messages", True)], ids=str
+)
 
 
 class Taught(NamedTuple):
@@ -98,7 +101,7 @@ async def test_sampled_tokens_are_the_trained_tokens(taught: Taught) -> None:
     assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
-@each_way
+@some_ways
 async def test_calls_that_end_too_early_stay_in_the_text(taught: Taught, dialect: str, streamed: bool) -> None:
     nothing = [Turn("", [], "", [])]
     (answer,), (call,) = await run_agent(taught, dialect, streamed, BREAK, nothing)
@@ -108,7 +111,7 @@ async def test_calls_that_end_too_early_stay_in_the_text(taught: Taught, dialect
     assert "tool_calls" not in (call.message or {})
 
 
-@each_way
+@some_ways
 async def test_calls_that_are_cut_off_stay_in_the_text(taught: Taught, dialect: str, streamed: bool) -> None:
     first, nothing = dialogue(taught.family)[0], Turn("", [], "", [])
     length = len(tokenizer_of(taught.family).encode(lessons(taught.family)[0][1], add_special_tokens=False))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
-from insitu.collect.datasets import StructureConfig
+from insitu.collect.datasets import dataset_config
 from insitu.config import check_config, load_config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import ConfigError, InsituError
@@ -56,7 +56,7 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
         """The folder of its weights."""
         served = {"_type": block["_type"], "model": str(weights), "device": device or block.get("device", "auto")}
         self._config = check_config(data | {"trainer_adapters": {adapter: served}}, file)
-        if not self._config.policy_llms():
+        if not self._config.serves_policy:
             raise ConfigError(f"{file}: none of the llms is of _type policy, so none has the trained weights")
         self._main: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
         self._ready: Future[T] = Future()
@@ -187,8 +187,7 @@ class TrainedAgent(_Served[Any]):
         for key, (before, now) in differences(recorded, resolved_config(config)).items():
             if key.startswith(_OF_AGENT):
                 logger.warning("%s: %s was %.100r and is %.100r in %s", run, key, before, now, config.source)
-        structure = getattr(config.eval.dataset, "structure", StructureConfig())
-        self._question_key = structure.question_key
+        self._question_key = dataset_config(config).structure.question_key
         super().__init__(run, copy.deepcopy(dict(config.data or {})), Path(config.source), weights)
 
     async def _build(self, builder: Builder) -> Any:

@@ -84,7 +84,7 @@ async def _serve(
     service = WorkflowService(config, serve_policy, access, policy_url)
     try:
         async with service.listening(host, port) as url:
-            if checkpoint is not None or not config.policy_llms():  # else a trainer says where its model is
+            if checkpoint is not None or not config.serves_policy:  # else a trainer says where its model is
                 async with service.hosted.workflow():
                     pass  # fails now if it cannot be built
             print(f"insitu serve ready at {url}", flush=True)

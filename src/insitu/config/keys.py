@@ -8,7 +8,7 @@ from pydantic import AliasChoices, AliasPath, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from insitu.errors import not_found
-from insitu.schemas.components import ComponentRef
+from insitu.schemas.components import MAY_CHANGE, ComponentRef
 from insitu.schemas.finetuning import RewardFunctionConfig
 
 
@@ -90,6 +90,16 @@ def holds_secret(model: type[BaseModel], path: Sequence[int | str]) -> bool:
         return False
     return "Secret" in str(field.annotation) or any(
         holds_secret(m, path[start:]) for m in models_of(field.annotation) for start in range(1, len(path))
+    )
+
+
+def may_change(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """Whether the field at `path`, or one that it is in, is marked as one that a resumed run may change."""
+    field = _fields(model).get(path[0]) if path else None
+    if field is None:
+        return False
+    return MAY_CHANGE in field.metadata or any(
+        may_change(m, path[start:]) for m in models_of(field.annotation) for start in range(1, len(path))
     )
 
 

@@ -5,10 +5,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from insitu.config.keys import fields_not_in_file
+from insitu.config.keys import fields_not_in_file, may_change
 from insitu.schemas.config import Config
 from insitu.schemas.parts import PYTHON
 from insitu.wire.redaction import MASK, hide_url_secrets, is_reference, is_secret_key, is_sent_block, redact
+
+_PLACES = {"file_path", "api_key", "base_url", "url"}
+"""Where something is, in any block. A dataset is compared by its content."""
 
 
 def resolved_config(config: Config, *, given: bool = False) -> dict[str, Any]:
@@ -43,6 +46,19 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
     if secret and not isinstance(value, bool | None) and value != "" and not is_reference(value):
         return MASK
     return hide_url_secrets(redact(value)) if isinstance(value, str) else value
+
+
+def is_harmless(config: Config, key: str) -> bool:
+    """Whether a change of this key leaves the results of a run comparable."""
+    if key.rpartition(".")[2] in _PLACES:
+        return True
+    models = {"general": type(config.general), "eval.general": type(config.eval), "finetuning": type(config.finetuning)}
+    models |= {f"{section}.{name}": type(block) for (section, name), block in config.blocks.items()}
+    return any(
+        may_change(model, key.removeprefix(f"{where}.").split("."))
+        for where, model in models.items()
+        if key.startswith(f"{where}.")
+    )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -114,7 +114,7 @@ def writable_folder(folder: Path, key: str) -> Path:
         with tempfile.TemporaryFile(dir=resolved):
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        reason = getattr(error, "strerror", None) or error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from error
     return resolved
 

@@ -97,7 +97,7 @@ class RemoteExecutor(Executor):
 async def policy_of_run(builder: Builder) -> Callable[[], ServedPolicy | None]:
     """Returns a function that gives the current address and name of the policy; None if no llm uses the policy."""
     config, endpoint = builder.config, None
-    if config.policy_llms():
+    if config.serves_policy:
         endpoint = await builder.policy_endpoint()
     elif any(policy_named_by(name, config.llm(name), builder) for name in config.trained_llms()):
         endpoint = builder.trained_policy

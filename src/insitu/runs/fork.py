@@ -1,18 +1,18 @@
 """Makes a new run from an epoch of another: all that the other one had recorded when that epoch was complete.
 
-Lines and JSON files are written anew. Files of checkpoints are hard links, as they are never changed in place; they are
-copied where the file system has no such links.
+Files of checkpoints are hard links, as they are never changed in place; they are copied where the file system has no
+such links. Files of lines are copied and cut, as `--resume` cuts them; JSON files are written anew.
 """
 
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from insitu.disk.files import cannot_write, file_size, new_folder, writable_folder
-from insitu.disk.json_files import read_object, shorter_than_written
+from insitu.disk.files import cannot_write, new_folder, writable_folder
+from insitu.disk.json_files import read_object
 from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, check_optimizer_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
@@ -80,7 +80,8 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
     try:
         with new_folder(target) as draft:
             _copy_backend(origin, state.policy_version or 0, draft / files.BACKEND_FOLDER)
-            _copy_lines_of_epochs(run, state, draft)
+            for name in state.sizes:
+                shutil.copyfile(run / name, draft / name)
             with closing(RunStore(draft, KEY)) as store:
                 _write_files(origin, store, progress, settings)
     except OSError as error:
@@ -124,13 +125,9 @@ def _copy_backend(origin: _Origin, version: int, target: Path) -> None:
         check_model(origin.checkpoints[version])
         check_optimizer_file(origin.checkpoints[version], required=True)
     for number, folder in sorted(origin.checkpoints.items()):
-        if number <= version:
-            copied = target / "checkpoints" / folder.name
-            complete = _link_files(folder, copied)
-            if not complete and number < version:  # deleted meanwhile, by the run in progress
-                shutil.rmtree(copied)
-            elif not complete or (number == version and not (copied / OPTIMIZER_FILE).exists()):
-                raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
+        copied = target / "checkpoints" / folder.name
+        if number <= version and not _link_files(folder, copied) and number == version:
+            raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
     (target / "jobs").mkdir()
     for path in (source / "jobs").glob("job-*.json"):
         if (read_object(path).get("policy_version") or version + 1) <= version:
@@ -138,14 +135,15 @@ def _copy_backend(origin: _Origin, version: int, target: Path) -> None:
 
 
 def _link_files(source: Path, target: Path) -> bool:
-    """Whether the model and its record are complete, which they are not if they are being deleted."""
+    """Whether the checkpoint is there with its optimizer state. The run in progress may delete both, or that alone."""
     target.mkdir(parents=True)
-    try:
-        for path in sorted(source.iterdir(), key=lambda path: path.name == OPTIMIZER_FILE):  # may be deleted on its own
-            _link(path, target / path.name)
-    except FileNotFoundError:
-        return source.exists() and (target / RECORD_FILE).exists()
-    return (target / RECORD_FILE).exists()
+    with suppress(FileNotFoundError):
+        for path in source.iterdir():
+            with suppress(FileNotFoundError):
+                _link(path, target / path.name)
+    if not source.exists() or not (target / RECORD_FILE).exists():
+        shutil.rmtree(target)
+    return (target / OPTIMIZER_FILE).exists()
 
 
 def _link(source: Path, target: Path) -> None:
@@ -153,15 +151,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links; raises again if there is no such file
         shutil.copyfile(source, target)
-
-
-def _copy_lines_of_epochs(run: Path, state: EpochState, target: Path) -> None:
-    """Copies files up to the size that they had after the epoch."""
-    for name, size in state.sizes.items():
-        shutil.copyfile(run / name, target / name)
-        if (copied := file_size(target / name)) < size:
-            raise InsituError(shorter_than_written(run / name, copied, size))
-        os.truncate(target / name, size)
 
 
 def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
@@ -174,7 +163,7 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
     for name, lines in ((files.VALIDATION_SCORES, scores), (files.RESCORES, rescores)):
         if lines:
             store.append(name, lines)
-    store.cut_to(progress.sizes)  # opens the files
+    store.cut_to(progress.sizes)
     states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
     store.append(files.PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
     original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
@@ -192,15 +181,6 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
         store.write(files.VALIDATIONS, validations)
     if (best := best_validation(validations)) is not None:
         version = best["policy_version"]
-        checkpoint = _checkpoint_of(progress, version) or store.relative(origin.reader.warmed_up(version))
-        store.write(files.BEST, {**best, "checkpoint": checkpoint})
+        checkpoint = progress.checkpoints.get(version) or origin.reader.warmed_up(version)
+        store.write(files.BEST, {**best, "checkpoint": store.relative(checkpoint)})
     store.write(files.PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))
-
-
-def _checkpoint_of(progress: RunProgress, version: int | None) -> str | None:
-    """Relative to the run; None for the initial weights."""
-    for job in progress.jobs:
-        metadata = job.metadata or {}
-        if metadata.get("policy_version") == version and metadata.get("checkpoint") is not None:
-            return f"{files.CHECKPOINTS}/{Path(metadata['checkpoint']).name}"
-    return None

@@ -4,7 +4,6 @@ It holds what lists show and sort by, and where the rest is in the files. `refre
 last time; a run whose files were cut or replaced, as by `--resume`, is indexed anew.
 """
 
-import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from insitu.disk.json_files import (
 from insitu.errors import InsituError
 from insitu.runs.files import ADVANTAGES, BLOCKS, CALLS, EPISODES, GROUPS, METRICS
 from insitu.runs.index_database import IndexDatabase, Values
-from insitu.runs.records import StoredGroup, excerpt, format_problem, membership
+from insitu.runs.records import StoredGroup, excerpt, format_problem, membership, natural
 
 _BATCH = 100
 """Groups or lines that are indexed in a transaction, for which requests wait."""
@@ -230,11 +229,6 @@ _ADD_EPOCH = _insertion("epochs", "epoch", "job")
 _ADD_ADVANTAGES = _insertion(
     *("advantages", "dropped", "trained", "sent", "sides", "line_offset", "line_size", "number", "episode")
 )
-
-
-def natural(text: str) -> str:
-    """A key that sorts row 2 before row 10."""
-    return re.sub(r"\d+", lambda digits: digits[0].zfill(12), text)
 
 
 def stored_group(group: sqlite3.Row) -> StoredGroup:

@@ -6,6 +6,7 @@ which are not run again. Lines of the other files that were written after that p
 continues, and written again.
 """
 
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -121,6 +122,11 @@ def excerpt(value: Any) -> str | None:
     """The beginning of a value as one line, for lists."""
     text = as_text(value)
     return None if text is None else " ".join(text[: 4 * _EXCERPT].split())[:_EXCERPT]
+
+
+def natural(text: str) -> str:
+    """A key that sorts row 2 before row 10."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(12), text)
 
 
 SIDES = ("chosen", "rejected")
@@ -320,6 +326,12 @@ class RunProgress(BaseModel):
     """The epoch whose weights are validated while the next one trains."""
     stop: EarlyStop | None = Field(default=None, exclude_if=lambda stop: stop is None)
     """Set if the run has ended early."""
+
+    @property
+    def checkpoints(self) -> dict[int | None, str | None]:
+        """The folder of each version that a job has made, if it has one."""
+        made = [job.metadata or {} for job in self.jobs]
+        return {each.get("policy_version"): each.get("checkpoint") for each in made}
 
     def trains_further(self, epochs: int, validation: ValidationConfig | None) -> bool:
         """Whether a run of so many epochs has some left; one that ended early has with more epochs or more patience."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.config import Config
-from insitu.config.resolved import code_digests, differences, leaves, nested, resolved_config
+from insitu.config.resolved import code_digests, differences, is_harmless, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -23,18 +23,6 @@ from insitu.schemas.finetuning import PolicyEndpoint
 
 logger = logging.getLogger(__name__)
 
-_HARMLESS = (
-    *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
-    *("finetuning.validation.patience", "finetuning.validation.beside", "finetuning.report_to*", "general.metrics_*"),
-    *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
-    *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
-    *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),
-    *("trainer_adapters.*.learner*", "trainer_adapters.*.max_restarts", "trainer_adapters.*.hf_token"),
-    *("trainer_adapters.*.backend.ip", "trainer_adapters.*.backend.port", "trainers.*.wait_for_completion"),
-    *("trainer_adapters.*.backend.delete_old_checkpoints", "trainer_adapters.*.max_consecutive_status_failures"),
-    *("trainer_adapters.*.deploy*", "trainer_adapters.*.poll_interval_seconds", "trainers.*.teacher.*_timeout"),
-)
-"""Keys whose change leaves the results of a run comparable. A dataset is compared by its content, not its path."""
 _MODEL = "trainer_adapters.*.model"
 _BY_CONTENT = {"dataset": "the dataset", "held_out": "the held-out dataset", "starting_model": "the starting model"}
 """What run.json has with its digest, and what messages call it."""
@@ -70,7 +58,7 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
     for key, (before, now) in differences(settings, resolved_config(config)).items():
         if key not in recorded_keys and nested(config.data, key) is None:  # a key that is new, and is not set
             continue
-        changes = harmless if any(fnmatch(key, pattern) for pattern in _HARMLESS) else serious
+        changes = harmless if is_harmless(config, key) else serious
         changes.append(f"{key} was {before!r:.100} and is {now!r:.100}")
         if force and fnmatch(key, _MODEL):
             raise ConfigError(

@@ -13,9 +13,8 @@ from insitu.disk.folder_lock import locked_by
 from insitu.disk.json_files import shorter_than_written
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
-from insitu.runs.index import natural
 from insitu.runs.reader import Problems, RunReader
-from insitu.runs.records import RunProgress, best_validation
+from insitu.runs.records import RunProgress, best_validation, natural
 
 DEFAULT_FOLDERS = ("runs", ".tmp")
 """Where to look for runs, in the working directory: that of the examples, and that of the default `output_dir`."""

@@ -20,6 +20,9 @@ from pydantic_core import InitErrorDetails, core_schema
 
 T = TypeVar("T")
 
+MAY_CHANGE = "may change"
+MayChange = Annotated[T, MAY_CHANGE]
+"""A field that may change when a run is resumed: the epochs before and after can be compared."""
 WORKFLOW = "<workflow>"
 """The name under which the block `workflow` is built and targeted."""
 

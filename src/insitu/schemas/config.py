@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.errors import ConfigError, not_found
-from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, LLMBaseConfig, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, LLMBaseConfig, MayChange, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig, TrainerConfig
 from insitu.schemas.kinds import FUNCTION, LLM, TRAINER, TRAINER_ADAPTER, Kind
 
@@ -37,12 +37,12 @@ class GeneralConfig(BaseModel):
     file's; relative to that."""
     plugins: list[str] = Field(default_factory=list)
     """Modules imported before the file is checked; the file's own folder is importable."""
-    executor: Any = None
+    executor: MayChange[Any] = None
     """Where episodes run: a block whose `_type` is `local` (in this process, the default), `service` (in
     workflow services) or `ray` (on a cluster)."""
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_port: MayChange[int | None] = Field(default=None, ge=0, le=65535)
     """Port on which a run answers `GET /health` and `GET /metrics`; 0: a free one. None: it does not."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: MayChange[str] = "127.0.0.1"
     """Address to bind for `metrics_port`; one that other machines can connect to needs INSITU_METRICS_TOKEN."""
 
 
@@ -60,23 +60,23 @@ class EvalGeneralConfig(BaseModel):
 
     model_config = _STRICT
 
-    max_concurrency: int = Field(default=8, ge=1)
+    max_concurrency: MayChange[int] = Field(default=8, ge=1)
     """Maximum number of episodes in flight."""
-    output_dir: Path | None = None
+    output_dir: MayChange[Path | None] = None
     """Folder for the files of an evaluation, relative to the working directory; none: `output.dir`."""
-    output: OutputConfig | None = None
+    output: MayChange[OutputConfig | None] = None
     """Alternative to `output_dir`."""
     episode_timeout: float | None = Field(default=None, gt=0)
     """Time limit for one attempt at an episode, in seconds; none: no limit."""
     retries: int = Field(default=0, ge=0)
     """Retries of an episode after a transient error (timeout, backend unavailable)."""
-    evaluator_timeout: float | None = Field(default=600.0, gt=0)
+    evaluator_timeout: MayChange[float | None] = Field(default=600.0, gt=0)
     """Time limit for scoring, in seconds per episode. An evaluator that gets many episodes together has that much time
     for each `max_concurrency` of them; none: no limit."""
-    stall_warning: float | None = Field(default=300.0, gt=0)
+    stall_warning: MayChange[float | None] = Field(default=300.0, gt=0)
     """Seconds after which a run in which no episode completes, and no training job makes progress, says what it is
     waiting for; it is repeated as often. None: never."""
-    stall_timeout: float | None = Field(default=None, gt=0)
+    stall_timeout: MayChange[float | None] = Field(default=None, gt=0)
     """Seconds after which such a run ends with exit code 1; none: it waits for ever."""
     dataset: Any = None
     """The dataset: a block whose `_type` is the file's format."""
@@ -157,6 +157,11 @@ class Config:
     def policy_llms(self) -> list[str]:
         """The keys of the llms that are the model under training, wherever that is served."""
         return [name for name in self.names(LLM) if self.block(LLM, name).type == "policy"]
+
+    @property
+    def serves_policy(self) -> bool:
+        """Whether an llm is the model under training."""
+        return bool(self.policy_llms())
 
     def model_names(self) -> dict[str, str | None]:
         """The model name by key of `llms`; None if only the running backend knows it."""

@@ -12,7 +12,7 @@ tokens of the longest row. Values where `mask_BT` is not set are 0.
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -74,7 +74,7 @@ def _declared(kind: str) -> dict[str, EntryPoint]:
 
 
 @cache
-def _installed() -> EntryPoints:
+def _installed() -> Any:  # EntryPoints, or SelectableGroups before Python 3.12
     """The entry points of all packages, whose files take 10 ms to read."""
     return entry_points()
 

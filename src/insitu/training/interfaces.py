@@ -3,10 +3,11 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from insitu.advantages.credit import CallAdvantages
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
-from insitu.collect.collector import Plan
+from insitu.collect.collector import Observer, Plan
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
 from insitu.errors import BackendError, ConfigError
@@ -22,6 +23,7 @@ from insitu.schemas.finetuning import (
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
+    Trajectory,
     TrajectoryBuilderConfig,
     TrajectoryCollection,
 )
@@ -55,6 +57,8 @@ class TrajectoryBuilder(ABC):
 
     makes_pairs = False
     """Whether its trajectories are preference pairs, which are compared already."""
+    collects_itself: ClassVar[bool] = True
+    """Whether an epoch is collected by `start_run` and `finalize` only."""
     stored: StoredRun | None = None
     """The recorded episodes that it uses instead of running the workflow."""
 
@@ -62,11 +66,6 @@ class TrajectoryBuilder(ABC):
     def episodes_per_epoch(self) -> int | None:
         """Number of episodes per epoch, for progress bars; None if unknown."""
         return None
-
-    @property
-    def collects_itself(self) -> bool:
-        """Whether an epoch is collected by `start_run` and `finalize` only."""
-        return True
 
     @property
     def plans_episodes(self) -> bool:
@@ -84,6 +83,9 @@ class TrajectoryBuilder(ABC):
     def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
         """What an epoch collects, if that is planned; None: `start_run` and `finalize` collect it."""
         return None
+
+    def expect(self, plan: Plan, observers: Sequence[Observer]) -> None:  # noqa: B027 - optional
+        """Called before `start_run`, which then collects this plan of its epoch, with these observers."""
 
     def check_trainer(self, trainer: "Trainer") -> None:  # noqa: B027 - optional
         """Raises ConfigError if the trajectories are not what a trainer trains."""
@@ -345,6 +347,10 @@ class Trainer(ABC):
         if "error" in metrics:
             failed.append(f"at epoch {epoch}: {metrics['error']}")
         return {**metrics, "dataset_type": "validation"}
+
+    def own_metrics(self, advantages: Sequence[tuple[Trajectory, CallAdvantages]]) -> dict[str, Any]:
+        """More figures of what an epoch trains, for `training_metrics.jsonl`."""
+        return {}
 
     def budget_obstacle(self) -> str | None:
         """Why it learns from episodes that a rollout budget saves, in words that follow the key; None: it does not."""

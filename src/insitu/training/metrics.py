@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from insitu.advantages.credit import credit_by_function, credited_calls
-from insitu.advantages.distillation import teacher_metrics
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, TrajectoryCollection
@@ -107,7 +106,7 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
     return {
         **metrics,
         **collected.metrics,
-        **teacher_metrics(advantages),
+        **trainer.own_metrics(advantages),
         "curriculum_percentile": curriculum and curriculum["current_percentile"],
         "curriculum_state": curriculum and {k: v for k, v in curriculum.items() if k != "reward_sums"},
         "filtered_trajectories": sum(map(len, collection.trajectories)),

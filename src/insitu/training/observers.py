@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from insitu.algorithms.budget import Spending
 from insitu.capture.ledger import Activity
-from insitu.collect.collector import Plan
-from insitu.collect.epoch import Observer
+from insitu.collect.collector import Observer, Plan
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.store import RunStore
@@ -53,7 +52,9 @@ class Progress(Observer):
         self.errors = Counter[str]()
         self.all_begun = asyncio.Event()
         self._plan = plan
-        self._spending = Spending.of(plan.budget, len(plan.members)) if plan is not None else None
+        self._spending: Spending | None = None
+        if plan is not None and plan.budget is not None:
+            self._spending = Spending.of(plan.budget, len(plan.members))
         self._ended = Counter[str]()
         """Episodes of each group."""
         self._complete = self._abandoned = 0
@@ -62,14 +63,14 @@ class Progress(Observer):
     @property
     def planned(self) -> int | None:
         """The episodes of the epoch as far as they are decided; None if they are not planned."""
-        has_members = self._plan is not None and self._plan.recorded is None
-        return self._spending.episodes if self._spending is not None and has_members else None
+        if self._plan is None or self._plan.recorded is not None:
+            return None
+        return self._spending.episodes if self._spending is not None else len(self._plan.members)
 
     @property
     def metrics(self) -> dict[str, int]:
         """What the line of the epoch in `training_metrics.jsonl` has of it."""
-        has_budget = self._plan is not None and self._plan.budget is not None
-        spending = asdict(self._spending) if self._spending is not None and has_budget else {}
+        spending = asdict(self._spending) if self._spending is not None else {}
         return {"abandoned_attempts": self._abandoned, **spending}
 
     def incomplete_groups(self, in_flight: Collection[EpisodeKey]) -> int:

@@ -328,7 +328,7 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
     if checkpoint is None:
         return config
     name = config.finetuning.trainer_adapter
-    if name is None or not config.policy_llms():
+    if name is None or not config.serves_policy:
         raise ConfigError("--checkpoint is for llms of _type policy; this file has none, or names no trainer adapter")
     weights = find_checkpoint(config, checkpoint, "--checkpoint")
     block = config.block(TRAINER_ADAPTER, name)
@@ -345,7 +345,7 @@ def starting_from(config: Config, checkpoint: Path | None, notes: Console) -> Co
 async def serve_policy(builder: Builder) -> AsyncIterator[None]:
     """Serves the model under training without training it, if the file has an llm of `_type: policy`."""
     finetuning = builder.config.finetuning
-    if not finetuning.trainer_adapter or not builder.config.policy_llms():
+    if not finetuning.trainer_adapter or not builder.config.serves_policy:
         yield
         return
     adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)

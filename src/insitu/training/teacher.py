@@ -20,6 +20,7 @@ from insitu.config import Config
 from insitu.errors import BackendError, ConfigError, InsituError, RequestRefused, TrajectoryError
 from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.records import as_text
+from insitu.schemas.components import MayChange
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
@@ -61,9 +62,9 @@ class TeacherConfig(BaseModel):
     """Subtracted from the teacher's term of a token: the mean of those of all other sampled tokens of its group."""
     reward_coefficient: float = Field(default=0.0, ge=0)
     """Factor of the advantages of the rewards, which are added; 0: the rewards are recorded and not trained."""
-    read_timeout: float = Field(default=60.0, gt=0)
+    read_timeout: MayChange[float] = Field(default=60.0, gt=0)
     """Seconds without data from the teacher after which a request has failed."""
-    retry_timeout: float = Field(default=600.0, ge=0)
+    retry_timeout: MayChange[float] = Field(default=600.0, ge=0)
     """Seconds for which a request is retried while the teacher does not respond. The episode is then dropped."""
 
     @model_validator(mode="after")

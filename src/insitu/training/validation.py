@@ -77,8 +77,7 @@ class Validation:
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
-        for metadata in (job.metadata or {} for job in progress.jobs):
-            self.checkpoints[metadata.get("policy_version")] = metadata.get("checkpoint")
+        self.checkpoints |= progress.checkpoints
         for record in RunReader(self._store.path).validations():
             if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue

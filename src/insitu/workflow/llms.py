@@ -31,7 +31,7 @@ from insitu.builder import Builder, name_being_built
 from insitu.errors import CaptureError, ConfigError
 from insitu.formats.parser import ReasoningFormatName, ToolFormatName
 from insitu.registry import register_llm_provider
-from insitu.schemas.components import LLMBaseConfig
+from insitu.schemas.components import LLMBaseConfig, MayChange
 from insitu.schemas.finetuning import PolicyEndpoint
 from insitu.wire.addresses import is_same_server
 
@@ -98,9 +98,11 @@ class SamplingConfig(LLMBaseConfig):
     override_sampling: bool = False
     """`temperature`, `top_p`, `max_tokens` and `stop` of this block replace those that the agent sends. Otherwise the
     agent's take precedence, and these are used for what it does not send."""
-    timeout: float | None = Field(default=None, gt=0, validation_alias=AliasChoices("timeout", "request_timeout"))
+    timeout: MayChange[float | None] = Field(
+        default=None, gt=0, validation_alias=AliasChoices("timeout", "request_timeout")
+    )
     """Request timeout in seconds (or `request_timeout`); none: the OpenAI client's default of 600."""
-    max_retries: int = Field(default=2, ge=0, validation_alias=AliasChoices("max_retries", "num_retries"))
+    max_retries: MayChange[int] = Field(default=2, ge=0, validation_alias=AliasChoices("max_retries", "num_retries"))
     """Retries of a request after a transient error (or `num_retries`)."""
     retry_on_status_codes: list[Annotated[int, Field(ge=400, le=599)]] | None = None
     """Statuses of responses after which a request is retried; none: 408, 409, 429, and 500 and above."""

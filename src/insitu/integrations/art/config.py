@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from insitu.errors import ConfigError, install_command, not_found
+from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
 
@@ -59,9 +60,9 @@ class ARTBackendConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
-    ip: str
+    ip: MayChange[str]
     """Host name or IP address of the server."""
-    port: int = Field(ge=1, le=65535)
+    port: MayChange[int] = Field(ge=1, le=65535)
     """Port of the server."""
     name: str = Field(default="trainer_run", min_length=1)
     """Name of the trained model on the server, and the name it is served under."""
@@ -71,14 +72,14 @@ class ARTBackendConfig(BaseModel):
     """The model to start from. The server must have it."""
     api_key: str = Field(default="default", repr=False)
     """Sent to the server as a bearer token."""
-    delete_old_checkpoints: bool = False
+    delete_old_checkpoints: MayChange[bool] = False
     """Before each training job, delete all checkpoints except the latest and the one with the highest mean reward over
     the episodes it sampled. From ART 0.5.9 on, checkpoints of earlier runs are kept."""
-    lost_reply_timeout: float = Field(default=600.0, gt=0)
+    lost_reply_timeout: MayChange[float] = Field(default=600.0, gt=0)
     """Seconds to wait for a new model step after the connection was lost during training, before resubmitting."""
-    read_timeout: float = Field(default=60.0, gt=0)
+    read_timeout: MayChange[float] = Field(default=60.0, gt=0)
     """Seconds without data from the server after which a request has failed, except while it trains."""
-    retry_timeout: float = Field(default=600.0, ge=0)
+    retry_timeout: MayChange[float] = Field(default=600.0, ge=0)
     """Seconds for which a request is retried while the server does not respond, is overloaded (429) or fails (5xx)."""
     init_args: InitArgs | None = None
     """How the server loads the model."""

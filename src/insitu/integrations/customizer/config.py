@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.preference_builders import (
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,  # documented here
@@ -79,7 +80,7 @@ class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_custom
     """Namespace of the dataset, the job and the trained model."""
     customization_config: str = Field(min_length=1)
     """The customization configuration to train with, as in `meta/llama-3.1-8b-instruct@v1.0.0+A100`."""
-    hf_token: str = Field(default="", repr=False)
+    hf_token: MayChange[str] = Field(default="", repr=False)
     """Token for the Data Store; empty: none is sent."""
     dataset_name: str = Field(default="nat-dpo", pattern=_NAME)
     """Name of the dataset. The names of the job and of the trained model are this and a suffix of the run; so is that
@@ -94,19 +95,19 @@ class NeMoCustomizerTrainerAdapterConfig(TrainerAdapterConfig, name="nemo_custom
     """true: a prompt is sent as its list of messages. false: as text, the content of its last message."""
     validation_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Fraction of the turns whose pairs are used for validation; at least one turn. A turn is never in both files."""
-    deploy_on_completion: bool = False
+    deploy_on_completion: MayChange[bool] = False
     """Deploy the trained model, and wait until it is served."""
-    deployment_config: NIMDeploymentConfig = Field(default_factory=NIMDeploymentConfig)
+    deployment_config: MayChange[NIMDeploymentConfig] = Field(default_factory=NIMDeploymentConfig)
     """How the trained model is deployed."""
-    poll_interval_seconds: float = Field(default=30.0, gt=0)
+    poll_interval_seconds: MayChange[float] = Field(default=30.0, gt=0)
     """Seconds between status requests for a job or a deployment."""
-    deployment_timeout_seconds: float = Field(default=1800.0, gt=0)
+    deployment_timeout_seconds: MayChange[float] = Field(default=1800.0, gt=0)
     """Seconds after which a deployment that is not ready has failed."""
-    max_consecutive_status_failures: int = Field(default=3, ge=1, le=10)
+    max_consecutive_status_failures: MayChange[int] = Field(default=3, ge=1, le=10)
     """Number of status requests that may fail in a row before the run gives up; the job continues."""
-    request_timeout: float = Field(default=60.0, gt=0)
+    request_timeout: MayChange[float] = Field(default=60.0, gt=0)
     """Seconds without an answer, or without progress of an upload, after which a request has failed."""
-    retry_timeout: float = Field(default=600.0, ge=0)
+    retry_timeout: MayChange[float] = Field(default=600.0, ge=0)
     """Seconds for which a request is retried while a service does not respond, is overloaded (429) or fails (5xx).
     Status requests are limited by `max_consecutive_status_failures` instead."""
 
@@ -135,5 +136,5 @@ class NeMoCustomizerTrainerConfig(TrainerConfig, name="nemo_customizer_trainer")
     """Keep one of several pairs with the same prompt, chosen and rejected response."""
     max_pairs: int | None = Field(default=None, ge=1)
     """Maximum number of pairs, a seeded random sample; none: all."""
-    wait_for_completion: bool = True
+    wait_for_completion: MayChange[bool] = True
     """Wait for the job. With false, the run ends with its submission; with true and `--resume` it waits for the job."""

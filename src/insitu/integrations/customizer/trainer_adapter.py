@@ -133,8 +133,8 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         if split.shortened_prompts:
             unsent = "of which only the last is sent (use_full_message_history: false)"
             logger.warning("%d prompts have several messages, %s", split.shortened_prompts, unsent)
-        job = await self._running_job(submission)
-        if job is not None:
+        job = await self._entities("find the job", lambda: self._find(submission))
+        if job is not None and job.status not in _ENDED_BADLY:
             logger.info("found job %s, which an earlier process has submitted", job.id)
         else:
             if self.config.deploy_on_completion:
@@ -148,14 +148,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         """The job that any process has submitted for this run and epoch; None if there is none, or it has failed."""
         submission = self._submission(run_id, epoch)
         job = await self._entities("find the job", lambda: self._find(submission))
-        if job is None or job.status is TrainingStatusEnum.FAILED:
-            return None
-        return self._ref(run_id, submission, job) if job is not None else None
-
-    async def _running_job(self, submission: _Submission) -> ServiceJob | None:
-        """The job of a submission, unless it has failed or was canceled."""
-        job = await self._entities("find the job", lambda: self._find(submission))
-        return job if job is not None and job.status not in _ENDED_BADLY else None
+        return None if job is None or job.status is TrainingStatusEnum.FAILED else self._ref(run_id, submission, job)
 
     def _submission(self, run_id: str, epoch: int | None) -> _Submission:
         key = f"{run_id}/{1 if epoch is None else epoch}"

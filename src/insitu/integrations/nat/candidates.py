@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from insitu.builder import Builder
-from insitu.collect.datasets import StructureConfig
+from insitu.collect.datasets import dataset_config
 from insitu.collect.evaluators import parse_score, score
 from insitu.errors import WorkflowError, describe_error
 from insitu.integrations.nat.ttc import BuiltInStrategy, StageTypeEnum, TTCItem
@@ -111,8 +111,7 @@ class ScoreCandidates(BuiltInStrategy):
         if self.config.evaluator is not None:
             self.evaluator = await builder.get_evaluator(self.config.evaluator)
             self.limit = builder.config.eval.scoring_limit(1)
-            structure = getattr(builder.config.eval.dataset, "structure", StructureConfig())
-            self.answer_key = structure.answer_key
+            self.answer_key = dataset_config(builder.config).structure.answer_key
         else:
             self.function = await builder.get_function(str(self.config.function))
 

@@ -16,6 +16,7 @@ from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolForma
 from insitu.formats.registry import NONE, no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
 from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
+from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
 from insitu.wire.addresses import split_userinfo
@@ -46,7 +47,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     """Bearer token for the backend at `url`."""
     name: str = "policy"
     """The name the model is served under. With `url` it is optional; if set, it must match the name served there."""
-    device: str = "auto"
+    device: MayChange[str] = "auto"
     """cpu, cuda, or auto."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. auto: the checkpoint's on a GPU; on a CPU float32, but [bfloat16](models.md#dtypes) for
@@ -69,23 +70,23 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     kv_memory: MemorySize | None = None
     """Memory for the keys and values of requests in flight, such as `2GB`; requests wait while it is in use. None: a
     share of what weights and training leave free."""
-    startup_timeout: float = Field(default=900.0, gt=0)
+    startup_timeout: MayChange[float] = Field(default=900.0, gt=0)
     """Seconds to wait for the backend to load its model and, after a crash, to train logged jobs again."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: MayChange[int] = Field(default=3, ge=0)
     """How often a backend that the adapter started is started again, from its last checkpoint, after its process has
     ended."""
-    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    learner: MayChange[LearnerOptions] = Field(default_factory=LearnerOptions)
     """The processes that train, if one is not enough."""
     sampler: SamplerOptions = Field(default_factory=SamplerOptions)
     """What samples: the backend itself, or vLLM."""
-    read_timeout: float = Field(default=60.0, gt=0)
+    read_timeout: MayChange[float] = Field(default=60.0, gt=0)
     """Seconds without data from the backend after which a request has failed. During training the backend sends a
     heartbeat every 15 seconds."""
-    retry_timeout: float = Field(default=600.0, ge=0)
+    retry_timeout: MayChange[float] = Field(default=600.0, ge=0)
     """Seconds for which a request is retried while the backend does not respond, is overloaded (429) or fails (5xx)."""
     training: TrainingOptions = Field(default_factory=TrainingOptions)
     """Options sent with each training job."""
-    keep: KeepConfig = Field(default_factory=KeepConfig)
+    keep: MayChange[KeepConfig] = Field(default_factory=KeepConfig)
     """Checkpoints to keep; the others are deleted as the run continues. Those of earlier runs are not touched."""
 
     @property

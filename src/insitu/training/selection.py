@@ -1,4 +1,4 @@
-"""How an epoch gets to its training job: whole, or streamed, part by part as its groups complete.
+"""What of an epoch is trained, and how it gets to its job: whole, or streamed, part by part as its groups complete.
 
 What the job computes of a streamed epoch meanwhile and what it trains in the end is that of the epoch sent whole, to
 the bit.
@@ -8,16 +8,20 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from insitu.advantages.estimator import EstimatedEpoch
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
+from insitu.collect.collector import Observer
 from insitu.collect.conversations import collection_of
-from insitu.collect.epoch import Observer
+from insitu.collect.shared_run import UsesBuilder
+from insitu.config.code import LoadedPart, call_with
 from insitu.errors import InsituError
-from insitu.schemas.finetuning import TrajectoryCollection
+from insitu.schemas.finetuning import TrainerConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import ResumableTrainer, StreamingAdapter, TrainerAdapter, TrajectoryBuilder
 from insitu.training.schedule import LoopTrainerConfig
 
 Select = Callable[[TrajectoryCollection], EstimatedEpoch]
@@ -165,3 +169,41 @@ class EpochSelections:
             yield stream
         finally:
             await stream.close()
+
+
+class EstimatingTrainer(UsesBuilder, ResumableTrainer):
+    """Trainer that selects episodes; a subclass defines `select`, or the estimator that `select` uses."""
+
+    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
+        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
+        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
+
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows."""
+        metrics: dict[str, Any] = {}
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
+        for key, (function, _) in self._selections.items():
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
+            metrics |= own
+        estimated = estimate_epoch(collection, self._estimator)
+        return estimated._replace(metrics={**metrics, **estimated.metrics})
+
+    @cached_property
+    def _estimator(self) -> AdvantageEstimator:
+        raise NotImplementedError
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `select` depends on, for the header of the run."""
+        selections = [settings for _, settings in self._selections.values()]
+        return self._estimator.settings() | ({"selection": selections} if selections else {})
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
