@@ -200,15 +200,17 @@ class JobLost(JobFailed):
 
 
 @contextmanager
-def foreign_errors(kind: type[InsituError], what: str) -> Iterator[None]:
+def foreign_errors(kind: type[InsituError], what: str, *, pass_os_errors: bool = False) -> Iterator[None]:
     """Turns what a plugin's, user's or third party's code raises, which may be anything, into an error of this kind.
 
-    Errors of insitu pass. The log has the traceback.
+    Errors of insitu pass, and those of the system if `pass_os_errors`. The log has the traceback.
     """
     try:
         yield
     except InsituError:
         raise
     except Exception as error:  # see above
+        if pass_os_errors and isinstance(error, OSError) and error.errno is not None:
+            raise  # its message is complete
         logging.getLogger(__name__).debug("%s", what, exc_info=error)
         raise kind(f"{what}: {describe_error(error)}") from error

@@ -1,8 +1,8 @@
 """From a file to its live components: trains with them, evaluates or serves the model without training it."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from insitu.errors import (
     PluginError,
     TrajectoryError,
     describe_error,
+    foreign_errors,
     not_found,
 )
 from insitu.runs.checkpoints import find_checkpoint
@@ -218,7 +219,7 @@ def _continues_runs(component: Any) -> bool:
 async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
     """Always runs cleanup without masking an earlier error."""
     try:
-        with _naming(where):
+        with foreign_errors(PluginError, where, pass_os_errors=True):
             yield
     except BaseException:  # re-raised
         try:
@@ -226,7 +227,7 @@ async def _cleaned_up(trainer: Trainer, where: str) -> AsyncIterator[None]:
         except Exception as error:  # must not mask the first error
             logger.warning("%s: cleanup also failed: %s", where, describe_error(error))
         raise
-    with _naming(f"{where}: cleanup"):
+    with foreign_errors(PluginError, f"{where}: cleanup", pass_os_errors=True):
         await trainer.cleanup()
 
 
@@ -239,20 +240,6 @@ def check_validation(trainer: Trainer, config: Config) -> None:
         if value := getattr(validation, key):
             problem = f"finetuning.validation.{key} is {str(value).lower()}"
             raise ConfigError(f"{problem}, but {trainer.trainer_config.type} does not support it; allowed: {default}")
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Turns foreign exceptions into a PluginError that names the component."""
-    try:
-        yield
-    except InsituError:
-        raise
-    except Exception as error:  # a plugin's code may raise anything
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # its message is complete
-        logger.debug("%s failed", where, exc_info=error)
-        raise PluginError(f"{where}: {describe_error(error)}") from error
 
 
 def _check_validations(run: RunState, config: Config) -> None:
