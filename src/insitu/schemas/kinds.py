@@ -60,15 +60,4 @@ TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
 TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
 TRAINER = Kind("trainers", TrainerConfig)
 
-KINDS = (
-    LLM,
-    FUNCTION,
-    FUNCTION_GROUP,
-    EVALUATOR,
-    DATASET,
-    EXECUTOR,
-    TTC_STRATEGY,
-    TRAJECTORY_BUILDER,
-    TRAINER_ADAPTER,
-    TRAINER,
-)
+KINDS = tuple(kind for kind in vars().values() if isinstance(kind, Kind))

@@ -86,7 +86,6 @@ class ChatFormatter(ResponseFormatter):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._parsers: dict[int, Parser] = {}
-        self._prompt_ids_sent = False
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
@@ -142,8 +141,8 @@ class ChatFormatter(ResponseFormatter):
                 choice["finish_reason"] = "tool_calls"
 
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        if not self._prompt_ids_sent:
-            self._prompt_ids_sent, body["prompt_token_ids"] = True, self._prompts[0]
+        if len(self._started) < 2:  # the first event of a stream, or all choices
+            body["prompt_token_ids"] = self._prompts[0]
 
     def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
         if not self._request.logprobs:
