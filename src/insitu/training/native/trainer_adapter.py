@@ -15,7 +15,7 @@ from insitu.builder import Builder, builder_at_work
 from insitu.collect.recovery import recover_collection
 from insitu.disk.files import writable_folder, write_file
 from insitu.disk.folder_lock import FolderLock
-from insitu.disk.json_files import read_object
+from insitu.disk.json_files import gzip_lines, read_object
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
@@ -38,7 +38,6 @@ from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.memory import plan_memory, resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
-from insitu.wire.json_values import gzip_lines
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
