@@ -223,7 +223,7 @@ async def test_a_key_is_known_after_its_checkpoint_was_deleted(loaded, tmp_path)
         for number in (1, 2):
             _, state = await backend.post(lines([row()]), Idempotency_Key=f"run/{number}")
             finals.append((await backend.events(state["id"]))[-1])
-        backend.learner.delete_checkpoint(1)
+        backend.learner.saved.delete(1)
         assert await backend.post(lines([row()]), Idempotency_Key="run/1") == (200, finals[0])
     (tmp_path / "jobs/job-torn.json").write_text("{")
     async with serving(loaded, tmp_path) as backend:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.errors import ConfigError, InsituError, PluginError, describe_error, install_command, not_found
+from insitu.errors import ConfigError, PluginError, foreign_errors, install_command, not_found
 from insitu.registry import FRAMEWORK_GROUP, frameworks, registry
 from insitu.schemas.components import (
     WORKFLOW,
@@ -74,17 +74,6 @@ def name_being_built() -> str:
 def builder_at_work() -> "Builder | None":
     """The builder whose factory is running, for components that are constructed without one."""
     return _building.get()[0]
-
-
-@contextmanager
-def _naming(where: str, config: TypedBaseModel) -> Iterator[None]:
-    try:
-        yield
-    except InsituError:
-        raise
-    except Exception as error:  # a plugin may raise anything: name the component
-        logger.debug("%s could not be built", where, exc_info=error)
-        raise PluginError(f"{where} (_type: {config.type}) could not be built: {describe_error(error)}") from error
 
 
 def _of_framework(framework: str, where: str, what: str) -> EntryPoint:
@@ -221,7 +210,7 @@ class Builder:
         registration = registry.find(kind, config.type)
         if registration is None:
             raise ConfigError(registry.unknown(kind, f"{where}: _type", config.type))
-        with _naming(where, config):
+        with foreign_errors(PluginError, f"{where} (_type: {config.type}) could not be built"):
             made = registration.factory(config, self)
             if hasattr(made, "__aenter__"):
                 made = await self._stack.enter_async_context(made)
@@ -342,7 +331,8 @@ class Builder:
 
         async def build() -> Any:
             strategy = await self._build(TTC_STRATEGY, strategy_name)
-            with _naming(where, self.block(TTC_STRATEGY, strategy_name)):
+            kind = self.block(TTC_STRATEGY, strategy_name).type
+            with foreign_errors(PluginError, f"{where} (_type: {kind}) could not be built"):
                 stage, supported = strategy.stage_type(), strategy.supported_pipeline_types()
                 if stage != stage_type:
                     raise ConfigError(f"{where} is a strategy of stage {stage}, not {stage_type}")

@@ -17,9 +17,11 @@ InsituError
 """
 
 import difflib
+import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
@@ -195,3 +197,18 @@ class UnknownJob(JobFailed, ValueError):
 
 class JobLost(JobFailed):
     """The backend no longer has a job, which can be submitted again under its key."""
+
+
+@contextmanager
+def foreign_errors(kind: type[InsituError], what: str) -> Iterator[None]:
+    """Turns what a plugin's, user's or third party's code raises, which may be anything, into an error of this kind.
+
+    Errors of insitu pass. The log has the traceback.
+    """
+    try:
+        yield
+    except InsituError:
+        raise
+    except Exception as error:  # see above
+        logging.getLogger(__name__).debug("%s", what, exc_info=error)
+        raise kind(f"{what}: {describe_error(error)}") from error

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
-from insitu.errors import InsituError, TrajectoryError, describe_error
+from insitu.errors import TrajectoryError, foreign_errors
 from insitu.schemas.episodes import GROUP_KEY, DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
@@ -53,7 +53,7 @@ def apply_selection(
     """
     groups = collection.trajectories
     reasons: dict[int, str] = {}  # by id(): the trajectories of a plugin may have no name
-    try:
+    with foreign_errors(TrajectoryError, name):
         result = select(groups)
         verdicts, metrics = result if isinstance(result, tuple) else (result, {})
         for number, (group, verdict) in enumerate(_of_each(groups, verdicts, name)):
@@ -62,10 +62,6 @@ def apply_selection(
             for trajectory, reason in _of_each(group, of_group, f"{name}, group {number}"):
                 if reason is not None:
                     reasons[id(trajectory)] = str(reason)
-    except InsituError:
-        raise
-    except Exception as error:  # code of the user may raise anything
-        raise TrajectoryError(f"{name}: {describe_error(error)}") from error
     return collection.without(reasons), metrics
 
 

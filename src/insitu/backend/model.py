@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend.quantization import quantizer
-from insitu.disk.files import readable_bytes
+from insitu.disk.files import available_memory, readable_bytes
 from insitu.disk.gguf_files import is_gguf, model_location, weights_location
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import (
@@ -311,6 +311,11 @@ def _rope_limit(config: PreTrainedConfig) -> int | None:
         return None
     limit: int | None = rope.get("original_max_position_embeddings")
     return limit or getattr(config, "original_max_position_embeddings", None)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free where a model's weights are; None if the system does not say."""
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def text_config(module: Any) -> Any:

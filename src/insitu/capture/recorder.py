@@ -29,8 +29,9 @@ from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.addresses import is_same_server
-from insitu.wire.connection import choice_tokens, parse_lenient_json, sent_logprobs
+from insitu.wire.connection import choice_tokens, sent_logprobs
 from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
+from insitu.wire.json_values import load_json
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Exchange:
                 raise self._missing_error(missing, f"rejected the request for them ({response_text})")
             return content
         try:
-            response = parse_lenient_json(content)
+            response = load_json(content)
             if not response.get("choices"):
                 raise ValueError(error_message(response) or "the response has no choices")
             self._record(response, headers)

@@ -7,8 +7,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from insitu.wire.connection import MAX_LINE, parse_lenient_json
+from insitu.wire.connection import MAX_LINE
 from insitu.wire.http_format import DONE, error_message
+from insitu.wire.json_values import load_json
 
 
 class StreamAssembler:
@@ -52,7 +53,7 @@ class StreamAssembler:
         lines, self._data_lines = self._data_lines, []
         data = b"".join(line[5:] for line in lines)
         try:
-            event = parse_lenient_json(data)
+            event = load_json(data)
         except ValueError:  # `[DONE]` or a non-JSON payload: forward unchanged
             if data.strip() == DONE:
                 self.done_received = True

@@ -42,12 +42,11 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-def _with_underscores(name: str) -> str:
-    """Normalises an option name, so that `--config-file` works like `--config_file`."""
-    return name.replace("-", "_")
-
-
-_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "token_normalize_func": _with_underscores}
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "show_default": True,
+    "token_normalize_func": lambda name: name.replace("-", "_"),  # `--config-file` works like `--config_file`
+}
 
 
 @click.group(cls=_LazyGroup, context_settings=_SETTINGS)

@@ -202,7 +202,7 @@ def evaluation_of_task(
     config = load_config(request.config_file, request.override)
     if llm is None:
         llms = config.names(LLM)
-        policies = [name for name in llms if config.block(LLM, name).type == "policy"] or llms
+        policies = config.policy_llms() or llms
         if len(policies) != 1:
             raise ConfigError(
                 f"--llm must say which model the task evaluates: {', '.join(policies) or 'the file has none'}"

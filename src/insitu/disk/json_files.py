@@ -35,7 +35,7 @@ from insitu.disk.files import (
     writing,
 )
 from insitu.errors import InsituError
-from insitu.wire.json_values import json_form
+from insitu.wire.json_values import json_form, load_json
 from insitu.wire.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,6 @@ def _dumped(values: Iterable[Any], option: int) -> list[bytes]:
     return texts
 
 
-def load_json(data: bytes) -> Any:
-    """Parses JSON, also with a byte order mark, lone surrogates or NaN. Raises ValueError."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return json.loads(data)
-
-
 def write_json(path: Path, data: Any) -> Path:
     """Replaces a file atomically and synced: a reader never sees half of it."""
     return write_file(path, dump_json(data, orjson.OPT_INDENT_2))
@@ -126,7 +118,7 @@ def read_line_at(path: Path, number: int, place: "Block") -> dict[str, Any]:
 def _as_object(where: str, data: bytes) -> dict[str, Any]:
     try:
         value = load_json(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InsituError(f"{where} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InsituError(f"{where} is not a JSON object: {value!r:.80}")

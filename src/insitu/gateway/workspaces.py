@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -231,12 +231,10 @@ class Workspace:
         *,
         cwd: Path,
         env: dict[str, str],
-        time_limit: float | None,
-        max_output: int,
-        on_exit: Callable[[], None],
         port: int | None = None,
+        **options: Any,
     ) -> Program:
-        """As `run_program`, in a sandbox. Raises WorkflowError if it exceeds a limit.
+        """As `run_program`, with its `options`, in a sandbox. Raises WorkflowError if it exceeds a limit.
 
         `port` is that of the gateway in the sandbox; none: it is not there.
         """
@@ -252,9 +250,7 @@ class Workspace:
                     stdin,
                     cwd=self._folder,
                     env=env,
-                    time_limit=time_limit,
-                    max_output=max_output,
-                    on_exit=on_exit,
+                    **options,
                     pass_fds=[theirs.fileno()],
                     name=command[0],
                 )

@@ -16,7 +16,7 @@ from insitu.disk.model_files import (
     copy_model,
     read_record,
 )
-from insitu.errors import BackendError, ConfigError, describe_error, format_error, install_command
+from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, install_command
 from insitu.release.model_card import CardSubject, model_card
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,6 @@ class Source(NamedTuple):
     @property
     def is_adapter(self) -> bool:
         return (self.folder / _ADAPTER_FILES[0]).exists()
-
-    @property
-    def local_base(self) -> bool:
-        """Whether training started from a model of this machine, rather than from a model of the Hub."""
-        return Path(self.record.started_from).is_absolute()
 
 
 def open_source(run: Path, folder: Path) -> Source:
@@ -86,7 +81,7 @@ def _merge(adapter: Path, target: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
     location, options = weights_location(base)
-    try:
+    with foreign_errors(BackendError, f"{adapter} cannot be merged into {base}"):
         module: Any = transformers.AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32, **options)
         location, options = model_location(base)
         config = transformers.AutoConfig.from_pretrained(location, **options, **NO_CODE)
@@ -94,8 +89,6 @@ def _merge(adapter: Path, target: Path) -> None:
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed projections
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
             module = peft.PeftModel.from_pretrained(module, adapter).merge_and_unload()
-    except Exception as error:  # third-party loaders raise anything on files they cannot read
-        raise BackendError(f"{adapter} cannot be merged into {base}: {describe_error(error)}") from error
     module.to(getattr(config, "dtype", None) or torch.float32).save_pretrained(target)
 
 
@@ -108,9 +101,9 @@ def check_push(name: str, source: Source, merge: bool) -> None:
         raise ConfigError(f"--push: {name!r} is not the name of a repository: {error}") from None
     if hub.get_token() is None:
         raise ConfigError("--push: no token of the Hugging Face Hub; set HF_TOKEN or run `hf auth login`")
-    if source.is_adapter and source.local_base and not merge:
-        base = Path(source.record.started_from).name
-        raise ConfigError(f"--push: the adapter's base model {base} is on this machine only; add --merge")
+    base = Path(source.record.started_from)
+    if source.is_adapter and base.is_absolute() and not merge:  # a model of the Hub has a name with one slash
+        raise ConfigError(f"--push: the adapter's base model {base.name} is on this machine only; add --merge")
 
 
 def upload(folder: Path, name: str) -> str:

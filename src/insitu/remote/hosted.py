@@ -75,10 +75,6 @@ class _Deployment:
                 self.ready.set_exception(error)
                 self.ready.exception()  # marks it as retrieved: without waiters asyncio would log a warning
 
-    @property
-    def failed(self) -> bool:
-        return self.ready.done() and self.ready.exception() is not None
-
     def close(self) -> None:
         self._closed.set()
         if not self.ready.done():
@@ -125,7 +121,8 @@ class HostedWorkflow:
             yield await asyncio.shield(deployment.ready)  # a cancelled request must not cancel the others
         finally:
             deployment.users -= 1
-            if deployment.failed and self._deployments.get(key) is deployment:
+            failed = deployment.ready.done() and deployment.ready.exception() is not None
+            if failed and self._deployments.get(key) is deployment:
                 self._close(key)  # the next request tries again
             idle = [k for k, d in self._deployments.items() if not d.users]
             for idle_key in idle[:-_MAX_IDLE]:

@@ -223,16 +223,12 @@ class RecordedGroups:
         )
         return rows[0] if rows else None
 
-    def same_row(self, row_id: str) -> list[sqlite3.Row]:
-        """The groups of a row in all epochs."""
-        return self._groups_of(row_id)
-
     def _find(self, epoch: int, row_id: str) -> sqlite3.Row | None:
         """The last one, as a run has at most one group of a row in an epoch."""
-        return next(reversed(self._groups_of(row_id, epoch)), None)
+        return next(reversed(self.same_row(row_id, epoch)), None)
 
-    def _groups_of(self, row_id: str, epoch: int | None = None) -> list[sqlite3.Row]:
-        """The groups with this id or, if there are none, those that this row is in with others."""
+    def same_row(self, row_id: str, epoch: int | None = None) -> list[sqlite3.Row]:
+        """The groups of a row, in all epochs or one; if it has none of its own, those that it is in with others."""
         own, shared = "row_id = ?", "id IN (SELECT group_id FROM episodes WHERE row_id = ?)"
         at, values = ("", (row_id,)) if epoch is None else (" AND epoch = ?", (row_id, epoch))
         queries = (f"SELECT * FROM groups WHERE {which}{at} ORDER BY epoch, id" for which in (own, shared))

@@ -4,13 +4,13 @@ It holds what lists show and sort by, and where the rest is in the files. `refre
 last time; a run whose files were cut or replaced, as by `--resume`, is indexed anew.
 """
 
-import math
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import orjson
@@ -183,21 +183,12 @@ def _group(record: dict[str, Any], line: Line) -> Values:
         raise ValueError(f"blocks are {record['blocks']}")
     return (
         *(int(record["epoch"]), row_id, natural(row_id), int(record["num_episodes"]), orjson.dumps(rewards).decode()),
-        *_mean_and_deviation(rewards),
+        *(fmean(rewards) if rewards else None, stdev(rewards) if len(rewards) > 1 else None),
         *(orjson.dumps(record["dropped"]).decode(), sum(record["dropped"].values())),
         *(line.offset, len(line.content), line.number),
         *(*blocks[EPISODES], *blocks[CALLS]),
         *map(excerpt, ((record.get("row") or {}).get(name) for name in ("question", "expected"))),
     )
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The standard deviation is that of a sample, as in `training_metrics.jsonl`."""
-    n = len(values)
-    if not n:
-        return None, None
-    mean = math.fsum(values) / n
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1)) if n > 1 else None
 
 
 def _epoch(record: dict[str, Any], line: Line) -> Values:

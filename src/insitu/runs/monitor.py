@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 
@@ -141,9 +141,6 @@ class MonitorPort(contextlib.AbstractContextManager["MonitorPort"]):
         except OSError as error:
             self._socket.close()
             raise ConfigError(f"{KEY}: {url_host(host)}:{port} cannot be bound: {error.strerror}") from error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._socket is not None:

@@ -15,7 +15,6 @@ from insitu.disk.json_files import (
     AppendedLines,
     Block,
     Line,
-    load_json,
     read_block,
     read_line,
     read_object,
@@ -35,6 +34,7 @@ from insitu.runs.records import (
 )
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
+from insitu.wire.json_values import load_json
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -152,12 +152,16 @@ class Config:
         models, target = self.model_names(), self.finetuning.target_model
         if target is not None:
             return frozenset(matching_llms(target, models))
-        return frozenset(n for n in models if self.block(LLM, n).type == "policy") or frozenset(models)
+        return frozenset(self.policy_llms()) or frozenset(models)
+
+    def policy_llms(self) -> list[str]:
+        """The keys of the llms that are the model under training, wherever that is served."""
+        return [name for name in self.names(LLM) if self.block(LLM, name).type == "policy"]
 
     @property
     def serves_policy(self) -> bool:
         """Whether an llm is the model under training."""
-        return any(self.block(LLM, name).type == "policy" for name in self.names(LLM))
+        return bool(self.policy_llms())
 
     def model_names(self) -> dict[str, str | None]:
         """The model name by key of `llms`; None if only the running backend knows it."""

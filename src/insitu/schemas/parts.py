@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from insitu.errors import PluginError, describe_error
+from insitu.errors import PluginError, foreign_errors
 from insitu.schemas.components import CodeRef
 
 if TYPE_CHECKING:
@@ -82,10 +82,8 @@ def _installed() -> Any:  # EntryPoints, or SelectableGroups before Python 3.12
 @cache
 def load_named(kind: str, name: str) -> Callable[..., Any]:
     """The function that insitu or an installed package has declared. Raises PluginError if it cannot be imported."""
-    try:
+    with foreign_errors(PluginError, f"insitu.{kind}: {name!r} could not be imported"):
         function: Callable[..., Any] = _declared(kind)[name].load()
-    except Exception as error:  # a package's code may raise anything
-        raise PluginError(f"insitu.{kind}: {name!r} could not be imported: {describe_error(error)}") from error
     return function
 
 

@@ -133,11 +133,8 @@ async def ready_run(
     section = {"run_configuration": request, "output_dir": output_dir or config.run_dir}
     async with Builder(config, console=console, request=request) as builder:
         with share(builder) as state:
-            trainer, adapter = await _bound_components(builder)
-            if output_dir is None:  # else the doctor plays the file, whatever it says
-                check_sampling(trainer, config)
-                check_token_bridge(trainer, config)
-                check_validation(trainer, config)
+            # the doctor plays the file, whatever it says
+            trainer, adapter = await _bound_components(builder, checked=output_dir is None)
             if isinstance(adapter, TrainerAdapter):
                 check_memory(adapter.memory_plan(), free=True)
                 state.needs = adapter.needs
@@ -161,11 +158,8 @@ async def check_run(run_config: FinetuneRunConfig) -> tuple[Config, MemoryPlan |
         config, request = await prepared(run_config, config)
         async with Builder(config, request=request) as builder:
             with share(builder):
-                trainer, adapter = await _bound_components(builder)
+                _, adapter = await _bound_components(builder)
                 memory = check_memory(adapter.memory_plan() if isinstance(adapter, TrainerAdapter) else None)
-                check_sampling(trainer, config)
-                check_token_bridge(trainer, config)
-                check_validation(trainer, config)
     elif run_config.dataset is not None or config.eval.dataset is not None:
         load_dataset(config, run_config.dataset)
     return config, memory
@@ -188,7 +182,7 @@ async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> 
     return config, completed
 
 
-async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
+async def _bound_components(builder: Builder, *, checked: bool = True) -> tuple[Trainer, Any]:
     """The trainer, bound to the two components it drives, and its adapter; building them starts nothing."""
     finetuning, request = builder.config.finetuning, builder.request
     trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
@@ -206,6 +200,9 @@ async def _bound_components(builder: Builder) -> tuple[Trainer, Any]:
         for name, component in names.items():
             if not _continues_runs(component):
                 raise ConfigError(f"--resume: {name} ({type(component).__name__}) cannot continue a run")
+    if checked:
+        for check in (check_sampling, check_token_bridge, check_validation):
+            check(trainer, builder.config)
     return trainer, adapter
 
 

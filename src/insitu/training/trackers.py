@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, describe_error, install_command, not_found
+from insitu.errors import ConfigError, PluginError, foreign_errors, install_command, not_found
 
 GROUP = "insitu.trackers"
 FOLLOWERS = "insitu.run_followers"
@@ -75,10 +75,8 @@ def tracker_class(name: str) -> type[Tracker]:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         raise ConfigError(not_found(f"{KEY}: the tracker", name, sorted(points)))
-    try:
+    with foreign_errors(PluginError, f"{KEY}: {name} cannot be imported"):
         tracker = points[name].load()
-    except Exception as error:  # a plugin may raise anything
-        raise PluginError(f"{KEY}: {name} cannot be imported: {describe_error(error)}") from error
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise PluginError(f"{KEY}: {name} is {tracker!r}, not a Tracker")
     return tracker

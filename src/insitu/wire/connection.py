@@ -10,7 +10,6 @@ await connection.retry("GET /v1/train/jobs/j1", state)
 """
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -351,14 +350,3 @@ def choice_tokens(choice: dict[str, Any]) -> tuple[list[int] | None, list[float]
     if token_ids is None:
         return parse_token_ids(tokens), logprobs
     return token_ids, [] if logprobs is None and token_ids == [] else logprobs
-
-
-def parse_lenient_json(data: bytes) -> Any:
-    """Accepts NaN and Infinity, which servers in Python may write; raises ValueError if it is not JSON."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return json.loads(data)
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error

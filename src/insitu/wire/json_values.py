@@ -50,6 +50,17 @@ def decode(text: bytes) -> Any:
         return json.loads(text)
 
 
+def load_json(data: bytes) -> Any:
+    """Parses JSON, also with a byte order mark, lone surrogates, NaN or Infinity. Raises ValueError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+
 @cache
 def json_path(text: str, key: str) -> "JSONPath | None":
     """A JSONPath (RFC 9535); None for `$`, the whole value. Raises ConfigError naming `key` if it is invalid."""

@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 
 from insitu.errors import BackendError, RequestRefused
-from insitu.wire.connection import Connection, parse_lenient_json
+from insitu.wire.connection import Connection
+from insitu.wire.json_values import load_json
 
 Text = tuple[int, ...]
 """Token ids."""
@@ -64,7 +65,7 @@ async def _ask(connection: Connection, base_url: str, model: str, texts: Sequenc
     body = {"model": model, "prompt": texts, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
     def parse(content: bytes) -> list[Any]:
-        choices = sorted(parse_lenient_json(content)["choices"], key=lambda choice: choice["index"])
+        choices = sorted(load_json(content)["choices"], key=lambda choice: choice["index"])
         return [choice.get("prompt_logprobs") for choice in choices]
 
     url = f"{base_url}/completions"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.inference.batches import Span
-from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows
+from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows, tensors
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.model import ATTENTION_LAYERS, layer_types, text_config
 from insitu.errors import BackendError
@@ -71,7 +71,8 @@ class BatchShapes:
         if self.packs_prompts:
             packed, logits_NV = self._prefill(runner, [*prompts[::-1], *prompts])
             pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
-            same = all(torch.equal(*each) for pair in pairs for each in zip(*map(_tensors, pair), strict=True))
+            both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
+            same = all(torch.equal(*each) for pair in both for each in pair)
             alone_NV = torch.cat([logits for _, logits in alone])
             self.packs_prompts = same and torch.equal(logits_NV[_PROMPTS:], alone_NV)
         windows = Windows(self.layout)
@@ -106,10 +107,6 @@ class BatchShapes:
         """Logits (size, V) after one more token of each prompt in turn."""
         position_B = np.array([8 * (row % _PROMPTS + 1) for row in range(size)])
         return runner.decode(windows, [()] * size, position_B % 7, position_B)
-
-
-def _tensors(block: Block) -> list[Tensor]:
-    return [tensor for pair in block.layers for tensor in pair]
 
 
 def _by_prompt(outcome_BV: Tensor) -> Tensor:

@@ -40,10 +40,9 @@ from insitu.backend.inference.sampler import (
 from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
-from insitu.backend.model import LoadedModel
-from insitu.disk.files import available_memory, readable_bytes
+from insitu.backend.model import LoadedModel, free_memory
+from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError
-from insitu.schemas.training_jobs import LoRASettings
 
 Result = tuple[SequenceState, OutputDelta | BaseException]
 
@@ -121,13 +120,9 @@ class Engine(Sampler):
         options, token = self.options, self._shapes.layout.token_bytes
         limit = options.kv_bytes
         if limit is None:
-            free = (
-                available_memory()
-                if self._loaded.device.type == "cpu"
-                else torch.cuda.mem_get_info(self._loaded.device)[0]
-            )
+            free = free_memory(self._loaded.device) or 0
             training = TRAINED_COPIES * parameters * 4
-            limit = int(max((free or 0) - training, (free or 0) / 4) * KV_SHARE) or DEFAULT_KV_BYTES
+            limit = int(max(free - training, free / 4) * KV_SHARE) or DEFAULT_KV_BYTES
         overhead = 2 * BLOCK * token + self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
         room = (limit - overhead) // token
         if room < 2:
@@ -150,12 +145,6 @@ class Engine(Sampler):
         beside_windows = limit // block_bytes - self.options.max_batch
         count = min(most, max(beside_windows, limit // block_bytes // 2), STORE_TOKENS // BLOCK)
         return replace(layout, store=BlockStore(layout, count))
-
-    async def close(self) -> None:
-        """The compute thread is closed by its owner."""
-
-    def check(self, lora: LoRASettings | None) -> None:
-        """Whatever can be trained can be served."""
 
     @property
     def num_requests(self) -> tuple[int, int]:

@@ -13,8 +13,9 @@ import mmap
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -199,6 +200,11 @@ class KVPool:
             self.used -= block.size
 
 
+def tensors(layers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    """Keys and values, layer by layer."""
+    return chain.from_iterable(layers)
+
+
 class Windows:
     """The windows of a scheduler's running sequences: for each layer keys and values (S, H, W, D)."""
 
@@ -222,9 +228,8 @@ class Windows:
         self.slots = max(self.slots, 1 << (slots - 1).bit_length())
         self.width = max(self.width, next(width for width in _WIDTHS if width >= length))
         self.layers = self.layout.empty(self.slots, length=self.width)
-        for pair, old_pair in zip(self.layers, old, strict=False):
-            for new, before in zip(pair, old_pair, strict=True):
-                new[:size, :, : before.shape[2]] = before[:size]
+        for new, before in zip(tensors(self.layers), tensors(old), strict=False):
+            new[:size, :, : before.shape[2]] = before[:size]
 
     def release(self) -> None:
         """No sequence is running: frees the memory, unless it is little."""
@@ -234,19 +239,16 @@ class Windows:
 
     def load(self, slot: int, block: Block) -> None:
         """Copies a block to the beginning of a window."""
-        for pair, source in zip(self.layers, block.layers, strict=True):
-            for tensor, part in zip(pair, source, strict=True):
-                tensor[slot, :, : block.length] = part
+        for tensor, part in zip(tensors(self.layers), tensors(block.layers), strict=True):
+            tensor[slot, :, : block.length] = part
 
     def move(self, source: int, target: int) -> None:
-        for pair in self.layers:
-            for tensor in pair:
-                tensor[target] = tensor[source]
+        for tensor in tensors(self.layers):
+            tensor[target] = tensor[source]
 
     def block(self, slot: int) -> Block:
         """A copy of a full window."""
         block = Block(self.layout, BLOCK)
-        for pair, target in zip(self.layers, block.layers, strict=True):
-            for tensor, part in zip(pair, target, strict=True):
-                part.copy_(tensor[slot])
+        for tensor, part in zip(tensors(self.layers), tensors(block.layers), strict=True):
+            part.copy_(tensor[slot])
         return block

@@ -336,11 +336,10 @@ class Sampler(ABC):
     async def start(self) -> None:
         """Serves version 0. Raises BackendError if the model cannot be sampled from."""
 
-    @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Ends what it has started; the compute thread is closed by its owner."""
 
-    @abstractmethod
-    def check(self, lora: LoRASettings | None) -> None:
+    def check(self, lora: LoRASettings | None) -> None:  # noqa: B027 - optional
         """Raises RequestRefused if weights trained with these adapters (None: all weights) could not be served."""
 
     @abstractmethod

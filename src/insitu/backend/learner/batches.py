@@ -230,22 +230,21 @@ class Packer:
     def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
         """Lists of units with a shared prefix; padded, each alone. A unit that does not fit is split into its rows."""
 
+        keys = self._keys
+
         def order(index: int) -> tuple[int, bytes, int]:
-            return 0 if self.packed else len(self._keys[index]), self._keys[index], index
+            return 0 if self.packed else len(keys[index]), keys[index], index
 
         fitting = [[unit] if self._size(unit) <= max_tokens else [[index] for index in unit] for unit in units]
         parts = sorted((sorted(part, key=order) for part in itertools.chain(*fitting)), key=lambda part: order(part[0]))
         tree: list[list[int]] = []
         for part in parts:
-            if tree and not (self.packed and self._shared(tree[-1][0], part[0]) >= MIN_SHARED):
+            if tree and not (self.packed and common_prefix(keys[tree[-1][0]], keys[part[0]]) >= MIN_SHARED):
                 yield tree
                 tree = []
             tree.append(part)
         if tree:
             yield tree
-
-    def _shared(self, first: int, second: int) -> int:
-        return common_prefix(self._keys[first], self._keys[second])
 
 
 @dataclass

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from insitu.backend.compute import ComputeThread, Parked
 from insitu.backend.inference.sampler import Sampler, WeightVersion
 from insitu.backend.learner.batches import Row
@@ -21,7 +19,8 @@ from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.parts import PartedRows
 from insitu.backend.learner.policy import served_bytes
-from insitu.disk.files import available_memory, readable_bytes, write_file
+from insitu.backend.model import free_memory
+from insitu.disk.files import readable_bytes, write_file
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused, format_error
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 
@@ -170,8 +169,7 @@ class TrainingQueue:
         if not learner.served_here:
             return
         size = versions * await self.compute.call(served_bytes, loaded, learner.adapters(settings))
-        on_cpu = loaded.device.type == "cpu"
-        free = available_memory() if on_cpu else torch.cuda.mem_get_info(loaded.device)[0]
+        free = free_memory(loaded.device)
         if free is not None and size > free * VERSIONS_SHARE:
             problem = f"{versions} versions of the weights take {readable_bytes(size)} of the backend's memory"
             allowed = f"allowed: {readable_bytes(free * VERSIONS_SHARE)}, half of what is free"
@@ -365,7 +363,7 @@ class TrainingQueue:
 
         def delete() -> None:
             for version in sorted(set(versions) & set(learner.versions) - {0, learner.version}):
-                learner.delete_checkpoint(version)
+                learner.saved.delete(version)
                 deleted.append(version)
 
         try:

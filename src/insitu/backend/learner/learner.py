@@ -142,10 +142,6 @@ class Learner:
             step = origin.step + self.version
             logger.warning("%s holds a training of this model: continuing from its step %d", self.saved.folder, step)
 
-    def delete_checkpoint(self, version: int) -> None:
-        """Raises RequestRefused for the latest version, which training continues from, and OSError."""
-        self.saved.delete(version)
-
     def check(self, settings: TrainingSettings) -> None:
         """Raises RequestRefused if the job's adapters differ from those being trained, or its code is not allowed."""
         if settings.code:

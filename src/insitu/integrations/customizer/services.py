@@ -29,8 +29,9 @@ from insitu.errors import (
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum
-from insitu.wire.connection import is_transient, parse_lenient_json, retry_after
+from insitu.wire.connection import is_transient, retry_after
 from insitu.wire.http_format import error_message
+from insitu.wire.json_values import load_json
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +353,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 def _reason(response: Any, error: Exception) -> str:
     """What a service says about an error: `error.message`, `message`, FastAPI's `detail`, or the text itself."""
     try:
-        body = parse_lenient_json(response.content)
+        body = load_json(response.content)
     except (ValueError, RuntimeError):  # not JSON, or not read
         body = None
     message = body.get("message") or body.get("detail") if isinstance(body, dict) else None

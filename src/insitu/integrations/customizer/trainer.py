@@ -14,7 +14,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.collect.shared_run import UsesBuilder, builder_of_run
-from insitu.disk.json_files import load_json, read_object
+from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
 from insitu.integrations.customizer.records import pair_records, read_pairs, single_pairs
@@ -42,6 +42,7 @@ from insitu.training.report import counts
 from insitu.training.run import Run, check_collected
 from insitu.training.run_file import settings_of
 from insitu.training.schedule import Schedule
+from insitu.wire.json_values import load_json
 
 
 @register_trainer(config_type=NeMoCustomizerTrainerConfig)

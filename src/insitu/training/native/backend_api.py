@@ -65,21 +65,15 @@ class OpenJob:
     async def open(self, settings: dict[str, Any], *, logprobs_ahead: bool) -> None:
         first = {"settings": settings, "num_parts": len(self._sizes), "logprobs_ahead": logprobs_ahead}
         body = gzip_lines(first, [])
-        try:
-            state = await self._post(JOBS, body, HEADERS | {"Idempotency-Key": self.key})
-        except BackendError as error:
-            self._give_up(error)
-            return
-        self._path = f"{JOBS}/{state.id}" if state.open else None  # else an earlier process has submitted it
+        state = await self._ask("POST", JOBS, body, HEADERS | {"Idempotency-Key": self.key})
+        # of one that is not open, an earlier process has submitted it
+        self._path = f"{JOBS}/{state.id}" if state is not None and state.open else None
 
     async def add(self, number: int, rows: Sequence[TrainingRow]) -> None:
         path = self._path
         if path is not None:
             lines = await asyncio.to_thread(gzip_lines, None, rows)
-            try:
-                await self._post(f"{path}/parts/{number}", lines, HEADERS)
-            except BackendError as error:
-                self._give_up(error)
+            await self._ask("POST", f"{path}/parts/{number}", lines, HEADERS)
         self._sizes[number] = len(rows)
 
     async def close(self, key: str, sizes: Sequence[int], keep: Retention) -> JobState | None:
@@ -87,34 +81,30 @@ class OpenJob:
         if self._path is None or self.key != key or self._sizes != [*sizes]:
             await self.cancel()
             return None
-        try:
-            return await self._post(f"{self._path}/close", keep.model_dump_json(exclude_none=True).encode(), JSON)
-        except BackendError as error:
-            self._give_up(error)
-            return None
+        body = keep.model_dump_json(exclude_none=True).encode()
+        return await self._ask("POST", f"{self._path}/close", body, JSON)
 
     async def cancel(self) -> None:
         path, self._path = self._path, None
         if path is not None:
             try:
-                await self._post(f"{path}/cancel", b"", {}, retried=False)
+                await self._request("POST", f"{path}/cancel", JobState.model_validate_json, b"", {}, retried=False)
             except InsituError as error:  # the backend cancels a job whose client is gone
                 logger.info("%s is not canceled: %s", path, error)
 
     async def keep_alive(self) -> None:
         if self._path is not None:
-            try:
-                await self._request("GET", self._path, JobState.model_validate_json)
-            except BackendError as error:
-                self._give_up(error)
+            await self._ask("GET", self._path)
 
-    async def _post(self, path: str, body: bytes, headers: dict[str, str], **options: Any) -> JobState:
-        return await self._request("POST", path, JobState.model_validate_json, body, headers, **options)
-
-    def _give_up(self, error: BackendError) -> None:
-        if not self._has_failed:
-            logger.warning("the epoch is sent whole once it is collected: %s", error)
-        self._has_failed, self._path = True, None
+    async def _ask(self, method: str, path: str, *content: Any) -> JobState | None:
+        """The state of the job; None, after which it is given up, if the request fails."""
+        try:
+            return await self._request(method, path, JobState.model_validate_json, *content)
+        except BackendError as error:
+            if not self._has_failed:
+                logger.warning("the epoch is sent whole once it is collected: %s", error)
+            self._has_failed, self._path = True, None
+        return None
 
 
 class Checkpoints:
