@@ -39,7 +39,7 @@ class Area(NamedTuple):
 
 AREAS = {
     "loop": Area(
-        ("training/loop.py", "training/batches.py"),
+        ("training/loop.py", "training/schedule.py", "collect/collector.py"),
         (
             *("batches", "curriculum", "api", "staleness", "finetune", "staleness_runs", "validation_beside"),
             *("rollout_budget", "resume_plugins", "report", "resume", "chaos"),

@@ -20,7 +20,6 @@ from processes import HANGS, Command, Process, forked_python, run_project, servi
 from refusals import refusal
 
 from insitu.runs.episodes import Selection
-from insitu.runs.files import INDEX
 from insitu.runs.index_database import TrainingStatus
 from insitu.runs.reader import RunReader
 from insitu.runs.records import restore_calls
@@ -161,7 +160,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path)
         code, out, err = run_project(project, *one_epoch)
         assert code == 0, err
     assert [p.name for p in (project / "run/backend/checkpoints").iterdir()] == ["step_000001"]
-    assert [p.name for p in (project / "run").rglob(".*")] == [INDEX]
+    assert [p.name for p in (project / "run").rglob(".*")] == []
 
 
 def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:

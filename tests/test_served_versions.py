@@ -24,7 +24,7 @@ from insitu.integrations.trackers.stream import training_metrics
 from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
-from insitu.training.checks import check_sampled
+from insitu.training.schedule import check_sampled
 from insitu.view.run_pages import one_run
 
 CONVERSE = {"_type": "converse"}
@@ -153,7 +153,7 @@ def test_what_is_sampled_is_what_is_trained(version: int | None, model: str, all
     calls = [call_of(4), call_of(version, model)]
     trajectory = Trajectory(episode=[], reward=0.0, calls=calls, trained_calls=[0, 1])
     collection = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")
-    trainer: Any = SimpleNamespace(trajectory_builder=None)
+    trainer: Any = SimpleNamespace(trajectory_builder=SimpleNamespace(stored=None))
     served = PolicyEndpoint("http://h/v1", "policy", version=4)
     if allowed:
         check_sampled(trainer, collection, served, 2)

@@ -12,8 +12,7 @@ from insitu.errors import TrajectoryError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.config import matching_llms
 from insitu.schemas.episodes import Episode, ModelCall
-from insitu.schemas.finetuning import Trajectory
-from insitu.schemas.training_blocks import ALLOWED_REWARDS, MAX_REWARD
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, Trajectory
 
 
 class TrainedCalls(NamedTuple):

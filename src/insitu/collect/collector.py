@@ -1,8 +1,6 @@
-"""Collects episodes: rows x generations -> scored groups, as they complete, under one concurrency limit.
+"""Collects an epoch: rows x generations -> scored groups, as they complete, under one concurrency limit.
 
-async with aclosing(collect(plan, builder, run)) as groups:
-    async for group in groups:
-        store.append_group(group, plan.epoch)
+    collection = await collect_epoch(plan, builder, run, observers)
 
 Training, validation, evaluations, `insitu doctor` and the rehearsal all collect here, wherever the workflow runs.
 """
@@ -31,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 from insitu.advantages.credit import TrainedCalls
 from insitu.algorithms.budget import Budget, lacks_variance
 from insitu.builder import Builder
-from insitu.collect.conversations import scored_group
+from insitu.collect.conversations import collection_of, scored_group
 from insitu.collect.episodes import EpisodeOptions, fail, open_workflow, run_episode
 from insitu.collect.evaluators import Scorer, Scoring
 from insitu.collect.shared_run import RunState
@@ -39,7 +37,7 @@ from insitu.collect.watchdog import doing
 from insitu.errors import CaptureError, InsituError, WorkflowError
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
-from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.finetuning import FinetuneRunConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.schemas.kinds import EXECUTOR, LLM
 from insitu.workflow.context import current_scope
@@ -212,6 +210,41 @@ class Rollouts(Iterator[Member]):
         self.groups[str(row.id)] = replacement
         self._begin_wave(replacement)
         return replacement
+
+
+class Observer:
+    """Follows the collection of an epoch. Every method does nothing by default; what one raises ends the collection."""
+
+    def on_episode(self, episode: Episode) -> None:
+        """Called with every episode as it ends, also with those that an earlier process has run."""
+
+    def on_group(self, group: GroupRecord) -> None:
+        """Called with every group as it becomes complete, after its last episode."""
+
+    def on_end(self, collection: TrajectoryCollection) -> None:
+        """Called with the trajectories of the epoch."""
+
+
+async def collect_epoch(
+    plan: Plan, builder: Builder, run: RunState, observers: Sequence[Observer] = ()
+) -> TrajectoryCollection:
+    """The trajectories of a plan. If it is cancelled, so are the episodes in flight."""
+
+    def on_episode(episode: Episode) -> None:
+        for observer in observers:
+            observer.on_episode(episode)
+
+    groups = []
+    async with aclosing(collect(plan, builder, run, on_episode)) as completed:
+        async for group in completed:
+            for observer in observers:
+                observer.on_group(group)
+            groups.append(group._replace(episodes=[]))  # an epoch of steps would not fit into memory
+    collection = collection_of(groups, plan.run_id, plan.epoch)
+    collection = collection.model_copy(update={"parts": plan.parts()})
+    for observer in observers:
+        observer.on_end(collection)
+    return collection
 
 
 async def collect(

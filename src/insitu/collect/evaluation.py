@@ -15,10 +15,9 @@ from typing import Any
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.builder import Builder
-from insitu.collect.collector import Plan
+from insitu.collect.collector import Observer, Plan, collect_epoch
 from insitu.collect.datasets import DatasetConfig, dataset_config, find_dataset, load_dataset
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, changed_config, check_config, load_config, read_settings

@@ -16,9 +16,8 @@ from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
-from insitu.schemas.finetuning import RewardFunctionConfig
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 from insitu.schemas.kinds import EVALUATOR
-from insitu.schemas.training_blocks import ALLOWED_REWARDS, MAX_REWARD, signed
 
 logger = logging.getLogger(__name__)
 

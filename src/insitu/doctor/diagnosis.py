@@ -14,9 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from insitu.builder import Builder
-from insitu.collect.collector import stray_completions
+from insitu.collect.collector import Observer, stray_completions
 from insitu.collect.conversations import collection_of
-from insitu.collect.epoch import Observer
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.shared_run import share
 from insitu.config import Config, changed_config
@@ -36,15 +35,14 @@ from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, Tra
 from insitu.schemas.groups import GroupRecord
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.budget import KnownGroups
-from insitu.training.checks import check_sampled
 from insitu.training.episodes_builder import CollectingBuilderConfig, EpisodesBuilder
 from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.metrics import collected_metrics
-from insitu.training.planned_builder import collected
 from insitu.training.runtime import ReadyRun, prepared, ready_run
+from insitu.training.schedule import check_sampled, collected
 from insitu.training.trainers import InsituTrainer
 
 _ROWS = 8

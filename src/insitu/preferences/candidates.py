@@ -11,9 +11,8 @@ from pydantic import BaseModel
 
 from insitu.advantages.credit import is_targeted
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
-from insitu.schemas.finetuning import message_text, text_content
+from insitu.schemas.finetuning import MAX_REWARD, message_text, text_content
 from insitu.schemas.steps import IntermediateStep, IntermediateStepType
-from insitu.schemas.training_blocks import MAX_REWARD
 
 
 class Targets(NamedTuple):

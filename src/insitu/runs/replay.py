@@ -14,7 +14,7 @@ from insitu.runs.files import CALLS, RUN
 from insitu.runs.reader import RunReader
 from insitu.runs.records import StoredGroup, restore_episode
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
-from insitu.schemas.training_blocks import parse_reward, signed
+from insitu.schemas.finetuning import parse_reward, signed
 
 _LISTED = 5
 

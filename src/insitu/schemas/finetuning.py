@@ -5,52 +5,137 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from insitu.schemas.components import MayChange, WritableModel, default_empty_blocks
+from insitu.schemas.components import (
+    BaseModelRegistryTag,
+    MayChange,
+    TypedBaseModel,
+    WritableModel,
+    default_empty_blocks,
+)
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
-from insitu.schemas.training_blocks import (
-    RewardFunctionConfig as RewardFunctionConfig,
-)
-from insitu.schemas.training_blocks import (
-    TrainerAdapterConfig as TrainerAdapterConfig,
-)
-from insitu.schemas.training_blocks import (
-    TrainerConfig as TrainerConfig,
-)
-from insitu.schemas.training_blocks import (
-    TrajectoryBuilderConfig as TrajectoryBuilderConfig,
-)
+from insitu.schemas.finetuning_parts import CurriculumLearningConfig as CurriculumLearningConfig
+from insitu.schemas.finetuning_parts import ValidationConfig as ValidationConfig
+from insitu.schemas.parts import ShapePart
+from insitu.schemas.training_jobs import KeepConfig
 
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward: squares and sums of larger ones overflow."""
+ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+"""For messages."""
+
+
+def parse_reward(name: str) -> tuple[str, int]:
+    """The evaluator and sign of a reward: `NAME`, or `-NAME` if less is better."""
+    return (name[1:], -1) if name.startswith("-") else (name, 1)
+
+
+def signed(value: float, sign: int) -> float:
+    """A score as a reward; 0 stays 0.0, not -0.0."""
+    return value if sign > 0 else 0.0 - value
+
+
+class RewardFunctionConfig(WritableModel):
+    """The evaluator that provides the reward, and the reward of failed episodes."""
+
+    model_config = _DOCUMENTED
+
+    name: str
+    """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
+    on_failure: float | str = "exclude"
+    """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
+    shape: ShapePart | None = None
+    """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
+    reward."""
+
+    @property
+    def evaluator(self) -> str:
+        """The key under `eval.evaluators`."""
+        return parse_reward(self.name)[0]
+
+    @property
+    def sign(self) -> int:
+        """1, or -1 if less is better."""
+        return parse_reward(self.name)[1]
+
+    @field_validator("on_failure")
+    @classmethod
+    def _exclude_or_number(cls, value: float | str) -> float | str:
+        if value == "exclude":
+            return value
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError("allowed: exclude, or a number") from None
+        if not abs(number) <= MAX_REWARD:  # NaN too
+            raise ValueError(f"allowed: exclude, or a number {ALLOWED_REWARDS}")
+        return number
+
+
+class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
+    """A block of the section `trainers`."""
+
+    reward: RewardFunctionConfig | None = None
+
+    @property
+    def epochs_ahead(self) -> int:
+        """Epochs that are collected while earlier ones train."""
+        return 0
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether something is trained before the first epoch."""
+        return False
+
+
+class TrajectoryBuilderConfig(TypedBaseModel, BaseModelRegistryTag):
+    """A block of the section `trajectory_builders`."""
+
+    reward: RewardFunctionConfig | None = None
+
+    @property
+    def needs_dataset(self) -> bool:
+        """Whether it runs the workflow on the rows of the dataset."""
+        return True
+
+
+class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
+    """A block of the section `trainer_adapters`."""
+
+    reward: RewardFunctionConfig | None = None
+    bridges_tokens: ClassVar[bool] = False
+    """Whether its backend continues from the tokens of earlier calls, as `token_bridge` of an llm asks."""
+
+    @property
+    def trains_shaped_logits(self) -> bool:
+        """Whether it trains calls whose logits the sampler has changed."""
+        return False
+
+    @property
+    def keeps(self) -> KeepConfig | None:
+        """Which checkpoints its backend keeps; None if it does not say."""
+        return None
+
+    @property
+    def served_name(self) -> str | None:
+        """The name its model is served under; None if only the running backend knows it."""
+        return None
+
+    @property
+    def starts_from(self) -> str | None:
+        """The model whose weights it serves and trains, its key `model`; None if it does not start the backend."""
+        return None
+
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 TrajectoryBuilderConfigT = TypeVar("TrajectoryBuilderConfigT", bound=TrajectoryBuilderConfig)
 TrainerAdapterConfigT = TypeVar("TrainerAdapterConfigT", bound=TrainerAdapterConfig)
-
-
-class CurriculumLearningConfig(WritableModel):
-    """Trains on the easiest examples first and adds the others step by step."""
-
-    model_config = _DOCUMENTED
-
-    enabled: bool = False
-    """Enables the curriculum."""
-    initial_percentile: float = Field(default=0.3, gt=0, le=1)
-    """Fraction of the examples in the first epoch."""
-    increment_percentile: float = Field(default=0.2, gt=0, le=1)
-    """Fraction added at each expansion."""
-    expansion_interval: int = Field(default=5, ge=1)
-    """Epochs between expansions."""
-    min_reward_diff: float = 0.1
-    """Leave out groups whose best and worst reward differ by less than this."""
-    sort_ascending: bool = False
-    """false: highest mean reward (easiest) first; true: lowest first."""
-    random_subsample: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the remaining groups to keep, a seeded random sample of at least one."""
 
 
 class FinetuneRunConfig(RunRequest):
@@ -73,34 +158,6 @@ class FinetuneRunConfig(RunRequest):
         if isinstance(self.resume, Path):
             values["finetuning.output_dir"] = self.resume
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
-
-
-class ValidationConfig(WritableModel):
-    """A held-out dataset and when to evaluate it."""
-
-    model_config = _DOCUMENTED
-
-    dataset: str | Path | None = None
-    """File of held-out rows; the format follows from the suffix. None: the dataset of `config_file`."""
-    interval: MayChange[int] = Field(default=5, ge=1)
-    """Epochs between validations; there is also one before the first and one after the last epoch."""
-    config_file: str | Path | None = None
-    """A configuration file whose `eval` and `workflow` sections are used for validation, with the model under training.
-    """
-    reps: int = Field(default=1, ge=1)
-    """Episodes per row."""
-    patience: MayChange[int | None] = Field(default=None, ge=1)
-    """End the run, with success, once so many validations in a row have not improved on the best score; none: train all
-    epochs."""
-    beside: MayChange[bool] = False
-    """Validate the weights of an epoch [while the next one is collected and
-    trained](../guides/slow-agents.md#validation-beside-training). Scores and their order stay the same."""
-
-    @model_validator(mode="after")
-    def _has_rows(self) -> Self:
-        if self.dataset is None and self.config_file is None:
-            raise ValueError("dataset is missing (or config_file, whose dataset is then used)")
-        return self
 
 
 class FinetuneConfig(WritableModel):

@@ -11,11 +11,10 @@ from pydantic import Field, model_validator
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.builder import Builder
-from insitu.collect.collector import Plan
+from insitu.collect.collector import Observer, Plan, collect_epoch
 from insitu.collect.conversations import collection_of, scored_group
 from insitu.collect.datasets import load_dataset
 from insitu.collect.episodes import EpisodeOptions
-from insitu.collect.epoch import Observer, collect_epoch
 from insitu.collect.evaluators import Scoring, as_reward, parse_score
 from insitu.collect.scores import shaped
 from insitu.collect.shared_run import builder_of_run, run_of

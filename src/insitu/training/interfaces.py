@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.collect import evaluation as evaluation_runs  # EvaluationRun may be patched: it is looked up when called
-from insitu.collect.collector import Plan
+from insitu.collect.collector import Observer, Plan
 from insitu.collect.evaluation import validate, validation_request
 from insitu.collect.shared_run import current_run
 from insitu.errors import BackendError, ConfigError
@@ -83,6 +83,9 @@ class TrajectoryBuilder(ABC):
     def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
         """What an epoch collects, if that is planned; None: `start_run` and `finalize` collect it."""
         return None
+
+    def expect(self, plan: Plan, observers: Sequence[Observer]) -> None:  # noqa: B027 - optional
+        """Called before `start_run`, which then collects this plan of its epoch, with these observers."""
 
     def check_trainer(self, trainer: "Trainer") -> None:  # noqa: B027 - optional
         """Raises ConfigError if the trajectories are not what a trainer trains."""

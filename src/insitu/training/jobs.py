@@ -6,16 +6,25 @@ A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An ad
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from insitu.collect.shared_run import RunState, watchdog_of
 from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
+from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError, UnknownJob
-from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
+from insitu.schemas.finetuning import (
+    PolicyEndpoint,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
 from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
 from insitu.wire.connection import pause
 
@@ -178,6 +187,45 @@ def job_id(ref: TrainingJobRef) -> str:
     if (name := (ref.metadata or {}).get("job_id")) is None:
         raise UnknownJob(f"a job of run {ref.run_id!r} without metadata['job_id'] cannot be found")
     return str(name)
+
+
+def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -> int | None:
+    """The version served after a job, None if unknown. Raises BackendError if it is still the one `before` it."""
+    version = served.version if served is not None else None
+    if before is not None and version == before:
+        raise BackendError(
+            f"epoch {epoch}: the job completed, but the backend still serves policy version {version}, so the next "
+            "epoch would sample from the old weights"
+        )
+    return version
+
+
+def job_warnings(status: TrainingJobStatus, gap: float | None, served: PolicyEndpoint | None) -> list[str]:
+    """What is wrong after a job that has completed, a sentence each."""
+    space = _space_warning((status.metadata or {}).get("checkpoint"))
+    return [*filter(None, (gap_warning(gap, served), space))]
+
+
+def gap_warning(gap: float | None, served: PolicyEndpoint | None) -> str | None:
+    """A sentence if sampler and learner differ by more than rounding."""
+    limit = served.logprob_tolerance if served is not None else None
+    if gap is None or limit is None or gap <= limit:
+        return None
+    return (
+        f"WARNING: logprob_gap is {gap:.2g}, above {limit:g}: the log-probabilities of the sampler differ from the "
+        "learner's, so other weights or another distribution were sampled than are trained"
+    )
+
+
+def _space_warning(checkpoint: str | None) -> str | None:
+    """A sentence if the disk has less space left than two checkpoints like this one, which is on this machine."""
+    if checkpoint is None or not (folder := Path(checkpoint)).is_dir():
+        return None
+    size, free = sum(path.stat().st_size for path in folder.iterdir()), shutil.disk_usage(folder).free
+    if free >= 2 * size:
+        return None
+    left = f"the disk of {folder} has {readable_bytes(free)} left, and a checkpoint takes {readable_bytes(size)}"
+    return f"{left}: free space (`insitu runs prune`), or keep fewer checkpoints (`keep` of the trainer adapter)"
 
 
 def job_label(of: TrainingJobRef | TrainingJobStatus) -> str:

@@ -14,13 +14,13 @@ from insitu.schemas.finetuning import (
     TrainingJobRef,
     TrainingJobStatus,
 )
-from insitu.training import checks
+from insitu.training.checks import check_components
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
-from insitu.training.run import Run, Stage
+from insitu.training.run import Run, Stage, check_collected
 from insitu.training.run_file import settings_of
-from insitu.training.schedule import LoopTrainerConfig, Schedule
+from insitu.training.schedule import LoopTrainerConfig, Schedule, check_sampled
 from insitu.training.selection import EpochSelections, EstimatingTrainer
 from insitu.training.validation import Validation
 
@@ -50,7 +50,7 @@ class LoopTrainer(EstimatingTrainer):
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
-        checks.check_components(self, self.method, computes_advantages=self.computes_advantages)
+        check_components(self, self.method, computes_advantages=self.computes_advantages)
         self._schedule = Schedule(self._builder, trajectory_builder, self._run, self._config)
         self._schedule.check(self)
 
@@ -154,9 +154,9 @@ class LoopTrainer(EstimatingTrainer):
             served = run.durable.served_before(epoch, await self.trainer_adapter.policy_endpoint())
             collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, [selection])
             run.note_errors(epoch, collected)
-            checks.check_collected(self, epoch, collected, run.store.folder)
+            check_collected(self, epoch, collected, run.store.folder)
             run.note_rewards(epoch, collected)
-            checks.check_sampled(self, collected.collection, collected.served, collected.oldest)
+            check_sampled(self, collected.collection, collected.served, collected.oldest)
             estimated = await selection.finish(self.apply_curriculum_learning(collected.collection, epoch))
             await run.record_selection(self, epoch, collected, estimated, time.perf_counter() - started)
             if not any(estimated.collection.trajectories):

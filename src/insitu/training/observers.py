@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from insitu.algorithms.budget import Spending
 from insitu.capture.ledger import Activity
-from insitu.collect.collector import Plan
-from insitu.collect.epoch import Observer
+from insitu.collect.collector import Observer, Plan
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.runs.store import RunStore

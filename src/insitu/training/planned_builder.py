@@ -1,4 +1,4 @@
-"""Trajectory builders whose epochs are plans, and how the epoch of any builder is collected."""
+"""Trajectory builders whose epochs are plans."""
 
 import asyncio
 import logging
@@ -8,10 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Self
 
-from insitu.builder import Builder
-from insitu.collect.collector import Plan
-from insitu.collect.epoch import Observer, collect_epoch
-from insitu.collect.recovery import with_recovered_calls
+from insitu.collect.collector import Observer, Plan, collect_epoch
 from insitu.collect.shared_run import UsesBuilder, run_of
 from insitu.errors import TrajectoryError
 from insitu.schemas.finetuning import TrajectoryCollection
@@ -52,7 +49,6 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
         cls.collects_itself = (cls.start_run, cls.finalize) != (PlannedBuilder.start_run, PlannedBuilder.finalize)
 
     def expect(self, plan: Plan, observers: Sequence[Observer]) -> None:
-        """Has `start_run` collect this plan of its epoch, with these observers, instead of one that it makes."""
         self._expected[plan.run_id, plan.epoch] = plan, observers
 
     @property
@@ -67,8 +63,12 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
         if expected is None and any(of == run_id for of, _ in self._started):
             raise TrajectoryError(f"run {run_id} is already being collected: finalize it first")
         plan, observers = expected or (self.plan(run_id, epoch), [_Unobserved(self.makes_pairs)])
-        work = self.unplanned(run_id, epoch) if plan is None else _watched(plan, self._builder, observers)
+        work = self.unplanned(run_id, epoch) if plan is None else self._planned(plan, observers)
         self._started[run_id, epoch] = asyncio.create_task(work, name=f"collect {run_id}")
+
+    async def _planned(self, plan: Plan, observers: Sequence[Observer]) -> TrajectoryCollection:
+        run = run_of(self._builder)
+        return await run.watchdog.watch(partial(collect_epoch, plan, self._builder, run, observers))
 
     async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         started = [epoch for of, epoch in self._started if of == run_id]
@@ -113,30 +113,3 @@ class _Unobserved(Observer):
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(collection.dropped.items()))
         why = f"the first error: {self._first}" if self._first is not None else f"dropped: {reasons}"
         logger.warning("run %s: no %s can be trained on; %s", collection.run_id, self._what, why)
-
-
-async def _watched(plan: Plan, builder: Builder, observers: Sequence[Observer]) -> TrajectoryCollection:
-    run = run_of(builder)
-    return await run.watchdog.watch(partial(collect_epoch, plan, builder, run, observers))
-
-
-async def collected(
-    trajectories: TrajectoryBuilder,
-    plan: Plan | None,
-    builder: Builder,
-    observers: Sequence[Observer],
-    *,
-    run_id: str,
-    epoch: int,
-) -> TrajectoryCollection:
-    """The epoch of a plan; without one, or if the builder collects itself, what its `finalize` returns.
-
-    Trajectories that a plugin makes of messages get the calls behind them, and ids.
-    """
-    if plan is not None and not trajectories.collects_itself:
-        return await _watched(plan, builder, observers)
-    if plan is not None and isinstance(trajectories, PlannedBuilder):
-        trajectories.expect(plan, observers)
-    meta = {"epoch": epoch}
-    await trajectories.start_run(run_id, meta)
-    return with_recovered_calls(await trajectories.finalize(run_id, meta), run_id, epoch)

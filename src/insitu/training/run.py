@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import chain
@@ -14,13 +14,15 @@ from rich.console import Console
 from insitu import __version__
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
+from insitu.errors import InsituError, TrajectoryError
+from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
 from insitu.runs.records import RunProgress, new_run_id, training_records
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
 from insitu.schemas.finetuning import FinetuneConfig, PolicyEndpoint, TrainingJobStatus
-from insitu.training import checks
-from insitu.training.interfaces import Trainer, TrainerAdapter
+from insitu.training.interfaces import PairTrainer, SingleJobTrainer, Trainer, TrainerAdapter
+from insitu.training.jobs import job_warnings, new_version
 from insitu.training.metrics import (
     EpochResult,
     collected_metrics,
@@ -148,10 +150,10 @@ class Run:
         if result.not_finite:
             self.warn(epoch, f"these metrics are not finite: {', '.join(result.not_finite)}")
         before = result.metrics["policy_version"]
-        result.metrics["policy_version"] = version = checks.new_version(epoch, before, served)
+        result.metrics["policy_version"] = version = new_version(epoch, before, served)
         is_newest = result.metrics.get("sampled_version", before) == before  # else a gap is expected
         gap = result.metrics.get("logprob_gap") if is_newest else None
-        for warning in checks.job_warnings(status, gap, served):
+        for warning in job_warnings(status, gap, served):
             self.warn(epoch, warning)
         return version
 
@@ -188,7 +190,7 @@ class Run:
         await self.draw(last=True)
         self.report.summary(self.validations, best, self.store)
         dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
-        checks.check_results(self.progress.jobs, self.validations, dropped, self._causes, self.store.folder)
+        _check_results(self.progress.jobs, self.validations, dropped, self._causes, self.store.folder)
 
     async def close(self) -> None:
         """Draws the plot, also of a run that has failed, and unlocks the folder."""
@@ -210,3 +212,39 @@ class Stage(Protocol):
 
 def _version(endpoint: PolicyEndpoint | None) -> int | None:
     return endpoint.version if endpoint is not None else None
+
+
+def _check_results(
+    statuses: Sequence[TrainingJobStatus],
+    validations: Sequence[Mapping[str, Any]],
+    dropped: Mapping[str, int],
+    causes: Sequence[str],
+    folder: Path,
+) -> None:
+    """Raises TrajectoryError if no epoch trained, InsituError if a validation failed."""
+    if not statuses:
+        raise TrajectoryError(
+            f"no epoch trained anything: every group was dropped: {counts(dropped)} "
+            f"(per epoch: {folder / files.METRICS})" + "".join(f"; {cause}" for cause in causes)
+        )
+    if failed := [v for v in validations if "error" in v]:
+        raise InsituError(
+            f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
+        )
+
+
+def check_collected(trainer: Trainer, epoch: int, collected: Collected, folder: Path) -> None:
+    """Raises TrajectoryError if nothing that was collected can be trained.
+
+    For trainers with a job per epoch, pairs without a difference are no failure.
+    """
+    pairs, collection = isinstance(trainer, PairTrainer), collected.collection
+    may_be_alike = pairs and not isinstance(trainer, SingleJobTrainer)
+    if any(collection.trajectories) or (may_be_alike and not ALIKE.isdisjoint(collection.dropped)):
+        return
+    first = [f"most often {error}" for error, _ in collected.progress.errors.most_common(1)]
+    raise TrajectoryError(
+        f"epoch {epoch}: no {'preference pair' if pairs else 'episode'} can be trained on; dropped: "
+        + "; ".join([counts(collection.dropped), *first])
+        + f" (all of them: {folder / files.EPISODES})"
+    )

@@ -4,25 +4,25 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
 from insitu.builder import Builder
 from insitu.capture.ledger import Activity
-from insitu.collect.collector import Plan, Teach, stray_completions
-from insitu.collect.epoch import Observer
+from insitu.collect.collector import Observer, Plan, Teach, collect_epoch, stray_completions
+from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import run_of
-from insitu.errors import ConfigError
+from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainerConfig, TrajectoryCollection
 from insitu.training.budget import KnownGroups
-from insitu.training.interfaces import Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.metrics import version_metrics
+from insitu.training.interfaces import GroupTrainer, Trainer, TrainerAdapter, TrajectoryBuilder
+from insitu.training.metrics import trained_calls, version_metrics
 from insitu.training.observers import Bar, Collected, GroupFiles, Held, IdleClock, Journal, Progress
-from insitu.training.planned_builder import collected
 from insitu.training.run import Run
 
 _CORRECTIONS = ("truncated_importance", "token_mask", "sequence_mask")
@@ -260,6 +260,29 @@ class Schedule:
         return plan
 
 
+async def collected(
+    trajectories: TrajectoryBuilder,
+    plan: Plan | None,
+    builder: Builder,
+    observers: Sequence[Observer],
+    *,
+    run_id: str,
+    epoch: int,
+) -> TrajectoryCollection:
+    """The epoch of a plan; without one, or if the builder collects itself, what its `finalize` returns.
+
+    Trajectories that a plugin makes of messages get the calls behind them, and ids.
+    """
+    if plan is not None and not trajectories.collects_itself:
+        run = run_of(builder)
+        return await run.watchdog.watch(partial(collect_epoch, plan, builder, run, observers))
+    if plan is not None:
+        trajectories.expect(plan, observers)
+    meta = {"epoch": epoch}
+    await trajectories.start_run(run_id, meta)
+    return with_recovered_calls(await trajectories.finalize(run_id, meta), run_id, epoch)
+
+
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
     """Cancels tasks, and waits until they have ended."""
     for task in tasks:
@@ -277,3 +300,47 @@ def pinned(served: PolicyEndpoint, version: int | None) -> PolicyEndpoint:
     """The endpoint as that of one version, whose name stays when newer ones are served."""
     weights = served.weights if version == served.version else None
     return replace(served, model=f"{served.model}@{version}", version=version, weights=weights)
+
+
+def check_sampled(
+    trainer: Trainer, trained: TrajectoryCollection, served: PolicyEndpoint | None, oldest: int | None = None
+) -> None:
+    """Raises BackendError if a call to train on was not sampled from the served policy version, and its weights.
+
+    Versions from the `oldest` on are allowed, if it is given. If a call reports no version, its requested model name
+    must match; without digests, weights are not compared.
+    Recorded episodes may be of any version, except for a GroupTrainer, for which TrajectoryError is raised.
+    """
+    stored = trainer.trajectory_builder.stored
+    if served is None or served.version is None or (stored is not None and not isinstance(trainer, GroupTrainer)):
+        return
+    name, first = served.model.removesuffix(f"@{served.version}"), served.version if oldest is None else oldest
+    names = {name, *(f"{name}@{version}" for version in range(first, served.version + 1))}
+    for trajectory in [t for group in trained.trajectories for t in group]:
+        for call in trained_calls([trajectory]):
+            version = call.policy_version
+            is_allowed = call.model in names if version is None else first <= version <= served.version
+            weights = {call.weights, served.weights} - {None} if version == served.version else set()
+            if is_allowed and len(weights) < 2:
+                continue
+            sampled, serves = f"policy version {version}", f"version {served.version}"
+            if len(weights) > 1:
+                sampled, serves = f"weights {call.weights}", f"weights {served.weights} as the same version, {version}"
+            if stored is not None:
+                raise TrajectoryError(
+                    f"the episodes of {stored.folder} cannot be trained by {trainer.trainer_config.type}, which needs "
+                    f"those of the served weights: episode {trajectory.id} was sampled at {sampled}, "
+                    f"the backend serves {serves}; insitu_dpo_trainer, insitu_kto_trainer and "
+                    "insitu_sft_trainer train episodes of any version"
+                )
+            if len(weights) > 1:
+                raise BackendError(
+                    f"episode {trajectory.id} was sampled at {sampled}, but the backend serves {serves}: was it "
+                    "started with another model or output_dir?"
+                )
+            raise BackendError(
+                f"episode {trajectory.id}: a call to train on requested model {call.model!r} and was sampled at "
+                f"policy version {version}, but the adapter trains {name!r}, which is at version "
+                f"{served.version}{f' (allowed: from {first})' if first < served.version else ''}; use an llm of "
+                "_type: policy"
+            )

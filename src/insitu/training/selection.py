@@ -14,8 +14,8 @@ from typing import Any
 
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
+from insitu.collect.collector import Observer
 from insitu.collect.conversations import collection_of
-from insitu.collect.epoch import Observer
 from insitu.collect.shared_run import UsesBuilder
 from insitu.config.code import LoadedPart, call_with
 from insitu.errors import InsituError

@@ -14,9 +14,8 @@ from insitu.errors import ConfigError, InsituError, RequestRefused, TrajectoryEr
 from insitu.runs import files
 from insitu.runs.records import RunProgress
 from insitu.schemas.episodes import TrainingRow
-from insitu.training.checks import new_version
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
-from insitu.training.jobs import check_completed, wait_for_job
+from insitu.training.jobs import check_completed, new_version, wait_for_job
 from insitu.training.run import Run
 
 

@@ -24,10 +24,10 @@ from insitu.capture.ledger import OUTSIDE, Activity, CallLedger, CallSite, Invoc
 from insitu.errors import WorkflowError
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import EpisodeKey, ModelCall, Needs, StepLog
+from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, IntermediateStepState, InvocationNode
 from insitu.schemas.steps import IntermediateStepCategory as Category
 from insitu.schemas.steps import IntermediateStepType as StepType
-from insitu.schemas.training_blocks import ALLOWED_REWARDS, MAX_REWARD
 from insitu.workflow.steps import FunctionStep, add_call_metadata, call_steps, function_steps
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training import checks
+from insitu.training.checks import check_components
 from insitu.training.interfaces import (
     PairTrainer,
     ResumableTrainer,
@@ -39,7 +39,7 @@ from insitu.training.interfaces import (
 from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
-from insitu.training.run import Run
+from insitu.training.run import Run, check_collected
 from insitu.training.run_file import settings_of
 from insitu.training.schedule import Schedule
 
@@ -64,7 +64,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
         self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
-        checks.check_components(self, "dpo")
+        check_components(self, "dpo")
         self._schedule = Schedule(self._builder, trajectory_builder, self._run)
         finetuning = self._full_config.finetuning
         if finetuning.curriculum_learning.enabled:
@@ -157,7 +157,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
                 endpoint = await self.trainer_adapter.policy_endpoint()
                 collected = await self._schedule.collect(number, run_id, endpoint)
                 self._run.note_errors(number, collected)
-                checks.check_collected(self, number, collected, self._run.store.folder)
+                check_collected(self, number, collected, self._run.store.folder)
                 collection = single_pairs(collected.collection)
             except Exception as error:  # a plugin's builder or agent may raise anything
                 self.log_progress(number, {"error": describe_error(error), "seconds": time.perf_counter() - started})

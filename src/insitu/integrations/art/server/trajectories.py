@@ -25,7 +25,7 @@ from insitu.backend.http import StopAtFirstError
 from insitu.backend.inference.sampler import Temperature
 from insitu.backend.protocols.openai.chat import Message, template_messages
 from insitu.errors import RequestRefused
-from insitu.schemas.training_blocks import MAX_REWARD
+from insitu.schemas.finetuning import MAX_REWARD
 from insitu.wire.http_format import parse_token_ids
 from insitu.wire.http_server import validation_refusal
 

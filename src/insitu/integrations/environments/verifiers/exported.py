@@ -17,8 +17,8 @@ from insitu.collect.evaluators import parse_score, reward_of, score
 from insitu.config import load_config
 from insitu.errors import WorkflowError
 from insitu.schemas.evaluation import EvalInputItem
+from insitu.schemas.finetuning import signed
 from insitu.schemas.kinds import EVALUATOR
-from insitu.schemas.training_blocks import signed
 
 _config = lru_cache(maxsize=8)(load_config)
 
