@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
-from insitu.training.jobs import JobAdapter
+from insitu.training.jobs import JobAdapter, job_id
 from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
@@ -376,7 +376,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
 
     def _job_path(self, ref: TrainingJobRef) -> str:
-        return f"{JOBS}/{(ref.metadata or {})['job_id']}"
+        return f"{JOBS}/{job_id(ref)}"
 
     def _connected(self) -> Connection:
         if self._connection is None:
