@@ -23,6 +23,9 @@ EPISODES = (EPOCHS[1] - EPOCHS[0]) * ROWS * GENERATIONS
 """By which the runs differ."""
 COMMANDS = {"control plane": "finetune", "backend": "backend"}
 """The command that each process runs."""
+BEGINS = {"finetune": "collect_epoch"}
+"""The function with whose first call a command is counted from: how often it asks before that whether its backend has
+started is a matter of the machine."""
 BY_THE_CLOCK = {"_is_alive"}
 """What a process does once a second, however many episodes there are."""
 FOLDER = "INSITU_TRACE_FOLDER"
@@ -32,12 +35,16 @@ PACKAGE = "INSITU_TRACE_PACKAGE"
 PROFILER = f"""
 import atexit, collections, itertools, json, os, sys, threading
 
+begins = {BEGINS}
 package, process = os.environ["{PACKAGE}"], os.getpid()
 counters = collections.defaultdict(itertools.count)
 
 def count(frame, event, argument):
     if event == "call" and frame.f_code.co_filename.startswith(package):
         code = frame.f_code
+        if begins and begins.get(sys.argv[1] if len(sys.argv) > 1 else None, code.co_name) != code.co_name:
+            return
+        begins.clear()
         next(counters[code.co_filename, code.co_qualname])
 
 def write():

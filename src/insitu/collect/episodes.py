@@ -104,7 +104,7 @@ async def run_episode(attempt: Attempt, item: EvalInputItem, key: EpisodeKey, op
         logger.info("episode %s failed (%s), attempt %d", episode.key.text(), episode.error, number + 1)
     episode.failed_requests, episode.requested = dict(failed_requests), requested
     episode.abandoned_attempts = abandoned
-    if episode.outcome is EpisodeStatus.OK:
+    if episode.outcome is EpisodeStatus.OK and options.result != "$":
         try:
             episode.output = value_at(options.result, episode.output, "result_json_path")
         except WorkflowError as error:

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -329,3 +329,15 @@ class AppendedLines:
             raise FileReplaced(self._path)
         self.position = self.position._replace(inode=status.st_ino)
         return status.st_ino
+
+
+def gzip_lines(header: dict[str, Any] | None, rows: Sequence[BaseModel]) -> bytes:
+    """Rows as gzipped JSON lines, after a header if there is one. Level 1 pays off even on loopback."""
+    lines = [] if header is None else [orjson.dumps(header)]
+    for row in rows:
+        if row.__pydantic_extra__:
+            values = row.model_dump()
+        else:  # much faster
+            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
+        lines.append(orjson.dumps(values))
+    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)

@@ -85,6 +85,10 @@ class TrainingStatus(StrEnum):
         return cls.SENT if sent else cls.TRAINED
 
 
+class _Outdated(sqlite3.DatabaseError):
+    """The database is that of another version, or was not closed."""
+
+
 class IndexDatabase:
     """The tables of an index. Any thread may use it."""
 
@@ -192,7 +196,8 @@ class IndexDatabase:
 
     def _delete(self, error: sqlite3.Error | None) -> None:
         if error is not None:
-            logger.warning("%s is built again: %s", self._path, error)
+            level = logging.DEBUG if isinstance(error, _Outdated) else logging.WARNING
+            logger.log(level, "%s is built again: %s", self._path, error)
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -213,7 +218,7 @@ class IndexDatabase:
                 for statement in _TABLES.split(";"):
                     database.execute(statement)
             elif version != _VERSION:
-                raise sqlite3.DatabaseError("it was not closed" if version == _OPEN else f"it has version {version}")
+                raise _Outdated("it was not closed" if version == _OPEN else f"it has version {version}")
             database.execute(f"PRAGMA user_version = {_OPEN}")
             database.execute("COMMIT")
         except sqlite3.Error:

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from insitu.advantages.credit import CallAdvantages
@@ -283,6 +283,8 @@ class ResumableAdapter(TrainerAdapter):
 class Trainer(ABC):
     """Drives a trajectory builder and a trainer adapter through the epochs of a run."""
 
+    own_metrics: Callable[[Sequence[tuple[Trajectory, CallAdvantages]]], dict[str, float]] | None = None
+    """More figures of what an epoch trains, for `training_metrics.jsonl`."""
     ended_early = False
     """Whether `run` has returned before the last epoch, as the held-out score did not improve any more."""
 
@@ -347,10 +349,6 @@ class Trainer(ABC):
         if "error" in metrics:
             failed.append(f"at epoch {epoch}: {metrics['error']}")
         return {**metrics, "dataset_type": "validation"}
-
-    def own_metrics(self, advantages: Sequence[tuple[Trajectory, CallAdvantages]]) -> dict[str, Any]:
-        """More figures of what an epoch trains, for `training_metrics.jsonl`."""
-        return {}
 
     def budget_obstacle(self) -> str | None:
         """Why it learns from episodes that a rollout budget saves, in words that follow the key; None: it does not."""

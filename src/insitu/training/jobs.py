@@ -17,7 +17,7 @@ from insitu.collect.shared_run import RunState, watchdog_of
 from insitu.collect.watchdog import Watchdog, seconds_since
 from insitu.config import Config
 from insitu.disk.files import readable_bytes
-from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError
+from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError, UnknownJob
 from insitu.schemas.finetuning import (
     PolicyEndpoint,
     TrainingJobRef,
@@ -180,6 +180,13 @@ def check_completed(what: str, status: TrainingJobStatus) -> None:
     """Raises JobFailed unless a job has completed."""
     if status.status is not TrainingStatusEnum.COMPLETED:
         raise JobFailed(f"{what} ended as {status.status.value}: {status.message or 'no reason given'}")
+
+
+def job_id(ref: TrainingJobRef) -> str:
+    """What its adapter calls a job, from its metadata. Raises UnknownJob if these do not say."""
+    if (name := (ref.metadata or {}).get("job_id")) is None:
+        raise UnknownJob(f"a job of run {ref.run_id!r} without metadata['job_id'] cannot be found")
+    return str(name)
 
 
 def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -> int | None:

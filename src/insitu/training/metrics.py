@@ -106,7 +106,7 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
     return {
         **metrics,
         **collected.metrics,
-        **trainer.own_metrics(advantages),
+        **(trainer.own_metrics(advantages) if trainer.own_metrics is not None else {}),
         "curriculum_percentile": curriculum and curriculum["current_percentile"],
         "curriculum_state": curriculum and {k: v for k, v in curriculum.items() if k != "reward_sums"},
         "filtered_trajectories": sum(map(len, collection.trajectories)),

@@ -1,12 +1,11 @@
 """The built-in trainers: one loop; what an epoch trains on differs."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from insitu.advantages.credit import AdvantageConfig, CallAdvantages, Credit
+from insitu.advantages.credit import AdvantageConfig, Credit
 from insitu.advantages.distillation import TeacherEstimator, teacher_metrics
 from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, FunctionEstimator, GroupRelativeEstimator
 from insitu.builder import Builder, name_being_built
@@ -14,7 +13,7 @@ from insitu.config.code import LoadedPart, load_part
 from insitu.errors import ConfigError
 from insitu.preferences.selection import best_episodes, chosen_pairs, labeled_episodes
 from insitu.registry import register_trainer
-from insitu.schemas.finetuning import FinetuneConfig, Trajectory, TrajectoryCollection
+from insitu.schemas.finetuning import FinetuneConfig, TrajectoryCollection
 from insitu.schemas.parts import AdvantagesPart, SelectionPart
 from insitu.training.interfaces import GroupTrainer, PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.loop import LoopTrainer
@@ -107,6 +106,7 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
             self._advantages = load_part(trainer_config.advantages, f"{key}.advantages", folder)
         if trainer_config.teacher is not None:
             self.teacher = Teacher(trainer_config.teacher, f"{key}.teacher")
+            self.own_metrics = teacher_metrics
         if trainer_config.sft is not None:  # read now: `initialize` may move the folder with the files
             self._stages.append(read_warm_up(self._full_config, trainer_config.sft))
 
@@ -120,9 +120,6 @@ class InsituTrainer(LoopTrainer, GroupTrainer):
     @property
     def compares_episodes(self) -> bool:
         return self.teacher is None
-
-    def own_metrics(self, advantages: Sequence[tuple[Trajectory, CallAdvantages]]) -> dict[str, Any]:
-        return teacher_metrics(advantages) if self.teacher is not None else {}
 
     def budget_obstacle(self) -> str | None:
         config = self.trainer_config

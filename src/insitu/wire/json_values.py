@@ -1,15 +1,13 @@
 """JSON of any value, the values at a path in it, and large bodies of it."""
 
 import gc
-import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from insitu.errors import ConfigError, WorkflowError
@@ -117,15 +115,3 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def gzip_lines(header: dict[str, Any] | None, rows: Sequence[BaseModel]) -> bytes:
-    """Rows as gzipped JSON lines, after a header if there is one. Level 1 pays off even on loopback."""
-    lines = [] if header is None else [orjson.dumps(header)]
-    for row in rows:
-        if row.__pydantic_extra__:
-            values = row.model_dump()
-        else:  # much faster
-            values = {key: value for key, value in row.__dict__.items() if key in row.model_fields_set}
-        lines.append(orjson.dumps(values))
-    return gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1)

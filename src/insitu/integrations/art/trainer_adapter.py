@@ -25,7 +25,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import RewardAdapter
-from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed
+from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id
 from insitu.wire.addresses import http_url
 from insitu.wire.json_values import gc_paused
 
@@ -90,7 +90,7 @@ class Job:
 
     @property
     def ref(self) -> TrainingJobRef:
-        return TrainingJobRef(run_id=self.run_id, backend=BACKEND, metadata={"job": self.key, "step": self.step})
+        return TrainingJobRef(run_id=self.run_id, backend=BACKEND, metadata={"job_id": self.key, "step": self.step})
 
     def end(self, step: int) -> None:
         """The job has trained the model up to this step."""
@@ -387,8 +387,8 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
                 await asyncio.sleep(min(interval, _POLL_INTERVAL))
 
     def _job(self, ref: TrainingJobRef) -> Job:
-        run_keys = [job.key for job in self._jobs.values() if job.run_id == ref.run_id]
-        key = (ref.metadata or {}).get("job", run_keys[-1] if run_keys else ref.run_id)
+        of_run = [job for job in self._jobs.values() if job.run_id == ref.run_id]
+        key = of_run[-1].key if of_run and "job_id" not in (ref.metadata or {}) else job_id(ref)
         if key not in self._jobs:
             raise UnknownJob(f"no job {key!r} was submitted; submitted jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[key]

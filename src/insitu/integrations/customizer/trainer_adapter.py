@@ -27,7 +27,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.jobs import UNFINISHED, JobAdapter, job_label, polled
+from insitu.training.jobs import UNFINISHED, JobAdapter, job_id, job_label, polled
 from insitu.wire.connection import Retry
 
 logger = logging.getLogger(__name__)
@@ -243,12 +243,11 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """One request. Raises JobFailed if the service no longer has the job."""
-        job_id = _job_id(ref)
         try:
-            job = await self._services.job(job_id)
+            job = await self._services.job(job_id(ref))
         except RequestRefused as error:
             if error.status == 404:
-                raise JobFailed(f"job {job_id} no longer exists at {self.address}: {error}") from error
+                raise JobFailed(f"{job_label(ref)} no longer exists at {self.address}: {error}") from error
             raise
         progress = 100.0 if job.status is TrainingStatusEnum.COMPLETED else job.progress
         model = {"output_model": job.output_model} if job.output_model else {}
@@ -309,7 +308,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             await asyncio.sleep(min(self.poll_interval, max(0.0, deadline - time.monotonic())))
 
     async def cancel(self, ref: TrainingJobRef) -> None:
-        await self._services.cancel_job(_job_id(ref))
+        await self._services.cancel_job(job_id(ref))
 
     async def interrupted(self, ref: TrainingJobRef) -> TrainingJobStatus | None:
         try:
@@ -320,9 +319,3 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             return None
         logger.warning("interrupted: %s is canceled", job_label(ref))
         return TrainingJobStatus(**ref.model_dump(), status=TrainingStatusEnum.CANCELED)
-
-
-def _job_id(ref: TrainingJobRef) -> str:
-    if (job_id := (ref.metadata or {}).get("job_id")) is None:
-        raise JobFailed(f"a job of run {ref.run_id!r} without metadata['job_id'] cannot be found at NeMo Customizer")
-    return str(job_id)

@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, Field
 
+from insitu.disk.json_files import gzip_lines
 from insitu.errors import BackendError, InsituError, RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
-from insitu.wire.json_values import gzip_lines
 
 logger = logging.getLogger(__name__)
 

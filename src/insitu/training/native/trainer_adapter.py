@@ -15,7 +15,7 @@ from insitu.builder import Builder, builder_at_work
 from insitu.collect.recovery import recover_collection
 from insitu.disk.files import writable_folder, write_file
 from insitu.disk.folder_lock import FolderLock
-from insitu.disk.json_files import read_object
+from insitu.disk.json_files import gzip_lines, read_object
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
@@ -31,14 +31,13 @@ from insitu.schemas.finetuning import (
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
-from insitu.training.jobs import JobAdapter
+from insitu.training.jobs import JobAdapter, job_id
 from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.memory import plan_memory, resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
-from insitu.wire.json_values import gzip_lines
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -377,7 +376,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         await self._request("POST", f"{self._job_path(ref)}/cancel", JobState.model_validate_json)
 
     def _job_path(self, ref: TrainingJobRef) -> str:
-        return f"{JOBS}/{(ref.metadata or {})['job_id']}"
+        return f"{JOBS}/{job_id(ref)}"
 
     def _connected(self) -> Connection:
         if self._connection is None:
