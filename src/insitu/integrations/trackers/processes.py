@@ -29,6 +29,7 @@ from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
 from insitu.training.trackers import KEY, tracker_class
 from insitu.wire.child_process import ChildProcess
+from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import hide_url_secrets, redact, redact_stream, remember_environment
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_
     try:
         yield
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*running)
 
 
 async def _check_server(name: str) -> None:
