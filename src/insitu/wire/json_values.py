@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from insitu.errors import ConfigError, WorkflowError
