@@ -26,7 +26,7 @@ from insitu.integrations.vllm.fleet import AFFINITY, BLOCK, PrefixRouter
 from insitu.integrations.vllm.replica import request_body, sampled_tokens
 from insitu.integrations.vllm.servers import visible_devices
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.wire.child_process import ChildProcess, describe_exit
+from insitu.wire.child_process import ChildProcess, describe_exit, last_lines
 
 ADDRESS = "http://10.0.0.7:8000"
 
@@ -259,12 +259,13 @@ def test_how_a_command_ended_and_what_it_printed_last(tmp_path: Path) -> None:
     process.wait(60)
     assert process.ended
     assert process.outcome() == f"was ended by {signal.SIGKILL.name}"
-    assert process.last_lines(1) == "two"
+    assert process.end_of_log() == f"the end of its log ({tmp_path / 'log'}):\n  one\n  two"
     process.kill()
     again = ChildProcess([sys.executable, "-c", "print('three')"], tmp_path / "log", os.environ, append=True)
     again.wait(60)
     assert again.output() == "three\n"
-    assert again.last_lines() == "one\n  two\n  three"
+    assert last_lines(again.log) == ["one", "two", "three"]
+    assert last_lines(tmp_path / "none") == []
 
 
 async def test_a_command_that_ignores_sigterm_is_killed_after_a_while(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class VllmServer:
     def wait(self) -> None:
         """Until it responds; fails with the end of its log if it has ended."""
         wait_until(lambda: self._process.ended or self._responds())
-        assert not self._process.ended, f"vLLM {self._process.outcome()}: {self._process.last_lines(30)}"
+        assert not self._process.ended, f"vLLM {self._process.outcome()}: {self._process.end_of_log()}"
 
     def kill(self) -> None:
         self._process.kill()

@@ -40,8 +40,8 @@ from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import LoRASettings
 from insitu.wire.addresses import http_url
+from insitu.wire.endings import stop_signals
 from insitu.wire.http_server import guard, json_response, listening
-from insitu.wire.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)

@@ -40,6 +40,7 @@ from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.schemas.kinds import EXECUTOR, LLM
+from insitu.wire.endings import end_tasks
 from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient
 
@@ -380,6 +381,4 @@ async def run_limited(
             yield finished.result()
             start()
     finally:
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*running)

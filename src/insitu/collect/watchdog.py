@@ -19,6 +19,7 @@ from traceback import walk_stack
 from typing import Any, TypeVar
 
 from insitu.errors import Stalled, users_place
+from insitu.wire.endings import end_tasks
 from insitu.workflow.event_loop import giving_up
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,7 @@ class Watchdog:
                     if not task.done():
                         self._check()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # also if this is cancelled just after it has failed
+            await end_tasks(task)  # also if this is cancelled just after it has failed
         return task.result()
 
     def _check(self) -> None:

@@ -27,6 +27,7 @@ from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, copy_over, read_outcome, run_tool
 from insitu.wire.child_process import describe_exit
+from insitu.wire.endings import end_tasks
 from insitu.workflow.context import current_scope
 from insitu.workflow.programs import Program, run_program
 
@@ -292,9 +293,7 @@ class Workspace:
             yield reports
         finally:
             loop.remove_reader(control)
-            for task in serving:
-                task.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
+            await end_tasks(*serving)
 
     async def run_agent(self, command: Sequence[str], stdin: bytes, **options: Any) -> Program:
         """As `run`, with the model's endpoint."""

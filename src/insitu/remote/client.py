@@ -24,6 +24,7 @@ from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
 from insitu.remote.attempt_records import Counts, LineCutter
 from insitu.wire.addresses import split_userinfo
 from insitu.wire.connection import CONNECT_TIMEOUT, is_transient, retry_after
+from insitu.wire.endings import end_tasks
 from insitu.wire.http_format import error_message
 from insitu.wire.json_values import decode, encode
 from insitu.wire.redaction import remember_secret
@@ -101,9 +102,7 @@ class ServiceSession:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._lose("was closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self._http.close()
 
     async def check(self, trained: Collection[str] = (), policy_url: str | None = None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from insitu.errors import BackendError, BackendUnavailable, InsituError, format_error
 from insitu.remote.client import ServiceLost, ServiceSession
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +119,7 @@ class ServicePool:
 
     async def close(self) -> None:
         """Ends the services."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await end_tasks(*self._keepers)
         closing = [service.close(gently=service in self._ready) for service in self._services]
         await asyncio.gather(*closing, *self._closing, return_exceptions=True)
 

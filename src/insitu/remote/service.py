@@ -37,6 +37,7 @@ from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason
 from insitu.schemas.kinds import LLM
 from insitu.wire.addresses import http_url, is_loopback_address
+from insitu.wire.endings import end_tasks
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import error_body
 from insitu.wire.http_server import (
@@ -245,8 +246,7 @@ class AttemptStream:
                 if chunk:
                     await write(chunk)
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await end_tasks(reading)
             self.cancel()
 
     def cancel(self) -> None:

@@ -27,6 +27,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.training.interfaces import ResumableAdapter, TrainerAdapter
 from insitu.wire.connection import pause
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +173,7 @@ async def wait_for_job(
         with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
             return await watchdog.watch(lambda: adapter.wait_until_complete(ref))
     finally:
-        polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
+        await end_tasks(polling)
 
 
 def check_completed(what: str, status: TrainingJobStatus) -> None:
@@ -299,5 +299,4 @@ async def watched(adapter: Any, run: RunState | None = None) -> AsyncIterator[No
             raise error from None
         raise
     finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+        await end_tasks(watcher)

@@ -15,6 +15,7 @@ from insitu.schemas.finetuning import TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.training.budget import KnownGroups
 from insitu.training.interfaces import TrajectoryBuilder
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,7 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
 
     async def _cancel(self, key: tuple[str, int]) -> None:
         task = self._started.pop(key)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
 
     async def __aenter__(self) -> Self:
         return self

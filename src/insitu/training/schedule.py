@@ -24,6 +24,7 @@ from insitu.training.interfaces import GroupTrainer, Trainer, TrainerAdapter, Tr
 from insitu.training.metrics import trained_calls, version_metrics
 from insitu.training.observers import Bar, Collected, GroupFiles, Held, IdleClock, Journal, Progress
 from insitu.training.run import Run
+from insitu.wire.endings import end_tasks
 
 _CORRECTIONS = ("truncated_importance", "token_mask", "sequence_mask")
 
@@ -109,7 +110,7 @@ class Schedule:
                 collection = await flight.task
             finally:
                 del self._flights[epoch]
-                await _ended(flight.task)
+                await end_tasks(flight.task)
         stray = stray_completions(self._builder).total()
         self._stray_before = stray if self.staleness else None  # what the next one leaves over begins here
         oldest = self._planned_version(epoch) if self.staleness and served is not None else None
@@ -163,7 +164,7 @@ class Schedule:
     async def abandon(self) -> int:
         """Cancels the epochs that are ahead; returns how many of their episodes have ended and are not trained."""
         flights, self._flights = [*self._flights.values()], {}
-        await _ended(*(flight.task for flight in flights))
+        await end_tasks(*(flight.task for flight in flights))
         return sum(len(flight.held.episodes) for flight in flights)
 
     def check(self, trainer: Trainer) -> None:
@@ -281,13 +282,6 @@ async def collected(
     meta = {"epoch": epoch}
     await trajectories.start_run(run_id, meta)
     return with_recovered_calls(await trajectories.finalize(run_id, meta), run_id, epoch)
-
-
-async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks, and waits until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_planned(episode: Episode, plan: Plan, served: PolicyEndpoint | None) -> bool:

@@ -23,6 +23,7 @@ from insitu.schemas.finetuning import TrainerConfig, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.training.interfaces import ResumableTrainer, StreamingAdapter, TrainerAdapter, TrajectoryBuilder
 from insitu.training.schedule import LoopTrainerConfig
+from insitu.wire.endings import end_tasks
 
 Select = Callable[[TrajectoryCollection], EstimatedEpoch]
 """Decides what of an epoch is trained, and estimates its advantages."""
@@ -101,9 +102,7 @@ class EpochStream(EpochSelection):
 
     async def close(self) -> None:
         """Cancels what has not been submitted."""
-        for task in self._sending:
-            task.cancel()
-        await asyncio.gather(*self._sending, return_exceptions=True)
+        await end_tasks(*self._sending)
         await self._adapter.abandon_job()
 
 

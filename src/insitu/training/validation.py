@@ -17,6 +17,7 @@ from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.run import Run
 from insitu.training.schedule import pinned
+from insitu.wire.endings import end_tasks
 
 
 class Validation:
@@ -148,8 +149,7 @@ class Validation:
     async def cancel(self) -> None:
         """Ends the validation in progress, which `begin` of another process repeats."""
         if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+            await end_tasks(self._beside)
 
     async def run(self, epoch: int, beside: int | None = None) -> dict[str, Any]:
         """Validates (epoch 0: before the first step). The record of a failure has `error` and no reward.

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillRuns
 from pathlib import Path
 
-_TAIL_BYTES = 2**16
+_TAIL_BYTES, _TAIL_LINES = 2**16, 8
 
 
 class ChildProcess:
@@ -111,8 +111,8 @@ class ChildProcess:
             return file.read().decode(errors="replace")
         return ""
 
-    def last_lines(self, count: int = 8) -> str:
-        return last_lines(self.log, count)
+    def end_of_log(self) -> str:
+        return end_of_log(self.log)
 
     def outcome(self) -> str:
         """How it ended, such as "was ended by SIGKILL"."""
@@ -129,13 +129,17 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def last_lines(log: Path, count: int = 8) -> str:
-    """The last lines of a log, indented below one another."""
-    lines: list[str] = []
+def end_of_log(log: Path) -> str:
+    """What the message about a command's end says of its log."""
+    return f"the end of its log ({log}):\n  " + "\n  ".join(last_lines(log) or ["(empty)"])
+
+
+def last_lines(log: Path) -> list[str]:
+    """None if the log is empty, or cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    return "\n  ".join(lines[-count:] or ["(empty)"])
+        return file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    return []
 
 
 def _run_bound(stdin: int, command: Sequence[str]) -> int:

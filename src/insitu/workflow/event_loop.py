@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from insitu.errors import InsituError, describe_error
+from insitu.wire.endings import stop_signals
 from insitu.wire.log_lines import log_line
 from insitu.wire.redaction import outlive_readers
-from insitu.wire.signals import stop_signals
 from insitu.workflow.programs import kill_programs
 
 logger = logging.getLogger(__name__)

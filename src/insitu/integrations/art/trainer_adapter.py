@@ -27,6 +27,7 @@ from insitu.schemas.finetuning import (
 from insitu.training.interfaces import RewardAdapter
 from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id
 from insitu.wire.addresses import http_url
+from insitu.wire.endings import end_tasks
 from insitu.wire.json_values import gc_paused
 
 if TYPE_CHECKING:
@@ -182,9 +183,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     async def close(self) -> None:
         """Stops waiting for running jobs, which the server continues, and closes the connections."""
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # also retrieves the exceptions of failed tasks
+        await end_tasks(*tasks)  # also retrieves the exceptions of failed tasks
         await self._remote.close()
 
     async def policy_endpoint(self) -> PolicyEndpoint:

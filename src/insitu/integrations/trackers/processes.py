@@ -28,7 +28,8 @@ from insitu.errors import ConfigError, InsituError
 from insitu.integrations.trackers.stream import TrackedFiles
 from insitu.runs.files import PROGRESS, TRACKERS
 from insitu.training.trackers import KEY, tracker_class
-from insitu.wire.child_process import ChildProcess
+from insitu.wire.child_process import ChildProcess, last_lines
+from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import hide_url_secrets, redact, redact_stream, remember_environment
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_
     try:
         yield
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*running)
 
 
 async def _check_server(name: str) -> None:
@@ -99,7 +98,7 @@ async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
     elif code:
         why = " (as when memory runs out)" if code == -signal.SIGKILL else ""
         how = "has failed" if code > 0 else process.outcome() + why
-        last = redact(process.last_lines(1)[:300])
+        last = redact((last_lines(log) or ["without a message"])[-1][:300])
         logger.warning("%s: %s %s: %s (%s); %s", KEY, name, how, last, log, _NOTE)
 
 

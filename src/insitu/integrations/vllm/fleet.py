@@ -11,13 +11,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from insitu.backend.inference.sampler import ServedVersions, WeightVersion, canonical
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused, format_error
 from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import STARTED_WITH, Replica, WrongWeights
 from insitu.integrations.vllm.servers import model_files
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Fleet:
         try:
             await asyncio.gather(*checks)
         finally:
-            await cancelled(checks)
+            await end_tasks(*checks)
         for replica in self.replicas:
             self._watching.append(asyncio.create_task(self._watch(replica), name=f"watch {replica.name}"))
 
@@ -140,7 +141,7 @@ class Fleet:
             raise BackendError(f"sampler: {error}") from error
 
     async def close(self) -> None:
-        await cancelled(self._watching)
+        await end_tasks(*self._watching)
         for replica in self.replicas:
             await replica.close()
 
@@ -358,13 +359,6 @@ class Fleet:
             problems = "; ".join(each.problem for each in self.replicas if each.problem)
             within = "" if given_up else f" within {self.waits.for_a_server:g} s"
             raise BackendUnavailable(f"no vLLM server is ready{within}: {problems}") from None
-
-
-async def cancelled(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Cancels tasks, and returns when they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failure(replica: Replica, error: Exception) -> InsituError:

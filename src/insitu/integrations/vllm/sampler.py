@@ -29,7 +29,7 @@ from insitu.backend.inference.sampler import (
 )
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
-from insitu.integrations.vllm.fleet import Fleet, Replaced, Waits, cancelled
+from insitu.integrations.vllm.fleet import Fleet, Replaced, Waits
 from insitu.integrations.vllm.probe import Probe
 from insitu.integrations.vllm.replica import (
     STARTED_WITH,
@@ -43,6 +43,7 @@ from insitu.integrations.vllm.replica import (
 from insitu.integrations.vllm.servers import started_servers
 from insitu.schemas.backend_processes import SamplerOptions
 from insitu.schemas.training_jobs import LoRASettings
+from insitu.wire.endings import end_tasks
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import remember_secret
 
@@ -172,7 +173,7 @@ class VllmSampler(Sampler):
             yield
         finally:
             try:
-                await cancelled(tasks)
+                await end_tasks(*tasks)
             finally:
                 self._in_flight[call.weights] -= call.size
                 self._in_flight += Counter()  # forgets versions without completions

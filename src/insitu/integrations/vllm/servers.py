@@ -49,8 +49,7 @@ class StartedServer:
         """How it ended, with the end of its log; None while it runs."""
         if self._process is None or not self.ended:
             return None
-        lines = self._process.last_lines()
-        return f"{self.name} {self._process.outcome()}; the end of its log ({self._log}):\n  {lines}"
+        return f"{self.name} {self._process.outcome()}; {self._process.end_of_log()}"
 
     def kill(self) -> None:
         if self._process is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from insitu.disk.files import readable_bytes
 from insitu.disk.memory import machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
-from insitu.wire.child_process import ChildProcess, last_lines
+from insitu.wire.child_process import ChildProcess, end_of_log, last_lines
 from insitu.wire.redaction import remember_secret
 
 logger = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class BackendProcess:
                 while (match := _READY_LINE.search(self._process.output())) is None:
                     if self._process.ended:
                         problem = f"insitu backend {self._process.outcome()} before it was ready"
-                        reason = self._own_reason() or f"; {self._memory_reason() or self._log_tail()}"
+                        reason = self._own_reason() or f"; {self._memory_reason() or end_of_log(self._log_path)}"
                         raise BackendUnavailable(f"{problem}{reason}")
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             await self.stop()
-            problem = f"insitu backend was not ready after {startup_timeout:g} s; {self._log_tail()}"
+            problem = f"insitu backend was not ready after {startup_timeout:g} s; {end_of_log(self._log_path)}"
             raise BackendUnavailable(problem) from None
         except BaseException:  # the process must not outlive a failed start
             await self.stop()
@@ -140,7 +140,7 @@ class BackendProcess:
         """How the process has ended on its own, and the end of its log; None while it runs."""
         if self._process is None or not self._process.ended:
             return None
-        return f"the backend process {self._process.outcome()}; {self._memory_reason() or self._log_tail()}"
+        return f"the backend process {self._process.outcome()}; {self._memory_reason() or end_of_log(self._log_path)}"
 
     def _memory_reason(self) -> str | None:
         """A sentence if the kernel has ended the process for lack of memory, as its counters say."""
@@ -161,11 +161,8 @@ class BackendProcess:
 
     def _own_reason(self) -> str | None:
         """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""
-        last = last_lines(self._log_path, 1)
+        last = (last_lines(self._log_path) or [""])[-1]
         return f": {last.removeprefix(_OWN_PREFIX)} (log: {self._log_path})" if last.startswith(_OWN_PREFIX) else None
-
-    def _log_tail(self) -> str:
-        return f"the end of its log ({self._log_path}):\n  {last_lines(self._log_path)}"
 
     async def stop(self) -> None:
         """Terminates the process, and kills it after five seconds."""

@@ -38,6 +38,7 @@ from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.memory import plan_memory, resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -181,9 +182,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     def memory_plan(self) -> MemoryPlan | None:
         return self._memory_plan

@@ -38,6 +38,7 @@ from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import Outcome
 from insitu.wire.child_process import describe_exit
+from insitu.wire.endings import end_tasks
 from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.programs import Program, inherited_environment, run_program
@@ -262,8 +263,7 @@ class Container:
             await self._until(None, settings.verifier.timeout_sec, "tests/test.sh")
             return await self._program
         finally:
-            self._program.cancel()
-            await asyncio.gather(self._program, return_exceptions=True)
+            await end_tasks(self._program)
 
     async def _until(self, event: str | None, limit: float | None, what: str) -> None:
         """Waits until the container has reported an event, or has ended."""

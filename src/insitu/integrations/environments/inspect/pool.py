@@ -94,7 +94,7 @@ class Worker:
         self._process.kill()
         if self._writer is not None:
             self._writer.close()
-        self.lost = f"a worker of inspect {problem or self._process.outcome()}:\n  {self._process.last_lines()}"
+        self.lost = f"a worker of inspect {problem or self._process.outcome()}; {self._process.end_of_log()}"
         for future in self.in_flight.values():
             if not future.done():
                 future.set_exception(BackendUnavailable(self.lost))

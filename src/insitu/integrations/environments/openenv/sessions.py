@@ -307,7 +307,7 @@ class EnvironmentServer:
                 ended = self._process.ended
                 await asyncio.to_thread(self._process.kill)
                 problem = self._process.outcome() if ended else f"does not answer {self.url}/health"
-                raise BackendUnavailable(f"the environment's server {problem}:\n  {self._process.last_lines()}")
+                raise BackendUnavailable(f"the environment's server {problem}; {self._process.end_of_log()}")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _is_healthy(self) -> bool:
