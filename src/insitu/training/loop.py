@@ -66,7 +66,7 @@ class LoopTrainer(EstimatingTrainer):
         self._curriculum_state = dict(run.progress.curriculum or fresh)
         if run_config.validation is not None:
             self.validation = await Validation.opened(run_config, self._builder, adapter, run)
-        await run.check_served(adapter, trains_before=bool(self._stages))
+        await run.check_served(adapter, trains_before=bool(self._stages), epochs_ahead=self._schedule.pinned_epochs)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the job status of each epoch that trained.

@@ -86,10 +86,11 @@ class Run:
         """Reports code of the settings that has changed since the run was started; raises ConfigError unless forced."""
         self.report.notes(self.durable.check_code(settings))
 
-    async def check_served(self, adapter: TrainerAdapter, *, trains_before: bool) -> None:
-        """Raises BackendError if a run is continued and the backend does not serve its weights."""
+    async def check_served(self, adapter: TrainerAdapter, *, trains_before: bool, epochs_ahead: int) -> None:
+        """Raises BackendError or ConfigError if a run that continues needs weights that the backend does not have."""
         if self.durable.continues:
             self.durable.check_served(_version(await adapter.policy_endpoint()), warms_up=trains_before)
+            self.durable.check_versions(epochs_ahead)
 
     async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
         """Records the settings of a new run, and plays one row."""
@@ -184,8 +185,10 @@ class Run:
             await (self._plot.finish if last else self._plot.update)(self.rewards, self.validations)
 
     async def conclude(self, best: Mapping[str, Any] | None) -> None:
-        """Draws the plot and prints the summary, with the best validation. Raises InsituError if no epoch trained, or a
-        validation failed."""
+        """Draws the plot, and prints the summary with the best validation.
+
+        Raises InsituError if no epoch trained, or a validation failed.
+        """
         self.report.end_run()
         await self.draw(last=True)
         self.report.summary(self.validations, best, self.store)

@@ -207,8 +207,11 @@ class Schedule:
             await adapter.prepare_staleness(self.staleness, pinned=self.pinned)
         except ConfigError as error:
             raise ConfigError(f"{key}, but {error}") from None
-        if self.pinned and self._durable.continues:
-            self._durable.check_versions(self.staleness)
+
+    @property
+    def pinned_epochs(self) -> int:
+        """How many training jobs the weights that are sampled from are older than the newest, if they are pinned."""
+        return self.staleness if self.pinned else 0
 
     @property
     def _key(self) -> str:
