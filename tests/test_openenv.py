@@ -291,7 +291,9 @@ async def test_a_long_reset_is_waited_for(write: Any, server: FakeOpenAI) -> Non
 async def test_a_server_that_does_not_start(write: Any, server: FakeOpenAI) -> None:
     file = project(write, server, command=[sys.executable, "-c", "raise SystemExit('no game today')"])
     async with Builder(load_config(file)) as builder:
-        with pytest.raises(BackendUnavailable, match=r"ended with exit code 1; the end of its log \(.*server.log\):\n  no game today"):
+        with pytest.raises(
+            BackendUnavailable, match=r"ended with exit code 1; the end of its log \(.*server.log\):\n  no game today"
+        ):
             await builder.get_workflow()
 
 

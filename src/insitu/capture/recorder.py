@@ -30,8 +30,7 @@ from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import choice_tokens, sent_logprobs
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, parse_count
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, load_json, parse_count
 
 logger = logging.getLogger(__name__)
 

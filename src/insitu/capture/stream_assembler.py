@@ -8,8 +8,7 @@ import aiohttp
 import orjson
 
 from insitu.wire.connection import MAX_LINE
-from insitu.wire.http_format import DONE, error_message
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import DONE, error_message, load_json
 
 
 class StreamAssembler:

@@ -35,7 +35,8 @@ from insitu.disk.files import (
     writing,
 )
 from insitu.errors import InsituError
-from insitu.wire.json_values import json_form, load_json
+from insitu.wire.http_format import load_json
+from insitu.wire.json_values import json_form
 from insitu.wire.redaction import redact_bytes
 
 logger = logging.getLogger(__name__)

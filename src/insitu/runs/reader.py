@@ -34,7 +34,7 @@ from insitu.runs.records import (
 )
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import load_json
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@
 {"token_ids": [7, 2], "logprobs": {"token_logprobs": [-0.1, -0.7]}}                          a compact choice
 """
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -109,3 +110,14 @@ def parse_token_ids(tokens: Iterable[Any]) -> list[int] | None:
             return None
         ids.append(parsed)
     return ids or None
+
+
+def load_json(data: bytes) -> Any:
+    """Parses JSON, also with a byte order mark, lone surrogates, NaN or Infinity. Raises ValueError."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from insitu.errors import ConfigError, WorkflowError
@@ -49,17 +48,6 @@ def decode(text: bytes) -> Any:
         return from_json(text)
     except ValueError:  # lone surrogates again, or not JSON
         return json.loads(text)
-
-
-def load_json(data: bytes) -> Any:
-    """Parses JSON, also with a byte order mark, lone surrogates, NaN or Infinity. Raises ValueError."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return json.loads(data)
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
 
 
 @cache

@@ -8,7 +8,7 @@ import orjson
 
 from insitu.errors import BackendError, RequestRefused
 from insitu.wire.connection import Connection
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import load_json
 
 Text = tuple[int, ...]
 """Token ids."""

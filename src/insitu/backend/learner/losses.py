@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from insitu.errors import BackendError, foreign_errors
+from insitu.errors import BackendError, InsituError, describe_error
 from insitu.schemas.parts import TokenBatch, TokenLoss, load_named
 from insitu.schemas.training_jobs import DPOSettings, KLSettings, KTOSettings, LossSettings
 
@@ -193,8 +193,13 @@ def probe(objective: TokenObjective, settings: LossSettings) -> tuple[str, ...]:
     one = torch.zeros(1, 1)
     new_BT = one.clone().requires_grad_()
     batch = TokenBatch(new_BT, one, one, one, new_BT.exp(), one + 1, one == 0, one[0] + 1)
-    with torch.random.fork_rng(devices=()), foreign_errors(BackendError, "objective"):
-        loss, metrics = checked_loss(objective(batch, settings), batch, settings)
+    with torch.random.fork_rng(devices=()):
+        try:
+            loss, metrics = checked_loss(objective(batch, settings), batch, settings)
+        except InsituError:
+            raise
+        except Exception as error:  # code of the user may raise anything
+            raise BackendError(f"objective: {describe_error(error)}") from error
     if not loss.requires_grad:
         raise BackendError("objective: the loss does not depend on new_BT or ratio_BT, so it has no gradient")
     return tuple(metrics)

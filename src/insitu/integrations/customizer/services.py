@@ -30,8 +30,7 @@ from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterCo
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum
 from insitu.wire.connection import is_transient, retry_after
-from insitu.wire.http_format import error_message
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import error_message, load_json
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from insitu.training.report import counts
 from insitu.training.run import Run, check_collected
 from insitu.training.run_file import settings_of
 from insitu.training.schedule import Schedule
-from insitu.wire.json_values import load_json
+from insitu.wire.http_format import load_json
 
 
 @register_trainer(config_type=NeMoCustomizerTrainerConfig)
