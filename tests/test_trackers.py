@@ -108,7 +108,9 @@ def finetune(folder: Path, site: Path, *options: str) -> Any:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/trackers/Recording.jsonl").read_text().splitlines()]
+    """The complete lines: the last one may be being written."""
+    lines = (folder / "run/trackers/Recording.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.fixture(scope="module")
