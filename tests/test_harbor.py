@@ -35,6 +35,8 @@ MOUNTS = [
     "{env_file}",
 ]
 RUN = ["docker", "run", "--rm", "-i", *MOUNTS, "{image}"]
+SECONDS = "60.25"
+"""For which programs sleep that must not outlive their episode; nothing else on the machine sleeps for as long."""
 ASK = """
 import json, os, sys, urllib.request
 body = json.dumps({"model": "any", "messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
@@ -242,14 +244,14 @@ async def test_a_reward_that_is_missing_or_malformed_is_none(
         ({"command": ["nothing"]}, {}, WorkflowError, "task one: nothing ended with exit code 127: .*not found"),
         ({"command": ["seq", "100"], "max_output": 9}, {}, WorkflowError, "seq printed more than max_output: 9 bytes"),
         (
-            {"command": ["sleep", "60"]},
+            {"command": ["sleep", SECONDS]},
             {"toml": "[agent]\ntimeout_sec = 1"},
             EpisodeTimeout,
             "sleep took more than 1 s",
         ),
         (
             {"timeout_multiplier": 0.5},
-            {"test": "#!/bin/sh\nsleep 60\n", "toml": "[verifier]\ntimeout_sec = 2"},
+            {"test": f"#!/bin/sh\nsleep {SECONDS}\n", "toml": "[verifier]\ntimeout_sec = 2"},
             EpisodeTimeout,
             "tests/test.sh took more than 1 s",
         ),
@@ -263,7 +265,7 @@ async def test_what_fails_is_told(
     assert type(error) is kind
     with pytest.raises(InsituError, match=message):
         raise error
-    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "60"]]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", SECONDS]]
 
 
 async def test_a_model_that_fails_is_named(project: Path, server: FakeOpenAI) -> None:
