@@ -11,7 +11,6 @@ model        loads Hugging Face causal language models, after insitu.disk.model_
 import json
 import os
 from collections.abc import MutableMapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,11 +63,13 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 def _object(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    parsed: Any = None
-    with suppress(ValueError):
-        parsed = None if value is None else json.loads(value)
-    if value is None or isinstance(parsed, dict):
-        return parsed
+    if value is None:
+        return None
+    try:
+        if isinstance(parsed := json.loads(value), dict):
+            return parsed
+    except ValueError:
+        pass
     raise click.BadParameter(f'{value!r}; give a JSON object such as {{"max-num-seqs": 64}}')
 
 

@@ -228,7 +228,7 @@ class RecordedGroups:
         return next(reversed(self.same_row(row_id, epoch)), None)
 
     def same_row(self, row_id: str, epoch: int | None = None) -> list[sqlite3.Row]:
-        """The groups of a row, in all epochs or one; if it has none of its own, those that it is in with others."""
+        """The groups of a row, in one epoch or in all; those that it shares with other rows if none is its own."""
         own, shared = "row_id = ?", "id IN (SELECT group_id FROM episodes WHERE row_id = ?)"
         at, values = ("", (row_id,)) if epoch is None else (" AND epoch = ?", (row_id, epoch))
         queries = (f"SELECT * FROM groups WHERE {which}{at} ORDER BY epoch, id" for which in (own, shared))

@@ -97,7 +97,7 @@ def _flat_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEpoch) -> dict[str, Any]:
     """Statistics of what an epoch has collected, and of what the trainer has selected of it."""
     collection, advantages, _ = estimated
-    metrics = collected_metrics(collected.collection.trajectories)
+    metrics = {**collected.metrics}
     if isinstance(trainer, GroupTrainer):
         trained = {str(t.id) for t, _ in advantages}
         metrics["frac_reward_zero_std"] = teaches_nothing(collected.collection, trained, collection.drop_reasons)
@@ -105,7 +105,6 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
     curriculum = trainer.get_curriculum_state() if trainer.curriculum_config.enabled else None
     return {
         **metrics,
-        **collected.metrics,
         **(trainer.own_metrics(advantages) if trainer.own_metrics is not None else {}),
         "curriculum_percentile": curriculum and curriculum["current_percentile"],
         "curriculum_state": curriculum and {k: v for k, v in curriculum.items() if k != "reward_sums"},

@@ -25,7 +25,6 @@ from insitu.training.interfaces import PairTrainer, SingleJobTrainer, Trainer, T
 from insitu.training.jobs import job_warnings, new_version
 from insitu.training.metrics import (
     EpochResult,
-    collected_metrics,
     epoch_metrics,
     likely_causes,
     untrained_causes,
@@ -35,7 +34,7 @@ from insitu.training.observers import Collected
 from insitu.training.report import Report, counts
 from insitu.training.run_file import origin_of, run_record
 
-_REWARDS = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
+_REWARDS = ("avg_reward", "min_reward", "max_reward", "num_trajectories")
 
 
 class Run:
@@ -119,8 +118,7 @@ class Run:
 
     def note_rewards(self, epoch: int, collected: Collected) -> None:
         """Adds the rewards of an epoch to `reward_history.json`."""
-        metrics = {"epoch": epoch, **collected_metrics(collected.collection.trajectories)}
-        self.rewards.append({key: metrics[key] for key in _REWARDS})
+        self.rewards.append({"epoch": epoch, **{key: collected.metrics[key] for key in _REWARDS}})
 
     async def record_selection(
         self, trainer: Trainer, epoch: int, collected: Collected, estimated: EstimatedEpoch, seconds: float

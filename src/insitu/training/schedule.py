@@ -21,7 +21,7 @@ from insitu.schemas.episodes import DropReason, Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainerConfig, TrajectoryCollection
 from insitu.training.budget import KnownGroups
 from insitu.training.interfaces import GroupTrainer, Trainer, TrainerAdapter, TrajectoryBuilder
-from insitu.training.metrics import trained_calls, version_metrics
+from insitu.training.metrics import collected_metrics, trained_calls, version_metrics
 from insitu.training.observers import Bar, Collected, GroupFiles, Held, IdleClock, Journal, Progress
 from insitu.training.run import Run
 from insitu.wire.endings import end_tasks
@@ -117,7 +117,7 @@ class Schedule:
         newest = served.version if served is not None else None
         ages = version_metrics(collection.trajectories, newest) if self.staleness and newest is not None else {}
         counts = {"stray_completions": stray - stray_before, **flight.progress.metrics}
-        metrics = {**counts, "policy_version": newest, **ages}
+        metrics = {**collected_metrics(collection.trajectories), **counts, "policy_version": newest, **ages}
         return Collected(collection, flight.served if self.pinned else served, oldest, flight.progress, metrics)
 
     def settings(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class ChildProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, -N if signal N ended it; None while it runs."""
+        """The exit code, or -N if signal N ended the command; None while it runs."""
         return self._code.result() if self._code.done() else None
 
     @property
@@ -135,7 +135,7 @@ def end_of_log(log: Path) -> str:
 
 
 def last_lines(log: Path) -> list[str]:
-    """None if the log is empty, or cannot be read."""
+    """The last lines of a log; an empty list if it has none or cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
