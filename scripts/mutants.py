@@ -206,7 +206,7 @@ class Tree:
     """A copy of the tree, in which the tests of an area run."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = folder / "tree"
+        self.root, self.log = folder / "tree", folder / "pytest.log"
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
         for name in filter(None, names):
@@ -226,15 +226,16 @@ class Tree:
     def _passes(self, file: Path, limit: float | None) -> bool:
         variables = os.environ | {"PYTHONPATH": str(self.root / "src")}
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not types"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, file],
-            cwd=self.root,
-            env=variables,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY)),
-        )
+        with self.log.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, file],
+                cwd=self.root,
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY)),
+            )
         try:
             return process.wait(limit) == 0
         except subprocess.TimeoutExpired:
@@ -250,7 +251,7 @@ def try_mutants(area: str, mutants: list[Mutant], results: Path, done: dict[str,
     tests = AREAS[area].tests
     failing = tree.failing(tests)
     if failing is not None:
-        raise SystemExit(f"{area}: test_{failing}.py fails without a mutant")
+        raise SystemExit(f"{tree.log.read_text()[-3000:]}\n{area}: test_{failing}.py fails without a mutant")
     limit = 3 * (time.monotonic() - started) + 60
     for mutant in mutants:
         if identity(mutant) in done:
