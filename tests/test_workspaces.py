@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from waiting import until
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
+from insitu.gateway import bubblewrap
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
 from insitu.workflow.context import EpisodeScope
@@ -59,7 +61,7 @@ async def agent(project: Path, server: FakeOpenAI, code: str, **block: Any) -> A
     workflow["command"] = [str(project / part) if part == "agent.py" else part for part in workflow["command"]]
     workflow.setdefault("workspace", {"copy": "task"})
     if workflow["workspace"]:
-        workflow["workspace"] = {"folder": str(project / "temporary"), **workflow["workspace"]}
+        workflow["workspace"] = {"folder": str(project / "temporary"), "result": ["."], **workflow["workspace"]}
     text = json.dumps({"llms": {"player": model}, "workflow": workflow, "eval": {"general": {"output_dir": "out"}}})
     (project / "config.yml").write_text(text)
     async with Builder(load_config(project / "config.yml")) as builder:
@@ -126,8 +128,8 @@ async def test_a_verifier_writes_the_reward(project: Path, server: FakeOpenAI) -
         ("open('reward.json', 'w').write('NaN')", "reward.json is malformed"),
         ("open('reward.json', 'w').write('{\"reward\": 1, \"score\": 1}')", "it has the keys score"),
         ("open('reward.json', 'w').write('{')", "reward.json is malformed"),
-        ("import os; os.mkdir('reward.json')", "reward.json (is not a file|cannot be read)"),
-        ("import os; os.symlink('number.txt', 'reward.json')", "reward.json cannot be read"),
+        ("import os; os.mkdir('reward.json')", "reward.json is not a file"),
+        ("import os; os.symlink('number.txt', 'reward.json')", "reward.json is not a file"),
         ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
         ("raise SystemExit(127)", "ended with exit code 127"),
         ("raise SystemExit(137)", "ended with exit code 137"),
@@ -260,6 +262,176 @@ print(said('grep', '-r', {str(project / "repository")!r}, '.git'))
     assert (repository / "number.txt").read_text() == "2"
 
 
+@pytest.fixture
+def tested(project: Path) -> Path:
+    """A task with a repository, a helper and a Makefile, and hidden cases."""
+    files = {
+        "task/solution.py": "def answer(): return 1\n",
+        "task/helper.py": "def is_right(value): return value == 2\n",
+        "task/Makefile": f"check:\n\t{sys.executable} cases/check.py\n",
+        "checks/cases/test_solution.py": "from check import right\ndef test_it(): assert right\n",
+        "checks/cases/check.py": "import json, os, sys\nsys.path += [os.getcwd()]\nimport helper, solution\n"
+        "right = helper.is_right(json.loads(json.dumps(solution.answer())))\n"
+        "if __name__ == '__main__': sys.exit(not right)\n",
+    }
+    for name, text in files.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    run(["git", "init", "-q", str(project / "task")])
+    return project
+
+
+SOLVE = "open('solution.py', 'w').write('def answer(): return 2')"
+CHECK = [sys.executable, "cases/check.py"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "cases"]
+PASS = "import os; os._exit(0)"
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("verify", "plant"),
+    [
+        (PYTEST, f"write('pytest.py', {PASS!r})"),
+        (PYTEST, f"write('conftest.py', {PASS!r})"),
+        (PYTEST, "write('pytest.ini', '[pytest]\\naddopts = --version')"),
+        (PYTEST, f"os.mkdir('cases'); write('cases/__init__.py', {PASS!r}); write('cases/conftest.py', {PASS!r})"),
+        (CHECK, f"write('json.py', {PASS!r}); write('sitecustomize.py', {PASS!r})"),
+        (CHECK, f"write('x.pth', {PASS!r}); write('evil.py', {PASS!r}); pyc('evil.py', 'helper')"),
+        (["make", "-s", "check"], "write('GNUmakefile', 'check:\\n\\ttrue'); write('Makefile', 'check:\\n\\ttrue')"),
+        (
+            ["sh", "-c", f"git status > /dev/null; {sys.executable} cases/check.py"],
+            "write('.git/x', '#!/bin/sh\\necho 1 > reward.json'); os.chmod('.git/x', 0o755);"
+            "subprocess.run(['git', 'config', 'core.fsmonitor', '.git/x'])",
+        ),
+        (CHECK, "os.symlink('/usr', 'cases'); os.remove('solution.py'); os.symlink('helper.py', 'solution.py')"),
+        (CHECK, "os.mkfifo('cases'); os.remove('helper.py'); write('reward.json', '1')"),
+    ],
+    ids=["runner", "conftest", "ini", "package", "json", "bytecode", "make", "git", "links", "fifo"],
+)
+async def test_what_an_agent_plants_is_not_judged(
+    tested: Path, server: FakeOpenAI, verify: list[str], plant: str, network: str
+) -> None:
+    code = f"""
+import importlib.util, os, py_compile, subprocess
+def write(name, text): open(name, 'w').write(text)
+def pyc(source, name):
+    os.makedirs('__pycache__', exist_ok=True)
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(source, importlib.util.cache_from_source(f'{{name}}.py'), invalidation_mode=mode)
+{plant}
+"""
+    block = {"verify": verify, "verify_files": "checks", "network": network}
+    async with agent(tested, server, code, **block) as workflow:
+        assert (await episode(workflow))["reward"] == 0.0
+    async with agent(tested, server, SOLVE, **block) as workflow:
+        assert (await episode(workflow))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, server: FakeOpenAI, network: str) -> None:
+    """Files that it has deleted are gone, and what decides how tests run is taken if it is named."""
+    (tested / "task/parts").mkdir()
+    for name in ("a", "b"):
+        (tested / f"task/parts/{name}.txt").write_text(name)
+    code = "import os, pathlib; os.remove('parts/a.txt'); pathlib.Path('parts/c.txt').write_text('c')\n"
+    code += "open('conftest.py', 'w').write('x'); open('helper.py', 'w').write('x'); os.chmod('parts', 0o555)"
+    shows = verify(
+        "import os, json; json.dump({'reward': 1, 'metrics': {n: 1 for d, _, f in os.walk('.') if '.git' "
+        "not in d for n in [d + '/' + each for each in f]}}, open('reward.json', 'w'))"
+    )
+    workspace = {"copy": "task", "result": ["parts/", "conftest.py", "{question}.txt"]}
+    given = await outcome(tested, server, code, workspace=workspace, verify=shows, network=network)
+    names = {"helper.py", "solution.py", "Makefile", "number.txt", "conftest.py", "parts/b.txt", "parts/c.txt"}
+    assert set(given["metrics"]) == {f"./{name}" for name in names}
+
+
+async def test_a_verifier_runs_programs_of_the_agent_apart(tested: Path, server: FakeOpenAI) -> None:
+    """They see what was left, but neither the verifier nor its files, and can write nowhere but to a /tmp."""
+    check = """
+import os, subprocess, sys
+isolated = os.environ["INSITU_ISOLATED"]
+expected = open(sys.argv[1] + "/cases/check.py").read()
+assert expected == open("cases/check.py").read()
+done = subprocess.run([isolated, sys.executable, "solution.py", str(os.getpid())], capture_output=True, text=True)
+if done.stdout.strip() != "4" or os.path.exists("/tmp/x"):
+    print(done, file=sys.stderr)
+    sys.exit(126)
+"""
+    cheats = f"""
+import os, pathlib, signal, subprocess, sys
+open('/tmp/x', 'w').write('x')
+tried = []
+def attempt(name, act):
+    try: act()
+    except OSError: return
+    tried.append(name)
+for place in ('reward.json', '/dev/x', 'solution.py', '/usr/x'):
+    attempt(place, lambda: open(place, 'a').write('1'))
+for place in ('cases/check.py', '/run/verify_files/cases/check.py', '{tested}/checks/cases/check.py'):
+    attempt(place, lambda: open(place).read())
+attempt('kill', lambda: os.kill(int(sys.argv[1]), signal.SIGKILL))
+attempt('all', lambda: os.kill(-1, signal.SIGKILL))
+attempt('proc', lambda: open(f'/proc/{{sys.argv[1]}}/mem'))
+attempt('proc', lambda: open('/proc/1/environ'))
+print(tried or 4)
+"""
+    (tested / "verifier").mkdir()
+    (tested / "verifier/check.py").write_text(check)
+    async with agent(
+        tested,
+        server,
+        f"open('solution.py', 'w').write({cheats!r})",
+        verify=[sys.executable, str(tested / "verifier/check.py"), "{verify_files}"],
+        verify_files="checks",
+        workspace={"copy": "task", "result": ["solution.py"]},
+    ) as workflow:
+        assert (await episode(workflow))["reward"] == 1.0
+
+
+async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:
+    """Not in the project's repository, in what earlier runs kept, or in results that are made later; nor are rows."""
+    run(["git", "init", "-q", str(tested)])
+    (tested / "rows.jsonl").write_text('{"id": 7, "question": "hi", "answer": "secret"}')
+    for place in ("out.1", "other"):
+        (tested / place).mkdir()
+        (tested / place / "run.json").write_text("{}")
+    code = f"""
+import os
+os.chdir({str(tested)!r})
+print([name for name in ('.git', 'out', 'out.1', 'other', 'checks') if os.listdir(name)])
+open('rows.jsonl').read()
+"""
+    async with agent(tested, server, code, verify=CHECK, verify_files="checks"):
+        config = json.loads((tested / "config.yml").read_text())
+    assert not (tested / "out").exists()
+    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    (tested / "config.yml").write_text(json.dumps(config))
+    async with Builder(load_config(tested / "config.yml")) as builder:
+        workflow = await builder.get_workflow()
+        (tested / "out/made").mkdir()
+        with pytest.raises(WorkflowError, match=r"Permission denied: 'rows.jsonl'"):
+            await episode(workflow)
+        (tested / "agent.py").write_text(code.replace("open(", "str("))
+        with pytest.raises(WorkflowError, match="no attribute 'read'"):
+            await episode(workflow)
+        (tested / "agent.py").write_text(code.partition("open(")[0])
+        assert (await episode(workflow))["answer"] == "[]"
+
+
+async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, server: FakeOpenAI) -> None:
+    plant = (
+        "import os, socket; os.mkfifo('fifo'); socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
+    )
+    nested = "for _ in range(300): os.mkdir('nested'); os.chdir('nested')\n"
+    block: dict[str, Any] = {"verify": ["sh", "-c", "exit 126"], "verify_files": "checks"}
+    for code, whole in ((f"{plant}{nested}raise SystemExit(3)", True), (plant, False)):
+        with pytest.raises(WorkflowError, match="its workspace is") as raised:
+            await outcome(tested, server, code, **block, workspace={"copy": "task", "result": ["solution.py"]})
+        kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
+        names = {"solution.py", "helper.py", "Makefile", "number.txt", ".git", "nested"} if whole else {"solution.py"}
+        assert set(os.listdir(kept)) == names
+
+
 def alive(marker: str) -> list[psutil.Process]:
     """The processes whose command line has a text."""
     found = []
@@ -350,11 +522,12 @@ for number in range(100):
     files[-1].write(bytes(2**20))
 signal.pause()
 """
-NESTS = """
+SPARSE = "import os\nos.truncate('number.txt', 300 * 2**30)"
+MANY_FILES = "import os\nfor number in range(1500): open(f'{number}', 'w').close()"
+MEMORY_FILE = """
 import os, signal
-for number in range(3000):
-    os.mkdir('nested')
-    os.chdir('nested')
+kept = os.memfd_create('kept')
+for number in range(200): os.write(kept, bytes(2**20))
 signal.pause()
 """
 TAKES = "import signal\nkept = [bytearray(2**20) for _ in range({each})]\nsignal.pause()"
@@ -367,27 +540,49 @@ running = [subprocess.Popen([sys.executable, '-c', code]) for _ in range(4)]
 BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+FULL = "No space left on device"
+
+
 @pytest.mark.parametrize(
-    ("code", "limits", "message"),
+    ("code", "limits", "message", "networks"),
     [
-        (FORKS, {"processes": 40}, "exceeded limits.processes: 40"),
-        (FILLS, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
-        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
-        (KEEPS_DELETED, {"folder_size": "20MiB"}, "exceeded limits.folder_size"),
-        (NESTS, {"folder_size": "1GiB"}, "exceeded limits.folder_size"),
-        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError"),
-        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory"),
-        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1"),
-        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large"),
-        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s"),
+        (FORKS, {"processes": 40}, "exceeded limits.processes: 40", NETWORKS),
+        (FILLS, {"folder_size": "20MiB"}, FULL, ["model"]),
+        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL, ["model"]),
+        (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL, ["model"]),
+        (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large", ["model"]),
+        (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000", NETWORKS),
+        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError", NETWORKS),
+        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
+        (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
+        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1", NETWORKS),
+        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
+        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
     ],
-    ids=["forks", "fills", "temporary", "deleted", "nests", "memory", "together", "cpu", "file", "time"],
+    ids=[
+        "forks",
+        "fills",
+        "temporary",
+        "deleted",
+        "sparse",
+        "files",
+        "memory",
+        "together",
+        "memfd",
+        "cpu",
+        "file",
+        "time",
+    ],
 )
 async def test_an_agent_without_end_harms_no_other(
-    project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, network: str
+    project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, networks: list[str]
 ) -> None:
     """An episode beside it has the result that it has alone, and all of it is gone afterwards."""
+    for network in networks:
+        await harms_no_other(project, server, code, limits, message, network)
+
+
+async def harms_no_other(project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, network: str) -> None:
     whole = f"import json, sys\nif json.load(sys.stdin)['id'] == 'good':\n    {FIX}\n    raise SystemExit\n{code}"
     block: dict[str, Any] = {
         "network": network,
@@ -406,12 +601,14 @@ async def test_an_agent_without_end_harms_no_other(
         await until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command], 0.1)
         assert not [path for path in leftovers(project)[0].iterdir() if path.name.startswith("r-")]
     assert not leftovers(project)
-    if "folder_size" in str(raised.value):  # nothing of it is kept
-        assert not (project / "out").exists()
-    else:
+    if "its workspace is" in str(raised.value):
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
         assert kept.parent == project / "out/workspaces"
         assert (kept / "number.txt").exists()
+
+
+def _refused() -> tuple[int, ...]:
+    return bubblewrap._SYSTEM_CALLS[platform.machine()][3]
 
 
 def block_device() -> str:
@@ -430,11 +627,9 @@ async def test_an_agent_reaches_its_model_and_nothing_else(
         ports = [listener.getsockname()[1], int(server.base_url.split(":")[2].split("/")[0])]
         disk = block_device()
         code = f"""
-import json, os, pathlib, socket, subprocess, sys
+import ctypes, json, os, pathlib, socket, subprocess, sys
 row = json.load(sys.stdin)
 if row['id'] == 'first':
-    pathlib.Path('secret').write_text('x')
-    print(os.getcwd(), flush=True)
     open({str(project / "stop")!r}).read()
     raise SystemExit
 tried = []
@@ -455,6 +650,20 @@ attempt('processes', lambda: os.kill({os.getpid()}, 0))
 attempt('unmount', lambda: subprocess.run(['umount', row['root']], check=True, capture_output=True))
 attempt('kernel', lambda: open('/proc/sys/vm/swappiness', 'r+').write('60'))
 attempt('disk', lambda: open({disk!r}, 'rb').read(1) or 1 / 0)
+attempt('terminal', lambda: open('/dev/tty') and os.listdir('/dev/pts') != ['ptmx'] or 1 / 0)
+attempt('devices', lambda: pathlib.Path('/dev/x').write_text('x'))
+for family in (socket.AF_VSOCK, socket.AF_PACKET, socket.AF_ALG, 45):
+    attempt(f'family {{family}}', lambda: socket.socket(family, socket.SOCK_DGRAM))
+attempt('uevents', lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15))
+attempt('user namespace', lambda: subprocess.run(['unshare', '-U', 'true'], check=True, capture_output=True))
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number):
+    assert libc.syscall(number, 0, 0, 0, 0, 0) == -1
+    if ctypes.get_errno() == 1:
+        raise PermissionError
+for number in {list(_refused())}:
+    attempt(f'system call {{number}}', lambda: call(number))
+assert socket.socketpair() and socket.socket(socket.AF_INET6) and socket.if_nameindex()
 attempt('mine', lambda: pathlib.Path('/tmp/x').write_text('x') and pathlib.Path('x').write_text('x'))
 print(tried)
 {ASK}
@@ -462,12 +671,11 @@ print(tried)
         async with agent(project, server, code) as workflow:
             root = leftovers(project)[0]
             first = asyncio.create_task(episode(workflow, "first"))
-            await until(lambda: bool([*root.glob("r-*/work/secret")]))
-            other = next(root.glob("r-*/work/secret")).parent
-            given = await episode(workflow, "second", other=str(other), root=str(root))
+            with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
+                (other,) = root.glob("r-*")
+                given = await episode(workflow, "second", other=str(other), root=str(root))
             assert given == "['mine']\necho: hi"
             assert not (other / "written").exists()
-            (project / "stop").write_text("")
             await first
 
 
@@ -547,8 +755,12 @@ asyncio.run(main())
         ({"workspace": {"copy": "task", "folder": "config.yml"}}, "workspace.folder: .* cannot be made"),
         ({"limits": {"memory": 10_000}}, "`true` cannot be run within workflow.limits"),
         ({"network": "none"}, "network"),
+        ({"network": "host", "limits": {"folder_size": "1MiB"}}, "limits.folder_size needs network: model"),
+        ({"verify": ["true"], "workspace": {"copy": "task", "result": None}}, r"result: \[solution.py\]"),
+        ({"workspace": {"copy": "task", "result": ["../x"]}}, "result has '../x'; allowed: paths in the workspace"),
+        ({"workspace": {"copy": "task", "result": [".git/config"]}}, ".git is never taken from an agent"),
         ({"limits": {"memory": "much"}}, "memory"),
-        ({"limits": {"files": 3}}, "files"),
+        ({"limits": {"folders": 3}}, "folders"),
     ],
 )
 async def test_a_wrong_block_is_told(project: Path, server: FakeOpenAI, block: dict[str, Any], message: str) -> None:
@@ -581,7 +793,8 @@ async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: Fa
         assert done.stdout.startswith(expected)
         if not expected:
             assert "workflow.network is model, but this system does not let programs be confined" in done.stderr
-            assert "(unshare: No space left on device): set network: host" in done.stderr.replace("[Errno 28] ", "")
+            assert "(Creating new namespace failed" in done.stderr
+            assert "), or set network: host" in done.stderr
 
 
 async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:

@@ -25,6 +25,7 @@ from yarl import URL
 
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.gateway.bubblewrap import find_bubblewrap
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.gateway.workspace_config import WorkspaceKeys
@@ -102,6 +103,10 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
     """Time limit in seconds, also of `verify`; none: that of the episode."""
     answer: Literal["text", "json"] = "text"
     """How to parse the standard output."""
+
+    def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
+        if self.workspace is not None and self.network != "host":
+            find_bubblewrap()
 
 
 class ModelUrl(BaseModel):
@@ -249,7 +254,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
                 episode_endpoint(gateway, None if workspace is None else workspace.address)
             )
             variables = environment(endpoint, config)
-            run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, workspace.work)
+            run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, Path())
             done = await run_in(
                 with_values(config.command, values, folder),
                 stdin,
@@ -280,7 +285,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
                 answer = _parse_json_answer(bytes(done.stdout), name)
             if workspace is None or config.verify is None:
                 return answer
-            verify = with_values(config.verify, values, folder)
+            verify = with_values(config.verify, values | workspace.verifier_files(), folder)
             return await workspace.judge(verify, answer, _json(row), _common_environment(config), config.timeout)
 
     async with AsyncExitStack() as stack:

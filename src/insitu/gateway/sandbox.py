@@ -1,153 +1,206 @@
-"""Runs a program with the limits of its workspace, and ends with all of its processes.
+"""Runs a program in a folder of its own, with nothing left running, and sends what is wanted of the folder.
 
-    python -I -S sandbox.py '{"control": 5, "isolated": true, ...}' PROGRAM ARGUMENT...
+    python -I -S sandbox.py '{"control": 5, "work": "/tmp/work", ...}' PROGRAM ARGUMENT...
 
-`workspaces` starts it by its path, and it imports only the standard library. `control` is the descriptor of a socket:
-a message with the listening socket of a new network namespace, for the gateway, goes out first, and one JSON object
-last: `exit` (code or negative signal), `limit` (the one exceeded) or `refused` (why nothing was run). All processes are
-killed when the other end of the socket is closed, even by the death of its process.
+`workspaces` starts it by its path, within bubblewrap or without, and it imports only the standard library. `control` is
+the descriptor of a socket: a message with a listening socket, for the gateway, goes out first, and one JSON object
+last: `exit` (code or negative signal) with what `pack` returns, or `refused` (why nothing was run). The program is
+killed when a message comes in, or when the other end is closed. What reads from it trusts nothing of it: the program
+may have taken its place.
 """
 
-import ctypes
-import errno
-import fcntl
 import json
 import os
 import resource
 import select
+import shlex
+import shutil
 import signal
 import socket
 import stat
-import struct
+import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x00020000 | 0x08000000  # user, network, pid, mount, ipc
-_NOSUID, _NODEV, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, -100, 0x8000, 1
-_DEATH_SIGNAL, _DUMPABLE, _DROP_BOUND, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 24, 36, 38
-_POLL_SECONDS = 0.1
-"""Time between two looks at the processes."""
-_TERM_SECONDS = 1.5
-"""Time between SIGTERM and SIGKILL; less than that of `programs`, which then kills this process."""
-_RESERVED_PIDS = 301
-"""The least value of pid_max; so many more processes than `limits.processes` may be alive until they are counted."""
-_FEWEST_BYTES = 4096
-"""What a file counts for at least: empty files fill a disk too."""
-_OWN_FOLDERS = ("/tmp/", "/run/", "/dev/shm/")
-"""What is another folder in the sandbox; paths in them that the program needs are mounted there."""
-_SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
-"""Entries of /proc that the root user may write to without any capability."""
-
-
-def _call(what: str, result: int) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+_SUBREAPER = 36
+_BYTES_PER_FILE = 2048
+"""What the archive has for each file, besides its content."""
+_DEEPEST = 200
+"""Levels of folders that are sent."""
+_RUNNERS = {
+    *(
+        "conftest.py",
+        "pytest.ini",
+        ".pytest.ini",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "noxfile.py",
+        ".coveragerc",
+    ),
+    *("sitecustomize.py", "usercustomize.py", "makefile", "gnumakefile", "justfile", "rakefile", "cmakelists.txt"),
+    *("package.json", ".npmrc", ".mocharc", "jest.config", "vitest.config", "vite.config", "babel.config", ".babelrc"),
+    *("build.gradle", "pom.xml", "cargo.toml", "build.rs", "cmakelists.txt", ".cargo", ".envrc", ".vscode", ".git"),
+}
+"""What decides how tests run, with any suffix after these names: judged as the project has it."""
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    encoded = [each.encode() if each is not None else None for each in (source, target, kind)]
-    _call(f"mount on {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode()))
+def _sets_up_tests(name: str) -> bool:
+    name = name.lower()
+    parts = name.split(".")
+    starts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return bool(starts & _RUNNERS) or name == "__pycache__" or parts[-1] in ("pyc", "pyo", "pth")
 
 
-def _set_read_only(target: str, read_only: bool, recursive: bool = False) -> None:
-    attributes = struct.pack("QQQQ", *((_ATTR_READ_ONLY, 0) if read_only else (0, _ATTR_READ_ONLY)), 0, 0)
-    flags = _AT_RECURSIVE if recursive else 0
-    arguments = (_MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, attributes, ctypes.c_size_t(len(attributes)))
-    _call(f"mount_setattr of {target}", _libc.syscall(*arguments))
+def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> dict[str, Any]:
+    """Writes files, folders and links below `work` as a tar archive, without following links.
+
+    Returns `left_out`, the number of all other entries, and `exceeds`, the limit that has ended the archive.
+    """
+    files = taken = left_out = 0
+    with tarfile.open(mode="w|", fileobj=output, format=tarfile.GNU_FORMAT) as archive:
+        for path in _entries(work, paths):
+            place, entry = os.path.join(work, path), tarfile.TarInfo(path)
+            status = os.lstat(place)
+            files, taken = files + 1, taken + stat.S_ISREG(status.st_mode) * status.st_size
+            if files > most_files or taken > (most_bytes or taken):
+                return {"exceeds": "files" if files > most_files else "folder_size"}
+            entry.mode = 0o755 if status.st_mode & 0o100 else 0o644
+            if stat.S_ISREG(status.st_mode) and os.access(place, os.R_OK):
+                with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                    entry.size = status.st_size
+                    archive.addfile(entry, file)
+            elif stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                entry.type = tarfile.DIRTYPE if stat.S_ISDIR(status.st_mode) else tarfile.SYMTYPE
+                entry.linkname = "" if entry.isdir() else os.readlink(place)
+                archive.addfile(entry)
+            else:
+                left_out += 1
+    return {"left_out": left_out}
 
 
-def _bind(source: int | str, target: str, read_only: bool) -> None:
-    """Mounts an open folder, or a path, elsewhere."""
-    _mount(f"/proc/self/fd/{source}" if isinstance(source, int) else source, target, None, _BIND)
-    _set_read_only(target, read_only)
+def _entries(work: str, paths: Sequence[str]) -> Iterator[str]:
+    """Those paths to which no link leads, and what is below them."""
+    for path in paths:
+        top = os.path.join(work, path)
+        if not os.path.lexists(top) or not _is_inside(os.path.dirname(top), work):
+            continue
+        yield path
+        for folder, folders, files in os.walk(top) if not os.path.islink(top) else ():
+            inside = os.path.relpath(folder, work)
+            yield from (os.path.join(inside, name) for name in (*folders, *files))
+            if inside.count("/") > _DEEPEST:
+                folders.clear()
 
 
-def _enter_namespaces(port: int | None, control: socket.socket) -> None:
-    """Makes namespaces of which only the loopback interface has an address; the gateway gets a socket there."""
-    user, group = os.getuid(), os.getgid()
-    _call("unshare", _libc.unshare(_NAMESPACES))
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    with socket.socket() as any_socket:
-        up = struct.pack("16sh22x", b"lo", 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
-        fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
-    if port is not None:
-        with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
-            socket.send_fds(control, [b"listener"], [listener.fileno()])
+def _is_inside(path: str, folder: str) -> bool:
+    return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
-def _restrict_files(settings: dict[str, Any]) -> None:
-    """Makes everything read-only except the workspace and a private /tmp, and hides the files of other episodes."""
-    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
-    opened = {name: os.open(settings[name], os.O_PATH) for name in ("folder", "temporary")}
-    visible = {path: os.open(path, os.O_PATH) for path in settings["visible"] if path.startswith(_OWN_FOLDERS)}
-    _set_read_only("/", True, recursive=True)
-    _bind(opened["temporary"], "/tmp", False)
-    if os.path.isdir("/run"):
-        _mount("none", "/run", "tmpfs", _NOSUID | _NODEV, "size=64k,mode=755")  # sockets of the machine's services
-    if os.path.isdir("/dev/shm"):
-        _mount("none", "/dev/shm", "tmpfs", _NOSUID | _NODEV, "size=64m,mode=1777")
-    for path, descriptor in visible.items():
-        os.makedirs(path, exist_ok=True)
-        _bind(descriptor, path, True)
-    for hidden in settings["hidden"]:
-        if os.path.isdir(hidden):
-            _mount("none", hidden, "tmpfs", _NOSUID | _NODEV, "size=64k,mode=755")
-    os.makedirs(settings["folder"], exist_ok=True)
-    _bind(opened["folder"], settings["folder"], False)
-    settings["temporary"] = "/tmp"
-    if os.getuid() == 0:  # who owns the devices of disks
-        for entry in os.scandir("/dev"):
-            if not entry.is_symlink() and stat.S_ISBLK(entry.stat().st_mode):
-                _bind("/dev/null", entry.path, False)
-    try:
-        _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
-    except PermissionError:  # part of /proc is hidden, as in containers: it stays, read-only
+def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
+    """Writes what `pack` has sent to an empty folder; links are made last, or not at all.
+
+    Raises ValueError or tarfile.TarError for anything else.
+    """
+    later = []
+    with tarfile.open(mode="r|", fileobj=archive) as entries:
+        for entry in entries:
+            path = os.path.normpath(os.path.join(folder, entry.name))
+            if not f"{path}/".startswith(f"{folder}/"):
+                raise ValueError(f"{entry.name!r} is not in the folder")
+            os.makedirs(path if entry.isdir() else os.path.dirname(path), exist_ok=True)
+            if entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and entry.sparse is None:
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, entry.mode & 0o777), "wb") as file:
+                    shutil.copyfileobj(entries.extractfile(entry), file)  # type: ignore[arg-type]
+            elif entry.issym():
+                later.append((path, entry.linkname))
+            elif not entry.isdir():
+                raise ValueError(f"{entry.name!r} is neither a file, a folder nor a link")
+    for path, target in later if links else ():
+        os.symlink(target, path)
+
+
+def lay(left: str, work: str, paths: Sequence[str]) -> None:
+    """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
+    for path in paths:
+        target = os.path.join(work, path)
+        if not _is_inside(os.path.dirname(target), work):
+            raise ValueError(f"a link of the project leads out of it: {path}")
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _replace(os.path.join(left, path), target)
+
+
+def _replace(source: str, target: str) -> None:
+    if os.path.islink(source):
+        if not os.path.islink(target) or os.readlink(source) != os.readlink(target):
+            _remove(target)
+    elif os.path.isdir(source):
+        if os.path.islink(target) or not os.path.isdir(target):
+            _remove(target)
+            os.mkdir(target)
+        for name in {*os.listdir(source), *os.listdir(target)}:
+            if not _sets_up_tests(name):
+                _replace(os.path.join(source, name), os.path.join(target, name))
+    else:
+        _remove(target)
+        if os.path.exists(source):
+            os.rename(source, target)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _copy(source: str, target: str, *options: str) -> None:
+    command = ["cp", "-R", "-P", "--preserve=mode,timestamps,links", *options, "--", source, target]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(done.stderr.strip().splitlines()[-1])
+
+
+def _fill(settings: dict[str, Any]) -> None:
+    """Makes the folder of the program: a copy, and to be judged, what the agent has left and the verifier's files."""
+    work, left, source, files = (settings[name] for name in ("work", "left", "source", "verify_files"))
+    os.makedirs(work, exist_ok=True)
+    if source is not None:
+        _copy(f"{source}/.", work)
+    if left is None:
         return
-    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14):  # before, it is that of the whole machine
-        with suppress(OSError), open("/proc/sys/kernel/pid_max", "w") as file:  # RLIMIT_NPROC does not bind root
-            file.write(str(_RESERVED_PIDS + settings["limits"]["processes"]))
-    for name in _SYSTEM_PATHS:
-        if os.path.exists(f"/proc/{name}"):
-            _bind(f"/proc/{name}", f"/proc/{name}", True)
-
-
-def _drop_privileges() -> None:
-    """Gives up what the namespaces' owner may do in them, such as unmounting what hides other folders."""
-    capability = 0
-    while _libc.prctl(_DROP_BOUND, capability, 0, 0, 0) >= 0:
-        capability += 1
-    if not capability:
-        raise OSError(errno.EPERM, "capabilities cannot be dropped")
-    _call("prctl", _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    _call("capset", _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    unpacked = f"{work}.left"
+    os.mkdir(unpacked)
+    with open(left, "rb") as archive:
+        unpack(archive, unpacked, links=True)
+    lay(unpacked, work, settings["paths"])
+    for name in settings["leaves"]:  # the verifier makes it
+        _remove(os.path.join(work, name))
+    if settings["isolate"] is not None:
+        path, *command = settings["isolate"]
+        _copy(f"{work}/.", f"{path}.work", "--link")
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w") as file:
+            file.write(f'#!/bin/sh\nexec {shlex.join(command)} --chdir "$PWD" -- "$@"\n')
+    for name in os.listdir(files) if files is not None else ():
+        _remove(os.path.join(work, name))
+        _copy(os.path.join(files, name), work)
 
 
 def _execute(command: list[str], settings: dict[str, Any], control: socket.socket) -> None:
     """The child that becomes the program."""
     try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.chdir(settings["cwd"])
-        kinds = {"memory": resource.RLIMIT_DATA, "file_size": resource.RLIMIT_FSIZE}
-        limits = {kind: settings["limits"][name] for name, kind in kinds.items()} | {resource.RLIMIT_CORE: 0}
-        if settings["isolated"]:
-            limits[resource.RLIMIT_NPROC] = settings["limits"]["processes"]  # counted in the namespace alone
-        for kind, value in limits.items():
-            if value is not None:
-                most = resource.getrlimit(kind)[1]
-                value = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
-                resource.setrlimit(kind, (value, value))
-        if settings["isolated"]:
-            _drop_privileges()
+        os.chdir(os.path.join(settings["work"], settings.get("cwd", "")))
+        for name, value in settings["limits"].items():
+            kind = getattr(resource, f"RLIMIT_{name}")
+            most = resource.getrlimit(kind)[1]
+            value = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
+            resource.setrlimit(kind, (value, value))
         os.execvp(command[0], command)
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         _send(control, refused=f"{command[0]!r} cannot be started: {error}")
@@ -159,185 +212,81 @@ def _send(control: socket.socket, **message: Any) -> None:
         control.send(json.dumps(message).encode())
 
 
-class _Processes:
-    """The processes below this one, each found when it is new: many others may run beside them."""
-
-    def __init__(self) -> None:
-        self.own = int(os.readlink("/proc/self"))  # another number than getpid's where the old /proc has stayed
-        self.members: set[int] = set()
-        self._others: set[int] = set()
-
-    def look(self) -> set[int]:
-        """Returns the process ids that are alive."""
-        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self.members &= present
-        self._others &= present
-        parents = {pid: parent for pid in present - self.members - self._others if (parent := _parent(pid))}
-        while children := {pid for pid, parent in parents.items() if parent == self.own or parent in self.members}:
-            self.members |= children
-            parents = {pid: parent for pid, parent in parents.items() if pid not in children}
-        self._others |= parents.keys()
-        return self.members
-
-    def exceeded(self, limits: dict[str, Any]) -> str | None:
-        """The limit of `processes`, `memory` or `cpu_seconds` that they exceed together."""
-        tasks = pages = ticks = 0
-        members = self.look()
-        for pid in members:
-            if (fields := _stat(pid)) is not None:
-                ticks += sum(map(int, fields[11:15]))
-                tasks += int(fields[17])
-                pages += int(fields[21])
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = ticks / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
-        if tasks > limits["processes"]:
-            return "processes"
-        if limits["cpu_seconds"] is not None and seconds > limits["cpu_seconds"]:
-            return "cpu_seconds"
-        most = limits["memory"]
-        if most is not None and pages * resource.getpagesize() > most and sum(map(_memory, members)) > most:
-            return "memory"
-        return None
-
-    def deleted_bytes(self) -> int:
-        """What files without a name take, which processes keep open."""
-        total = 0
-        for pid in self.members:
-            with suppress(OSError):
-                for name in os.listdir(f"/proc/{pid}/fd"):
-                    with suppress(OSError):
-                        status = os.stat(f"/proc/{pid}/fd/{name}")
-                        total += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) and not status.st_nlink else 0
-        return total
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def _memory(pid: int) -> int:
-    """Bytes of a process, with its share of what several use."""
-    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
-        return sum(1024 * int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return 0
-
-
-def _folder_bytes(folder: str, mounted: Collection[str]) -> float:
-    """What the files of a folder take, without what is mounted in it; infinity if it is nested too deeply to read."""
-    total, folders = 0, [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    if entry.path in mounted:
-                        continue
-                    with suppress(FileNotFoundError):
-                        total += max(entry.stat(follow_symlinks=False).st_blocks * 512, _FEWEST_BYTES)
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return float("inf")
-    return total
-
-
-def _watch(child: int, processes: _Processes, settings: dict[str, Any], control: socket.socket) -> dict[str, Any]:
-    """Waits until the program has ended, has exceeded a limit, or must end."""
-    limits, killed_at, look_at, measure_at = settings["limits"], float("inf"), 0.0, 0.0
+def _wait(child: int, control: socket.socket) -> int | None:
+    """The exit code of the program, which is killed by a message; None if nobody waits for it."""
+    poll = select.poll()
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(control, select.POLLIN)
     while True:
-        received = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _POLL_SECONDS)
+        if control.fileno() in [descriptor for descriptor, _ in poll.poll(1000)]:
+            if not control.recv(16):
+                return None
+            os.kill(child, signal.SIGKILL)
+            poll.unregister(control)
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
                 if ended[0] == child:
-                    return {"exit": os.waitstatus_to_exitcode(ended[1])}
-        now = time.monotonic()
-        if received is not None and received.si_signo == signal.SIGTERM:
-            _kill(processes, signal.SIGTERM, settings["isolated"])
-            killed_at = now + _TERM_SECONDS
-        if now >= killed_at or select.select([control], [], [], 0)[0]:
-            return {"exit": -signal.SIGTERM}
-        if now < look_at:
-            continue
-        if exceeded := processes.exceeded(limits):
-            return {"limit": exceeded}
-        if limits["folder_size"] is not None and now >= measure_at:
-            mounted = (settings["folder"], *settings["visible"], *settings["hidden"])
-            total = sum(_folder_bytes(folder, mounted) for folder in (settings["folder"], settings["temporary"]))
-            if total + processes.deleted_bytes() > limits["folder_size"]:
-                return {"limit": "folder_size"}
-            measure_at = time.monotonic() + max(_POLL_SECONDS, 10 * (time.monotonic() - now))
-        look_at = time.monotonic() + _POLL_SECONDS
+                    return os.waitstatus_to_exitcode(ended[1])
 
 
-def _kill(processes: _Processes, number: int, isolated: bool) -> None:
-    if isolated:
-        with suppress(ProcessLookupError):
-            os.kill(-1, number)  # all of the namespace but this one
-        return
-    for pid in processes.look():
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _run(command: list[str], settings: dict[str, Any], control: socket.socket) -> None:
-    """Runs the program as the first process of its namespace, or as the one that inherits all orphans."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
-    child = os.fork()
-    if not child:
-        _execute(command, settings, control)
-    for stream in (0, 1):  # the program's alone: its input and output end with it
-        os.close(stream)
-    processes = _Processes()
-    report = _watch(child, processes, settings, control)
-    with suppress(ChildProcessError):
-        while True:  # also processes that were started meanwhile
-            _kill(processes, signal.SIGSTOP, settings["isolated"])
-            _kill(processes, signal.SIGKILL, settings["isolated"])
+def _kill_all(isolated: bool) -> None:
+    """Kills all other processes of the namespace, or all below this one, and those that they start meanwhile."""
+    while others := _others(isolated):
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in others:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+        with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-            time.sleep(0.005)
-    _send(control, **report)
-    os._exit(0)
+        time.sleep(0.005)
+
+
+def _others(isolated: bool) -> list[int]:
+    own, found = os.getpid(), []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in (1, own):
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state != b"Z" and (isolated or int(parent) == own):
+                    found.append(int(name))
+    return found
 
 
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     control = socket.socket(fileno=settings["control"])
-    control.set_inheritable(False)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if the machine's memory ends, an episode is killed, and nothing else
+    for descriptor in (control.fileno(), settings["output"]):
+        os.set_inheritable(descriptor, False)
+    if (port := settings.get("port")) is not None:
+        with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
+            socket.send_fds(control, [b"listener"], [listener.fileno()])
     if not settings["isolated"]:
-        _call("prctl", _libc.prctl(_SUBREAPER, 1, 0, 0, 0))
-        _run(command, settings, control)
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    if settings["most_bytes"] is not None:  # also of what is sent
+        most = settings["most_bytes"] + _BYTES_PER_FILE * settings["most_files"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     try:
-        _enter_namespaces(settings["port"], control)
-    except OSError as error:
-        _send(control, refused=str(error), kernel=True)
+        _fill(settings)
+    except (OSError, ValueError, tarfile.TarError) as error:
+        _send(control, refused=f"its folder cannot be filled: {error}")
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if first := os.fork():
-        os.close(0)
-        os.close(1)
-        os.waitpid(first, 0)
+    child = os.fork()
+    if not child:
+        _execute(command, settings, control)
+    for stream in (0, 1):  # the program's alone: its input and output end with it
+        os.close(stream)
+    code = _wait(child, control)
+    _kill_all(settings["isolated"])
+    if code is None:
         return
-    try:
-        _call("prctl", _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
-        _restrict_files(settings)
-        _call("prctl", _libc.prctl(_DUMPABLE, 0, 0, 0, 0))  # the program may not trace this process
-    except OSError as error:
-        _send(control, refused=str(error), kernel=True)
-        os._exit(1)
-    _run(command, settings, control)
+    with open(settings["output"], "wb") as output, suppress(BrokenPipeError):
+        paths = settings["leaves" if code == 0 else "fails"]
+        sent = pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])
+        output.flush()
+        _send(control, exit=code, **sent)
 
 
 if __name__ == "__main__":

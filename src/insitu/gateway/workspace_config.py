@@ -1,8 +1,8 @@
 """The settings of workspaces: keys of `_type: command`."""
 
 from collections.abc import Collection
-from pathlib import Path
-from typing import Literal, Self
+from pathlib import Path, PurePath
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
@@ -21,17 +21,26 @@ class WorkspaceConfig(BaseModel):
     git: str | None = Field(default=None, min_length=1)
     """Repository, as a URL or folder, and `@REV` for a commit, branch or tag. Its files are fetched once, without their
     history."""
+    result: list[str] | None = Field(default=None, min_length=1)
+    """Files and folders of the workspace that are the agent's work, with placeholders as in `copy`; `verify` judges
+    these alone, in a new copy. `.` is all, which judges less strictly."""
     keep: Literal["failed", "all", "none"] = "failed"
-    """Which folders to move to `workspaces` in the run's directory when their episodes end; the others are deleted."""
+    """Of which episodes to keep the workspace, in `workspaces` in the run's directory; if `verify` fails, `result`."""
     max_kept: int = Field(default=20, ge=0)
-    """How many folders are kept there; further ones are deleted."""
+    """How many workspaces are kept there."""
     folder: Path | None = None
-    """Where the folders of running episodes are; none: the folder for temporary files."""
+    """Where files of running episodes are; none: the folder for temporary files."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.source is None) == (self.git is None):
             raise ValueError("set one of copy (a folder) and git (a repository)")
+        for path in self.result or ():
+            parts = PurePath(path).parts
+            if path.startswith("/") or ".." in parts or "\0" in path:
+                raise ValueError(f"result has {path!r}; allowed: paths in the workspace, and . for all of it")
+            if forbidden := {".git", "__pycache__"} & set(parts):
+                raise ValueError(f"result has {path!r}; {forbidden.pop()} is never taken from an agent")
         return self
 
 
@@ -43,9 +52,11 @@ class Limits(BaseModel):
     processes: int = Field(default=512, ge=1)
     """Number of processes and threads."""
     memory: ByteSize | None = ByteSize(4 * 2**30)
-    """Bytes of memory, such as `4GiB`; none: no limit."""
+    """Bytes of memory, such as `4GiB`, with those of the workspace, which is in memory; none: no limit."""
     folder_size: ByteSize | None = ByteSize(4 * 2**30)
-    """Bytes that the workspace and temporary files take; none: no limit."""
+    """Bytes that the workspace and temporary files take, with `network: model`; none: half of the machine's memory."""
+    files: int = Field(default=100_000, ge=1)
+    """Number of files that `result` or a kept workspace has."""
     file_size: ByteSize | None = ByteSize(2**30)
     """Largest file, in bytes; none: no limit."""
     cpu_seconds: float | None = Field(default=None, gt=0)
@@ -60,12 +71,13 @@ class WorkspaceKeys(BaseModel):
     workspace: WorkspaceConfig | None = None
     """A new folder for each episode, in which the program runs; none: all run in `cwd`."""
     verify: list[str] | None = Field(default=None, min_length=1)
-    """Program that runs in the workspace once the agent has ended, with placeholders as in `command` and the row as
+    """Program that runs in a new copy with the agent's `result`, once it has ended, with placeholders as in `command`
+    and the row as
     JSON on its standard input. The reward is that in `reward.json`, if it writes one, otherwise 1 for exit code 0 and 0
     for 1 to 125."""
     verify_files: str | None = Field(default=None, min_length=1)
-    """Folder that is copied over the workspace before `verify`, with placeholders as in `workspace.copy`; agents do not
-    see it."""
+    """Folder whose files and folders take the place of those in the copy before `verify`, with placeholders as in
+    `workspace.copy`; agents do not see it, and `verify` finds it at `{verify_files}`."""
     network: Literal["model", "host"] | None = None
     """What programs reach: `model`, the default with a workspace, only the episode's endpoint, and they can write only
     to the workspace and to temporary files; `host`, what the account reaches and may write."""
@@ -79,11 +91,20 @@ class WorkspaceKeys(BaseModel):
             raise ValueError(f"{', '.join(sorted(needing))} needs workspace")
         if self.verify_files is not None and self.verify is None:
             raise ValueError("verify_files needs verify")
+        if self.verify is not None and self.workspace is not None and self.workspace.result is None:
+            raise ValueError(
+                "verify needs workspace.result, which says what of the agent's work is judged; add, for example,\n"
+                "  result: [solution.py]\nto workspace, or result: [.] for all of it"
+            )
+        if self.network == "host" and "folder_size" in self.limits.model_fields_set:
+            raise ValueError("limits.folder_size needs network: model, with which the workspace is a file system")
         self._templates()
         return self
 
     def _templates(self) -> list[tuple[str, str]]:
-        texts = {"workspace.copy": self.workspace and self.workspace.source, "verify_files": self.verify_files}
+        texts: dict[str, Any] = {"verify_files": self.verify_files}
+        if self.workspace is not None:
+            texts |= {"workspace.copy": self.workspace.source, "workspace.result": self.workspace.result}
         return [each for where, text in texts.items() if text for each in template_texts(text, where)]
 
     def check_columns(self, columns: Collection[str]) -> None:

@@ -1,16 +1,15 @@
-"""Files of workspaces: copies, and what a verifier writes."""
+"""Files of workspaces: what a verifier writes, and where a repository keeps its history."""
 
 import json
 import os
-import shutil
-import stat
 import subprocess
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.disk.temporary import remove
 from insitu.errors import WorkflowError, first_problem
 from insitu.schemas.evaluation import Outcome
 
@@ -19,22 +18,16 @@ _REWARD_KEYS = ("reward", "rewards", "metrics")
 _MAX_REWARD_BYTES = 2**20
 
 
-def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
-    """The outcome that the verifier has written; without a file, that of its exit code."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return Outcome(answer=answer, reward=otherwise)
-    except OSError as error:
-        raise WorkflowError(f"workflow.verify: {REWARD_FILE} cannot be read: {error.strerror}") from error
+def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
+    """The outcome in `reward.json` of what a verifier has left; without the file, that of its exit code."""
     allowed = f"allowed: a number, or an object of {', '.join(_REWARD_KEYS)}, with finite numbers"
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    text = b""
+    with tarfile.open(archive, mode="r|") as entries:
+        if (entry := entries.next()) is None:
+            return Outcome(answer=answer, reward=otherwise)
+        if (file := entries.extractfile(entry) if entry.isreg() else None) is None:
             raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
-        with open(descriptor, "rb", closefd=False) as file:
-            text = file.read(_MAX_REWARD_BYTES)
-    finally:
-        os.close(descriptor)
+        text = file.read(_MAX_REWARD_BYTES)
     try:
         data = json.loads(text)
         data = data if isinstance(data, dict) else {"reward": data}
@@ -47,19 +40,17 @@ def read_outcome(path: Path, answer: Any, otherwise: float) -> Outcome:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {error}; {allowed}") from None
 
 
-def copy_over(source: Path, target: Path) -> None:
-    """Copies files over those of an agent, whose links are replaced instead of followed."""
-    target.chmod(target.stat().st_mode | 0o700)
-    for entry in [*os.scandir(source)]:
-        place = target / entry.name
-        if not entry.is_dir(follow_symlinks=False):
-            remove(place)
-            shutil.copy2(entry.path, place, follow_symlinks=False)
-            continue
-        if place.is_symlink() or not place.is_dir():
-            remove(place)
-            place.mkdir()
-        copy_over(Path(entry.path), place)
+def repositories(folder: Path) -> Iterator[Path]:
+    """The folders of the Git repository that a folder is in: with its history, they have all files that were in it."""
+    for place in (folder, *folder.parents):
+        git = place / ".git"
+        if git.is_file():  # a further work tree, or a submodule
+            git = place / git.read_text().removeprefix("gitdir:").strip()
+        if git.is_dir():
+            yield git.resolve()
+            if (common := git / "commondir").is_file():
+                yield (git / common.read_text().strip()).resolve()
+            return
 
 
 def run_tool(*command: str) -> None:

@@ -1,0 +1,150 @@
+"""How programs are confined by bubblewrap: https://github.com/containers/bubblewrap
+
+Files are those of the system, read-only, but for a folder in memory at `/tmp`; user, process, network, IPC and host
+name namespaces are new, and no further user namespace can be made; a filter of system calls leaves sockets of the
+loopback interface and between the program's own processes.
+"""
+
+import functools
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from insitu.errors import ConfigError
+
+WORK = "/tmp/work"
+"""Where a confined program finds its workspace: at the same place in each episode."""
+ISOLATED = "/tmp/isolated"
+"""A program that runs its arguments by `confined_again`, for verifiers."""
+_OLDEST = (0, 8)
+"""The first release with --disable-userns."""
+_PRIVATE = ("/tmp", "/run", "/dev/shm")
+"""Folders that are other ones for the program."""
+_SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
+"""Entries of /proc that the root user may write to without any capability."""
+_SMALL = str(2**16)
+_SHARED_MEMORY = str(64 * 2**20)
+_ACCOUNT = "1000"
+"""The number of the root user's account inside: it is not root there."""
+_UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
+_SYSTEM_CALLS = {  # architecture, socket, socketpair, and those that are refused: keys, eBPF, perf, page faults
+    "x86_64": (0xC000003E, 41, 53, (248, 249, 250, 321, 298, 323, 425, 426, 427)),
+    "aarch64": (0xC00000B7, 198, 199, (217, 218, 219, 280, 241, 282, 425, 426, 427)),
+}
+"""Numbers of system calls, from Linux's tables; 425 to 427 are io_uring, which no filter can look into."""
+
+
+@functools.cache
+def find_bubblewrap() -> str:
+    """Its path. Raises ConfigError, which says what to do, if programs cannot be confined by it here."""
+    what = "workflow.network is model, which needs bubblewrap 0.8 or later"
+    advice = "install it (Debian and Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
+    if platform.machine() not in _SYSTEM_CALLS:
+        raise ConfigError(f"{what}, on {' or '.join(_SYSTEM_CALLS)}; this is {platform.machine()}: set network: host")
+    path = shutil.which("bwrap")
+    if path is None:
+        raise ConfigError(f"{what}, and there is no bwrap on PATH: {advice}, or set network: host")
+    said = subprocess.run([path, "--version"], check=False, capture_output=True, text=True).stdout
+    version = tuple(map(int, re.findall(r"\d+", said)[:2]))
+    if version < _OLDEST:
+        raise ConfigError(f"{what}, and {path} is {said.strip() or 'another program'}: {advice}, or set network: host")
+    done = subprocess.run([path, *_namespaces(), "--ro-bind", "/", "/", "true"], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(
+            "workflow.network is model, but this system does not let programs be confined "
+            f"({done.stderr.strip().removeprefix('bwrap: ')}): allow user namespaces (in a container, its security "
+            "profile forbids them; on Ubuntu, kernel.apparmor_restrict_unprivileged_userns), or set network: host"
+        )
+    return path
+
+
+def _namespaces(*, last: bool = True) -> list[str]:
+    """`last`: no program in it can make further user namespaces."""
+    names = ("user", "pid", "net", "ipc", "uts")
+    account = ["--uid", _ACCOUNT, "--gid", _ACCOUNT] if os.getuid() == 0 else []
+    options = ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    return [*(f"--unshare-{name}" for name in names), *account, *options, *(["--disable-userns"] if last else [])]
+
+
+def _devices() -> list[str]:
+    return ["--dev", "/dev", "--size", _SHARED_MEMORY, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+
+
+def _private_folders(size: int | None, visible: Iterable[str]) -> list[str]:
+    limit = ["--size", str(size)] if size is not None else []
+    arguments = ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
+    for path in visible:
+        if path.startswith(tuple(f"{folder}/" for folder in _PRIVATE)):
+            arguments += ["--ro-bind", path, path]
+    return arguments
+
+
+def confined(
+    *,
+    size: int | None,
+    visible: Sequence[str],
+    hidden: Iterable[Path],
+    placed: Mapping[str, str],
+    seccomp: int,
+    last: bool,
+) -> list[str]:
+    """The command that confines the command after it.
+
+    `size` limits what is written to `/tmp`, in bytes. `visible` are folders, outer ones first, that are shown although
+    they are in `/tmp`; `hidden` folders are empty, and such files cannot be read. `placed` are files and folders by
+    their places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no `confined_again`.
+    """
+    arguments = [find_bubblewrap(), *_namespaces(last=last), "--ro-bind", "/", "/", *_devices(), "--proc", "/proc"]
+    for entry in filter(os.path.exists, (f"/proc/{name}" for name in _SYSTEM_PATHS)):
+        arguments += ["--ro-bind", entry, entry]
+    arguments += ["--bind", "/proc/sys/user", "/proc/sys/user"]  # each namespace has its own; bubblewrap writes there
+    arguments += _private_folders(size, visible)
+    for place, source in placed.items():
+        arguments += ["--ro-bind", source, place]
+    seen: list[Path] = []
+    for path in sorted(hidden):
+        if not path.exists() or any(path.is_relative_to(each) for each in seen) or not _shown(path, visible):
+            continue
+        empty = (
+            ["--size", _SMALL, "--tmpfs", str(path), "--remount-ro"] if path.is_dir() else ["--ro-bind", "/dev/null"]
+        )
+        arguments += [*empty, str(path)]
+        seen.append(path)
+    return [*arguments, "--seccomp", str(seccomp), "--"]
+
+
+def _shown(path: Path, visible: Iterable[str]) -> bool:
+    private = any(path.is_relative_to(each) for each in _PRIVATE)
+    return not private or any(path.is_relative_to(each) for each in visible)
+
+
+def confined_again(size: int | None, visible: Sequence[str]) -> list[str]:
+    """The command, without its end, by which a confined verifier runs programs of the agent.
+
+    They see neither processes, nor the verifier's files; all is read-only but a `/tmp` of their own.
+    """
+    arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices(), "--tmpfs", "/proc"]
+    return [*arguments, *_private_folders(size, visible), "--ro-bind", f"{ISOLATED}.work", WORK]
+
+
+def system_call_filter() -> bytes:
+    """A program of the kernel's packet filter: `struct sock_filter`s, see seccomp(2).
+
+    What is refused fails with EPERM; system calls of another architecture, with ENOSYS.
+    """
+    architecture, socket, socketpair, refused = _SYSTEM_CALLS[platform.machine()]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    allow, deny, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050026))
+    rows = [(load, 0, 0, 4), (equal, 1, 0, architecture), missing]  # code, how many to skip if true, if false, value
+    rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
+    for number in refused:
+        rows += [(equal, 0, 1, number), deny]
+    rows += [(equal, 0, 4, socketpair), (load, 0, 0, 16), (equal, 0, 1, _UNIX), allow, deny]
+    rows += [(equal, 0, 9, socket), (load, 0, 0, 16), (equal, 5, 0, _UNIX), (equal, 4, 0, _INET), (equal, 3, 0, _INET6)]
+    rows += [(equal, 0, 3, _NETLINK), (load, 0, 0, 32), (equal, 0, 1, 0), allow, deny]  # protocol 0 lists interfaces
+    return b"".join(struct.pack("HBBI", *row) for row in [*rows, allow])

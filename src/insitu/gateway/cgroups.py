@@ -1,0 +1,167 @@
+"""Limits that the kernel holds all processes of an episode to: a control group, of version 1 or 2.
+
+https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+"""
+
+import itertools
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+_PREFIX = "insitu-"
+_OWN_PROCESSES = 4
+"""Processes besides the program's: a shell that becomes bubblewrap, its two, and the sandbox."""
+_REMOVAL_SECONDS = 2.0
+_numbers = itertools.count(1)
+
+
+class _Version(NamedTuple):
+    """The files of a version."""
+
+    file_system: str
+    memory: tuple[str, ...]
+    swap: tuple[str, ...]
+    """Those of swap alone."""
+    killed: str
+    """It counts, as `oom_kill`, the processes that were killed for memory."""
+    usage: str
+    """It begins with the processor time."""
+    ticks: float
+    """How many units of it are a second."""
+
+
+_VERSIONS = (
+    _Version(
+        "cgroup",
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        (),
+        "memory.oom_control",
+        "cpuacct.usage",
+        1e9,
+    ),
+    _Version("cgroup2", ("memory.max",), ("memory.swap.max",), "memory.events", "cpu.stat", 1e6),
+)
+
+
+class Cgroups(NamedTuple):
+    """Where control groups of episodes can be made: in the same folder for all controllers, or one for each."""
+
+    version: _Version
+    memory: Path
+    pids: Path
+    usage: Path
+
+    @classmethod
+    def find(cls, proc: Path = Path("/proc/self")) -> Self | None:
+        """None if this process may make none. Removes those of processes that have ended."""
+        for version in _VERSIONS:
+            with suppress(OSError, LookupError):
+                found = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
+                if version.swap:
+                    _enable(found.memory)
+                for old in found.memory.glob(f"{_PREFIX}*-*"):
+                    if not os.path.exists(f"/proc/{old.name.split('-')[1]}"):
+                        found._below(old.name).remove()
+                found.new(None, 1).remove()
+                return found
+        return None
+
+    def _below(self, name: str) -> "Cgroup":
+        return Cgroup(self.version, self.memory / name, self.pids / name, self.usage / name)
+
+    def new(self, memory: int | None, processes: int) -> "Cgroup":
+        """A group for the processes of an episode. Raises OSError."""
+        group = self._below(f"{_PREFIX}{os.getpid()}-{next(_numbers)}")
+        try:
+            for folder in group.folders:
+                folder.mkdir()
+            (group.pids / "pids.max").write_text(str(processes + _OWN_PROCESSES))
+            limits = dict.fromkeys(self.version.memory, memory) | dict.fromkeys(self.version.swap, 0)
+            for name, value in limits.items() if memory is not None else ():
+                with suppress(FileNotFoundError):  # a kernel that does not count swap
+                    (group.memory / name).write_text(str(value))
+        except OSError:
+            group.remove()
+            raise
+        return group
+
+
+class Cgroup(NamedTuple):
+    """The control group of an episode: its folder for each controller."""
+
+    version: _Version
+    memory: Path
+    pids: Path
+    usage: Path
+
+    @property
+    def folders(self) -> list[Path]:
+        return [*dict.fromkeys((self.memory, self.pids, self.usage))]
+
+    @property
+    def entrances(self) -> list[str]:
+        """Files to which a process writes 0 to be in the group."""
+        return [str(folder / "cgroup.procs") for folder in self.folders]
+
+    def exceeded(self, cpu_seconds: float | None) -> str | None:
+        """The limit that the processes have met."""
+        if _counter(self.pids / "pids.events", "max"):
+            return "processes"
+        if _counter(self.memory / self.version.killed, "oom_kill"):
+            return "memory"
+        used = _counter(self.usage / self.version.usage, "(?:usage_usec)?") / self.version.ticks
+        return "cpu_seconds" if cpu_seconds is not None and used > cpu_seconds else None
+
+    def remove(self) -> None:
+        """Kills what it still holds, and removes it once that has ended."""
+        until = time.monotonic() + _REMOVAL_SECONDS
+        for folder in self.folders:
+            while folder.exists() and time.monotonic() < until:
+                with suppress(OSError):
+                    for pid in (folder / "cgroup.procs").read_text().split():
+                        os.kill(int(pid), signal.SIGKILL)
+                with suppress(OSError):
+                    folder.rmdir()
+                    break
+                time.sleep(0.005)
+
+
+def _counter(file: Path, key: str) -> int:
+    with suppress(FileNotFoundError):
+        if found := re.search(rf"^{key} ?(\d+)$", file.read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0
+
+
+def _folder(proc: Path, version: _Version, file: str) -> Path:
+    """That of this process for a controller, which a file may begin with. Raises LookupError."""
+    controller = file.partition(".")[0]
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        (root, place), (kind, _, options) = before.split()[3:5], after.split(maxsplit=2)
+        if kind != version.file_system or (not version.swap and controller not in options.split(",")):
+            continue
+        for group in (proc / "cgroup").read_text().splitlines():
+            _, names, path = group.split(":", 2)
+            if names == "" if version.swap else controller in names.split(","):
+                inside = os.path.relpath(path, root)
+                return Path(place) if inside.startswith("..") else Path(place, inside).resolve()
+    raise LookupError(controller)
+
+
+def _enable(folder: Path) -> None:
+    """Lets groups below count memory and processes; one with processes cannot, so these move to one below it."""
+    control, own = folder / "cgroup.subtree_control", folder / "insitu.main"
+    if {"memory", "pids"} <= set(control.read_text().split()):
+        return
+    with suppress(OSError):
+        control.write_text("+memory +pids")
+        return
+    own.mkdir(exist_ok=True)
+    for pid in (folder / "cgroup.procs").read_text().split():
+        (own / "cgroup.procs").write_text(pid)
+    control.write_text("+memory +pids")
