@@ -59,10 +59,15 @@ examples: $(VENV)/.installed
 # Tests wait for processes: one worker more than there are processors.
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+# Workspaces are confined by it.
+BWRAP = /usr/bin/bwrap
+$(BWRAP):
+	@command -v bwrap >/dev/null || ! command -v apt-get >/dev/null || scripts/apt_install.sh bubblewrap
+
 # The suites of tests/environments.toml.
 WITH ?= $(with)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev | $(BWRAP)
 	$(if $(WITH),$(BIN)/python scripts/test_with.py $(WITH),$(PYTEST) -m 'not slow and not types')
 
 check: $(VENV)/.installed-dev

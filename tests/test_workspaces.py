@@ -797,6 +797,29 @@ async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: Fa
             assert "), or set network: host" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "needs bubblewrap 0.8 or later, and there is no bwrap on PATH: install it (Debian and Ubuntu: apt-get"),
+        ("bubblewrap 0.6.2", "bwrap is bubblewrap 0.6.2: install it (Debian and Ubuntu: apt-get install bubblewrap"),
+    ],
+)
+def test_what_is_missing_is_found_before_anything_is_started(
+    example: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, message: str
+) -> None:
+    (example / "bin").mkdir()
+    if version is not None:
+        (example / "bin/bwrap").write_text(f"#!/bin/sh\necho {version}\n")
+        (example / "bin/bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(example / "bin"))
+    for command in ("validate", "finetune"):
+        code, _, err = run_project(example, file="grpo.yml", command=command)
+        assert code == 1
+        assert message in err
+        assert "set network: host" in err
+    assert not (example / "runs").exists()
+
+
 async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:
     """On its machine, wherever it was started."""
     async with agent(project, server, FIX + ASK, verify=FIXED):

@@ -3,9 +3,12 @@
 python check.py FUNCTION
 """
 
+import os
 import sys
 
-import calculator
+sys.path.append(os.getcwd())  # where the agent's file is; all other modules are found before
+
+import calculator  # noqa: E402
 
 CASES = {
     "add": (-4, 9, 5),

@@ -26,6 +26,7 @@ from yarl import URL
 from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.bubblewrap import find_bubblewrap
+from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.gateway.workspace_config import WorkspaceKeys
@@ -107,6 +108,13 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
     def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
         if self.workspace is not None and self.network != "host":
             find_bubblewrap()
+
+    def run_settings(self) -> dict[str, Any]:
+        if self.workspace is None:
+            return {}
+        if Cgroup.own() is None:
+            return {"limits": "of each process alone: this account cannot make control groups here"}
+        return {"limits": "of all processes of an episode"}
 
 
 class ModelUrl(BaseModel):

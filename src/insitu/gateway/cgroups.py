@@ -3,6 +3,7 @@
 https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
 """
 
+import errno
 import itertools
 import os
 import re
@@ -47,8 +48,8 @@ _VERSIONS = (
 )
 
 
-class Cgroups(NamedTuple):
-    """Where control groups of episodes can be made: in the same folder for all controllers, or one for each."""
+class Cgroup(NamedTuple):
+    """A control group: its folder for each controller, which may be the same."""
 
     version: _Version
     memory: Path
@@ -56,28 +57,28 @@ class Cgroups(NamedTuple):
     usage: Path
 
     @classmethod
-    def find(cls, proc: Path = Path("/proc/self")) -> Self | None:
-        """None if this process may make none. Removes those of processes that have ended."""
+    def own(cls, proc: Path = Path("/proc/self")) -> Self | None:
+        """That of this process; None if it may make none below. Removes what ended processes have left there."""
         for version in _VERSIONS:
             with suppress(OSError, LookupError):
-                found = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
+                own = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
                 if version.swap:
-                    _enable(found.memory)
-                for old in found.memory.glob(f"{_PREFIX}*-*"):
+                    _enable(own.memory)
+                for old in own.memory.glob(f"{_PREFIX}*-*"):
                     if not os.path.exists(f"/proc/{old.name.split('-')[1]}"):
-                        found._below(old.name).remove()
-                found.new(None, 1).remove()
-                return found
+                        own._below(old.name).remove()
+                own.new(None, 1).remove()
+                return own
         return None
 
-    def _below(self, name: str) -> "Cgroup":
-        return Cgroup(self.version, self.memory / name, self.pids / name, self.usage / name)
+    def _below(self, name: str) -> Self:
+        return self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
 
-    def new(self, memory: int | None, processes: int) -> "Cgroup":
-        """A group for the processes of an episode. Raises OSError."""
+    def new(self, memory: int | None, processes: int) -> Self:
+        """One below for the processes of an episode. Raises OSError."""
         group = self._below(f"{_PREFIX}{os.getpid()}-{next(_numbers)}")
         try:
-            for folder in group.folders:
+            for folder in group._folders():
                 folder.mkdir()
             (group.pids / "pids.max").write_text(str(processes + _OWN_PROCESSES))
             limits = dict.fromkeys(self.version.memory, memory) | dict.fromkeys(self.version.swap, 0)
@@ -89,23 +90,13 @@ class Cgroups(NamedTuple):
             raise
         return group
 
-
-class Cgroup(NamedTuple):
-    """The control group of an episode: its folder for each controller."""
-
-    version: _Version
-    memory: Path
-    pids: Path
-    usage: Path
-
-    @property
-    def folders(self) -> list[Path]:
+    def _folders(self) -> list[Path]:
         return [*dict.fromkeys((self.memory, self.pids, self.usage))]
 
     @property
     def entrances(self) -> list[str]:
         """Files to which a process writes 0 to be in the group."""
-        return [str(folder / "cgroup.procs") for folder in self.folders]
+        return [str(folder / "cgroup.procs") for folder in self._folders()]
 
     def exceeded(self, cpu_seconds: float | None) -> str | None:
         """The limit that the processes have met."""
@@ -119,14 +110,16 @@ class Cgroup(NamedTuple):
     def remove(self) -> None:
         """Kills what it still holds, and removes it once that has ended."""
         until = time.monotonic() + _REMOVAL_SECONDS
-        for folder in self.folders:
+        for folder in self._folders():
             while folder.exists() and time.monotonic() < until:
                 with suppress(OSError):
                     for pid in (folder / "cgroup.procs").read_text().split():
                         os.kill(int(pid), signal.SIGKILL)
-                with suppress(OSError):
+                try:
                     folder.rmdir()
-                    break
+                except OSError as error:
+                    if error.errno != errno.EBUSY:
+                        break
                 time.sleep(0.005)
 
 

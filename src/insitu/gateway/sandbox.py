@@ -4,9 +4,9 @@
 
 `workspaces` starts it by its path, within bubblewrap or without, and it imports only the standard library. `control` is
 the descriptor of a socket: a message with a listening socket, for the gateway, goes out first, and one JSON object
-last: `exit` (code or negative signal) with what `pack` returns, or `refused` (why nothing was run). The program is
-killed when a message comes in, or when the other end is closed. What reads from it trusts nothing of it: the program
-may have taken its place.
+last: `exit` (code or negative signal) and `exceeds` (a limit of what is sent, or null), or `refused` (why nothing was
+run). The program is killed when a message comes in, or when the other end is closed. What reads from it trusts nothing
+of it: the program may have taken its place.
 """
 
 import json
@@ -17,12 +17,10 @@ import shlex
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -56,72 +54,44 @@ def _sets_up_tests(name: str) -> bool:
     return bool(starts & _RUNNERS) or name == "__pycache__" or parts[-1] in ("pyc", "pyo", "pth")
 
 
-def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> dict[str, Any]:
-    """Writes files, folders and links below `work` as a tar archive, without following links.
+def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> None:
+    """Writes readable files, folders and links below `work` as a tar archive; no link leads elsewhere.
 
-    Returns `left_out`, the number of all other entries, and `exceeds`, the limit that has ended the archive.
+    Raises OverflowError with the name of a limit that they exceed.
     """
-    files = taken = left_out = 0
-    with tarfile.open(mode="w|", fileobj=output, format=tarfile.GNU_FORMAT) as archive:
-        for path in _entries(work, paths):
-            place, entry = os.path.join(work, path), tarfile.TarInfo(path)
-            status = os.lstat(place)
-            files, taken = files + 1, taken + stat.S_ISREG(status.st_mode) * status.st_size
-            if files > most_files or taken > (most_bytes or taken):
-                return {"exceeds": "files" if files > most_files else "folder_size"}
-            entry.mode = 0o755 if status.st_mode & 0o100 else 0o644
-            if stat.S_ISREG(status.st_mode) and os.access(place, os.R_OK):
-                with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                    entry.size = status.st_size
-                    archive.addfile(entry, file)
-            elif stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                entry.type = tarfile.DIRTYPE if stat.S_ISDIR(status.st_mode) else tarfile.SYMTYPE
-                entry.linkname = "" if entry.isdir() else os.readlink(place)
-                archive.addfile(entry)
-            else:
-                left_out += 1
-    return {"left_out": left_out}
+    files = taken = 0
+
+    def wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        nonlocal files, taken
+        files, taken = files + 1, taken + entry.size
+        if files > most_files or taken > (most_bytes or taken):
+            raise OverflowError("files" if files > most_files else "folder_size")
+        is_readable = entry.issym() or os.access(os.path.join(work, entry.name), os.R_OK)
+        if entry.isdev() or not is_readable or entry.name.count("/") > _DEEPEST:
+            return None
+        entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+        return entry
+
+    with tarfile.open(mode="w|", fileobj=output) as archive:
+        for path in paths:
+            if os.path.lexists(top := os.path.join(work, path)) and _is_inside(os.path.dirname(top), work):
+                archive.add(top, path, filter=wanted)
 
 
-def _entries(work: str, paths: Sequence[str]) -> Iterator[str]:
-    """Those paths to which no link leads, and what is below them."""
-    for path in paths:
-        top = os.path.join(work, path)
-        if not os.path.lexists(top) or not _is_inside(os.path.dirname(top), work):
-            continue
-        yield path
-        for folder, folders, files in os.walk(top) if not os.path.islink(top) else ():
-            inside = os.path.relpath(folder, work)
-            yield from (os.path.join(inside, name) for name in (*folders, *files))
-            if inside.count("/") > _DEEPEST:
-                folders.clear()
+def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
+    """Writes what `pack` has sent, and nothing that leads out of the folder. Raises OSError or tarfile.TarError."""
+
+    def allowed(entry: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+        with suppress(tarfile.FilterError):
+            return tarfile.data_filter(entry, place) if links or entry.isfile() or entry.isdir() else None
+        return None
+
+    with tarfile.open(mode="r|", fileobj=archive) as entries:
+        entries.extractall(folder, filter=allowed)
 
 
 def _is_inside(path: str, folder: str) -> bool:
     return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
-
-
-def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
-    """Writes what `pack` has sent to an empty folder; links are made last, or not at all.
-
-    Raises ValueError or tarfile.TarError for anything else.
-    """
-    later = []
-    with tarfile.open(mode="r|", fileobj=archive) as entries:
-        for entry in entries:
-            path = os.path.normpath(os.path.join(folder, entry.name))
-            if not f"{path}/".startswith(f"{folder}/"):
-                raise ValueError(f"{entry.name!r} is not in the folder")
-            os.makedirs(path if entry.isdir() else os.path.dirname(path), exist_ok=True)
-            if entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and entry.sparse is None:
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, entry.mode & 0o777), "wb") as file:
-                    shutil.copyfileobj(entries.extractfile(entry), file)  # type: ignore[arg-type]
-            elif entry.issym():
-                later.append((path, entry.linkname))
-            elif not entry.isdir():
-                raise ValueError(f"{entry.name!r} is neither a file, a folder nor a link")
-    for path, target in later if links else ():
-        os.symlink(target, path)
 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
@@ -131,10 +101,10 @@ def lay(left: str, work: str, paths: Sequence[str]) -> None:
         if not _is_inside(os.path.dirname(target), work):
             raise ValueError(f"a link of the project leads out of it: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        _replace(os.path.join(left, path), target)
+        _make_alike(os.path.join(left, path), target)
 
 
-def _replace(source: str, target: str) -> None:
+def _make_alike(source: str, target: str) -> None:
     if os.path.islink(source):
         if not os.path.islink(target) or os.readlink(source) != os.readlink(target):
             _remove(target)
@@ -144,7 +114,7 @@ def _replace(source: str, target: str) -> None:
             os.mkdir(target)
         for name in {*os.listdir(source), *os.listdir(target)}:
             if not _sets_up_tests(name):
-                _replace(os.path.join(source, name), os.path.join(target, name))
+                _make_alike(os.path.join(source, name), os.path.join(target, name))
     else:
         _remove(target)
         if os.path.exists(source):
@@ -167,7 +137,8 @@ def _copy(source: str, target: str, *options: str) -> None:
 
 def _fill(settings: dict[str, Any]) -> None:
     """Makes the folder of the program: a copy, and to be judged, what the agent has left and the verifier's files."""
-    work, left, source, files = (settings[name] for name in ("work", "left", "source", "verify_files"))
+    work: str = settings["work"]
+    left, source, files = map(settings.get, ("left", "source", "verify_files"))
     os.makedirs(work, exist_ok=True)
     if source is not None:
         _copy(f"{source}/.", work)
@@ -185,9 +156,10 @@ def _fill(settings: dict[str, Any]) -> None:
         _copy(f"{work}/.", f"{path}.work", "--link")
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w") as file:
             file.write(f'#!/bin/sh\nexec {shlex.join(command)} --chdir "$PWD" -- "$@"\n')
-    for name in os.listdir(files) if files is not None else ():
-        _remove(os.path.join(work, name))
-        _copy(os.path.join(files, name), work)
+    if files is not None:
+        for name in os.listdir(files):
+            _remove(os.path.join(work, name))
+            _copy(os.path.join(files, name), work)
 
 
 def _execute(command: list[str], settings: dict[str, Any], control: socket.socket) -> None:
@@ -229,28 +201,17 @@ def _wait(child: int, control: socket.socket) -> int | None:
                     return os.waitstatus_to_exitcode(ended[1])
 
 
-def _kill_all(isolated: bool) -> None:
-    """Kills all other processes of the namespace, or all below this one, and those that they start meanwhile."""
-    while others := _others(isolated):
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in others:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.005)
-
-
-def _others(isolated: bool) -> list[int]:
-    own, found = os.getpid(), []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) not in (1, own):
-            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state != b"Z" and (isolated or int(parent) == own):
-                    found.append(int(name))
-    return found
+def _kill_all() -> None:
+    """Kills all processes below this one, and those that they start meanwhile."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = file.read().split()
+        if not children:
+            return
+        for pid in children:
+            os.kill(int(pid), signal.SIGKILL)  # all are ours until they are waited for
+        for _ in children:
+            os.waitpid(-1, 0)
 
 
 def main() -> None:
@@ -278,15 +239,17 @@ def main() -> None:
         _execute(command, settings, control)
     for stream in (0, 1):  # the program's alone: its input and output end with it
         os.close(stream)
-    code = _wait(child, control)
-    _kill_all(settings["isolated"])
-    if code is None:
-        return
-    with open(settings["output"], "wb") as output, suppress(BrokenPipeError):
-        paths = settings["leaves" if code == 0 else "fails"]
-        sent = pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])
-        output.flush()
-        _send(control, exit=code, **sent)
+    code, exceeds = _wait(child, control), None
+    if not settings["isolated"]:
+        _kill_all()  # bubblewrap does so otherwise, when this process ends
+    try:
+        with open(settings["output"], "wb") as output:
+            paths = settings.get("leaves" if code == 0 else "fails", ())
+            pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])
+    except OverflowError as error:
+        exceeds = str(error)
+    if code is not None:
+        _send(control, exit=code, exceeds=exceeds)
 
 
 if __name__ == "__main__":

@@ -157,10 +157,14 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
         """Raises ValueError if the block names a column that the dataset does not have."""
 
     def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
-        """Raises ConfigError if the Python code that the block names cannot be its function.
+        """Raises ConfigError if the code or program that the block names cannot be its function here.
 
         `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
         """
+
+    def run_settings(self) -> dict[str, Any]:
+        """What the header of a run says of the block."""
+        return {}
 
 
 class FunctionGroupBaseConfig(TypedBaseModel, BaseModelRegistryTag):

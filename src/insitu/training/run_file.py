@@ -13,6 +13,7 @@ from insitu.config.resolved import resolved_config, without_secrets
 from insitu.disk.json_files import read_object
 from insitu.disk.model_files import model_digest
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
+from insitu.schemas.components import FunctionBaseConfig
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
 
 
@@ -29,6 +30,8 @@ def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Ma
     llms = {name: config.llm(name).request_settings() for name in sorted(config.trained_llms())}
     if bridged := [name for name, llm in llms.items() if llm.get("token_bridge")]:
         settings["token_bridge"] = bridged
+    for block in config.blocks.values():
+        settings |= block.run_settings() if isinstance(block, FunctionBaseConfig) else {}
     if training := trainer.trainer_adapter.training_settings():
         settings["training"] = without_secrets(training)
     return settings

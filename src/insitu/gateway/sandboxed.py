@@ -1,0 +1,208 @@
+"""Runs programs of workspaces: within bubblewrap or without, with the limits and the gateway of an episode."""
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from insitu.errors import EpisodeTimeout, WorkflowError
+from insitu.gateway.bubblewrap import ISOLATED, WORK, confined, confined_again
+from insitu.gateway.cgroups import Cgroup
+from insitu.gateway.server import Gateway
+from insitu.gateway.workspace_config import Limits
+from insitu.wire.endings import end_tasks
+from insitu.workflow.programs import Program, run_program
+
+_SCRIPT = Path(__file__).with_name("sandbox.py")
+_PYTHON = os.path.realpath("/proc/self/exe")
+_LOOK_SECONDS = 0.2
+"""Time between two looks at the limits of a program."""
+_SENDING_SECONDS = 10.0
+"""How long a program that was stopped may take to end, and its sandbox to send what it has left."""
+_JOIN = """
+echo 1000 > /proc/self/oom_score_adj
+while [ "$1" != -- ]; do echo 0 > "$1" || exit 1; shift; done
+shift
+exec "$@"
+"""
+"""Enters control groups and becomes a command. If the machine's memory ends, an episode is killed, nothing else."""
+
+
+@dataclass
+class Place:
+    """What all programs of a workflow have in common."""
+
+    limits: Limits
+    gateway: Gateway
+    isolated: bool
+    variables: Collection[str]
+    """Environment variables that the file sets."""
+    cgroup: Cgroup | None
+    """That of this process, if there may be others below."""
+    visible: Sequence[str]
+    """Folders that are shown to confined programs wherever they are; outer ones first."""
+    hidden: Sequence[Path] = ()
+    """Files and folders that confined programs do not see."""
+    filter: Path | None = None
+    """The file with `bubblewrap.system_call_filter`."""
+
+
+class Sandboxed:
+    """One run of a program in a sandbox; `wants` are settings of `sandbox`, with paths outside.
+
+    What it says, its `report`, and what it writes to the file `left` come without any guarantee.
+    """
+
+    def __init__(self, place: Place, command: Sequence[str], folder: Path, wants: Mapping[str, Any]) -> None:
+        self._place, self.command, self._folder = place, command, folder
+        self.wants = wants
+        self.report: dict[str, Any] = {}
+        self.met: list[str] = []
+        """The limits that it has met; `timeout`, if it took too long."""
+
+    async def run(
+        self, left: Path, stdin: bytes, env: dict[str, str], time_limit: float | None, **options: Any
+    ) -> Program:
+        """As `run_program`, with its `options`. Raises WorkflowError if the program exceeds a limit."""
+        limits, own, isolated, name = self._place.limits, self._place.cgroup, self._place.isolated, self.command[0]
+        home = os.path.dirname(WORK) if isolated else tempfile.mkdtemp(prefix="temporary-", dir=self._folder)
+        names = ("TMPDIR", "HOME") if isolated else ("TMPDIR",)
+        env = env | {each: home for each in names if each not in self._place.variables}
+        group = None if own is None else own.new(limits.memory, limits.processes)
+        program = None
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, theirs, left.open("wb") as output, ExitStack() as stack:
+                descriptors = [theirs.fileno(), output.fileno()]
+                if self._place.filter is not None:
+                    descriptors.append(os.open(self._place.filter, os.O_RDONLY))
+                    stack.callback(os.close, descriptors[-1])
+                async with self._serving(ours), self._limits(ours, group, time_limit):
+                    program = await run_program(
+                        self._command(group, *descriptors),
+                        stdin,
+                        cwd=self._folder,
+                        env=env,
+                        pass_fds=descriptors,
+                        name=name,
+                        time_limit=None,
+                        **options,
+                    )
+                self._receive(ours)
+            if group is not None and not self.met:
+                self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
+        finally:
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+        if self.report.get("exceeds") in ("files", "folder_size"):
+            self.met.append(self.report["exceeds"])
+            os.truncate(left, 0)  # it is a part
+        if self.met[:1] == ["timeout"]:
+            raise EpisodeTimeout(f"{name} did not finish within timeout: {time_limit:g} s")
+        if self.met:
+            raise WorkflowError(f"{name} exceeded limits.{self.met[0]}: {getattr(limits, self.met[0])}")
+        if "refused" in self.report:
+            raise WorkflowError(f"workflow command {self.report['refused']}")
+        assert program is not None
+        program.reported_exit = code if isinstance(code := self.report.get("exit"), int) else None
+        if program.reported_exit is None and not program.output_too_long:
+            raise WorkflowError(f"{name}: its sandbox has ended and not said how: {program.stderr_tail}")
+        return program
+
+    def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int = -1) -> list[str]:
+        """A shell that enters a control group, becomes bubblewrap, and starts the sandbox, with its settings."""
+        place, limits, inside = self._place, self._place.limits, self._place.isolated
+        rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 0}
+        if group is None:
+            rlimits |= {"DATA": limits.memory, "CPU": limits.cpu_seconds}
+            rlimits["NPROC"] = limits.processes if inside else None  # which counts all of the account elsewhere
+        outside = {name: path for name, path in self.wants.items() if isinstance(path, Path)}
+        placed = {f"/run/{name}": str(path.resolve()) for name, path in {"sandbox": _SCRIPT, **outside}.items()}
+        judged = "left" in outside and inside
+        settings = {
+            **self.wants,
+            **{name: f"/run/{name}" if inside else str(path) for name, path in outside.items()},
+            "control": control,
+            "output": output,
+            "isolated": inside,
+            "isolate": [ISOLATED, *confined_again(limits.folder_size, place.visible)] if judged else None,
+            "work": WORK if inside else str(self._folder / "work"),
+            "most_bytes": limits.folder_size,
+            "most_files": limits.files,
+            "limits": {name: value for name, value in rlimits.items() if value is not None},
+        }
+        script, confining = str(_SCRIPT), list[str]()
+        if inside:
+            folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "placed": placed}
+            confining = confined(size=limits.folder_size, seccomp=seccomp, last=not judged, **folders)
+            script = "/run/sandbox"
+        joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
+        return [*joining, *confining, _PYTHON, "-I", "-S", script, json.dumps(settings), *self.command]
+
+    def _receive(self, control: socket.socket) -> socket.socket | None:
+        """Reads what it says now; gives the listening socket, if it sends it."""
+        with suppress(BlockingIOError, ConnectionError, ValueError):
+            while True:
+                message, descriptors, _, _ = socket.recv_fds(control, 2**16, 1)
+                if descriptors:
+                    return socket.socket(fileno=descriptors[0])
+                if not message or self.report:
+                    break
+                said = json.loads(message)
+                self.report = said if isinstance(said, dict) else {}
+        return None
+
+    @asynccontextmanager
+    async def _limits(
+        self, control: socket.socket, group: Cgroup | None, time_limit: float | None
+    ) -> AsyncIterator[None]:
+        """Stops the program when it meets a limit."""
+        loop, cpu_seconds = asyncio.get_running_loop(), self._place.limits.cpu_seconds
+        deadline = float("inf") if time_limit is None else loop.time() + time_limit
+
+        async def look() -> None:
+            while not self.met:
+                await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - loop.time())))
+                limit = "timeout" if loop.time() >= deadline else group and group.exceeded(cpu_seconds)
+                self.met += [limit] if limit else []
+            with suppress(OSError):
+                control.send(b"stop")
+            timer.reschedule(loop.time() + _SENDING_SECONDS)
+
+        watching = asyncio.create_task(look(), name="watch the limits of a sandbox")
+        try:
+            async with asyncio.timeout(None) as timer:
+                yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+        finally:
+            await end_tasks(watching)
+
+    @asynccontextmanager
+    async def _serving(self, control: socket.socket) -> AsyncIterator[None]:
+        """Lets the gateway serve at the first socket that the sandbox sends."""
+        loop, serving = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+        async def serve(listener: socket.socket) -> None:
+            async with self._place.gateway.serving(listener):  # which closes it
+                await asyncio.Event().wait()
+
+        def receive() -> None:
+            loop.remove_reader(control)
+            if (listener := self._receive(control)) is not None:
+                serving.append(asyncio.create_task(serve(listener), name="serve a sandbox"))
+
+        control.setblocking(False)
+        loop.add_reader(control, receive)
+        try:
+            yield
+        finally:
+            loop.remove_reader(control)
+            await end_tasks(*serving)
