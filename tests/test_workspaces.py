@@ -814,7 +814,7 @@ def test_what_is_missing_is_found_before_anything_is_started(
     monkeypatch.setenv("PATH", str(example / "bin"))
     for command in ("validate", "finetune"):
         code, _, err = run_project(example, file="grpo.yml", command=command)
-        assert code == 1
+        assert code == 2, err
         assert message in err
         assert "set network: host" in err
     assert not (example / "runs").exists()

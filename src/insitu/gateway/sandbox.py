@@ -63,6 +63,7 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
 
     def wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         nonlocal files, taken
+        archive.inodes.clear()  # type: ignore[attr-defined] # a further name of a file is sent as another one
         files, taken = files + 1, taken + entry.size
         if files > most_files or taken > (most_bytes or taken):
             raise OverflowError("files" if files > most_files else "folder_size")
@@ -78,20 +79,31 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
                 archive.add(top, path, filter=wanted)
 
 
-def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
-    """Writes what `pack` has sent, and nothing that leads out of the folder. Raises OSError or tarfile.TarError."""
-
-    def allowed(entry: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
-        with suppress(tarfile.FilterError):
-            return tarfile.data_filter(entry, place) if links or entry.isfile() or entry.isdir() else None
-        return None
-
-    with tarfile.open(mode="r|", fileobj=archive) as entries:
-        entries.extractall(folder, filter=allowed)
-
-
 def _is_inside(path: str, folder: str) -> bool:
     return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
+
+
+def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
+    """Writes what `pack` has sent to an empty folder; links are made last, or not at all.
+
+    Raises OSError, ValueError for anything else, or tarfile.TarError.
+    """
+    later = []
+    with tarfile.open(mode="r|", fileobj=archive) as entries:
+        for entry in entries:
+            path = os.path.normpath(os.path.join(folder, entry.name))
+            if not f"{path}/".startswith(f"{folder}/"):
+                raise ValueError(f"{entry.name!r} is not in the folder")
+            os.makedirs(path if entry.isdir() else os.path.dirname(path), exist_ok=True)
+            if entry.issym():
+                later.append((path, entry.linkname))
+            elif entry.isfile() and entry.sparse is None:
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, entry.mode & 0o777), "wb") as file:
+                    shutil.copyfileobj(entries.extractfile(entry), file)  # type: ignore[arg-type]
+            elif not entry.isdir():
+                raise ValueError(f"{entry.name!r} is neither a file, a folder nor a link")
+    for path, target in later if links else ():
+        os.symlink(target, path)
 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:

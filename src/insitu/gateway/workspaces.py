@@ -182,7 +182,7 @@ class Workspaces:
             copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), links=False)
-        except (OSError, tarfile.TarError):
+        except (OSError, ValueError, tarfile.TarError):
             remove(copy)
             return None
         return copy
