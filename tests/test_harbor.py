@@ -6,6 +6,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -273,6 +274,29 @@ async def test_a_model_that_fails_is_named(project: Path, server: FakeOpenAI) ->
     error = await failure(project, server)
     assert isinstance(error, BackendUnavailable)
     assert "its model: " in str(error)
+
+
+async def test_it_is_not_for_the_agent_to_say_that_it_has_ended(project: Path, server: FakeOpenAI) -> None:
+    """What it leaves running is killed before the tests are there, and what it signals has no effect."""
+    daemon = "setsid sh -c 'while :; do cp -R /insitu/. /app; done' & "
+    daemon += f"setsid sleep {SECONDS} & touch /logs/agent/ended; sleep 0.3; ls /insitu > /app/seen"
+    stolen = "[ -s /app/seen ] || [ -e /app/verify ] || [ -e /app/tests ] || pgrep -f 'sleep {SECONDS}' > /dev/null"
+    add_task(project, "one", test=f"#!/bin/sh\n{stolen}\necho $? > /logs/verifier/reward.txt\n")
+    async with tasks(project, server, command=["sh", "-c", daemon]) as play:
+        assert (await play("one"))["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (["./container.sh", *MOUNTS, "{image}"], "run: it names no container: give it {name}"),
+        (["docker", "run", "{image}"], "{logs} and {tests} must be mounted"),
+    ],
+)
+def test_a_run_that_cannot_be_one_is_told(project: Path, server: FakeOpenAI, run: list[str], message: str) -> None:
+    add_task(project, "one")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(config(project, server, run=run))
 
 
 async def test_an_agent_does_not_see_the_tests(project: Path, server: FakeOpenAI) -> None:

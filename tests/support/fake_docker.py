@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A program that understands what is used of `docker run` and `docker build`, and runs commands in namespaces.
+"""A program that understands what is used of `docker run`, `exec` and `build`, and runs commands in namespaces.
 
 An image is a folder below $FAKE_IMAGES with the files that a container has in /app; a container sees the system's
 folders but /tmp, the Python environment $FAKE_PYTHON, and its mounts. Its first process is the first of a process
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = """
@@ -47,12 +48,25 @@ def build(arguments: list[str]) -> int:
     return 0
 
 
+def execute(arguments: list[str]) -> int:
+    """`-i NAME COMMAND...`, in a container that runs."""
+    place = images / "running" / arguments[1]
+    while not place.exists():  # its first process is quicker than `run`
+        time.sleep(0.01)
+    pid, variables = place.read_text().split("\n", 1)
+    inside = ["--user", "--mount", "--pid", "--root", "--wd"]
+    command = f'exec env -i PATH="$PATH" HOME=/root {variables} sh -c \'cd /app && exec "$@"\' sh "$@"'
+    return subprocess.call(["nsenter", "--target", pid, *inside, "sh", "-c", command, "sh", *arguments[2:]])
+
+
 def run(arguments: list[str]) -> int:
-    mounts, variables = [], ""
+    mounts, variables, name = [], "", "none"
     while arguments[0].startswith("-"):
         option = arguments.pop(0)
         if option == "-v":
             mounts.append(arguments.pop(0))
+        elif option == "--name":
+            name = arguments.pop(0)
         elif option == "--env-file":
             variables = " ".join(Path(arguments.pop(0)).read_text().split("\n"))
     image = images / arguments.pop(0)
@@ -71,10 +85,17 @@ def run(arguments: list[str]) -> int:
     os.environ.update(settings)
     # As with docker, SIGTERM goes to the first process of the container, which outlives a client that is killed.
     container = subprocess.Popen([*namespaces, "sh", "-c", ROOT, "sh", *arguments], start_new_session=True)
+    (images / "running").mkdir(exist_ok=True)
+    children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
+    while container.poll() is None and not (first := children.read_text().split()):
+        time.sleep(0.01)
+    if container.poll() is None:
+        (images / f"{name}.starting").write_text(f"{first[0]}\n{variables}")
+        (images / f"{name}.starting").rename(images / "running" / name)
     end = ["pkill", "-TERM", "-P", str(container.pid)]
     signal.signal(signal.SIGTERM, lambda *_: subprocess.run(end))
     return container.wait()
 
 
 images = Path(os.environ["FAKE_IMAGES"])
-sys.exit({"build": build, "run": run}[sys.argv[1]](sys.argv[2:]))
+sys.exit({"build": build, "exec": execute, "run": run}[sys.argv[1]](sys.argv[2:]))

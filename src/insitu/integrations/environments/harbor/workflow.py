@@ -8,18 +8,19 @@
       llm: student
     evaluators: {reward: {_type: harbor}}
 
-The container runs `_SCRIPT`: the agent, and once it has ended, the tests, which are not there before.
+The agent is executed in the container, and once it has ended, the tests, which are not there before.
 """
 
 import asyncio
 import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,38 +44,34 @@ from insitu.wire.redaction import is_ordinary_variable
 from insitu.workflow.functions import FunctionInfo, register_function
 from insitu.workflow.programs import Program, inherited_environment, run_program
 
-_SCRIPT = """
+_STAYS = """
 trap 'exit 143' TERM
-exec 3<&0
 : >/logs/agent/started || exit 125
+while :; do sleep 3600 & wait $!; done
+"""
+"""What the container runs; the agent and the tests are executed in it, so that it is not for the agent to say when it
+has ended."""
+_AGENT = """
 if [ -n "$1" ]; then cd "$1" || exit 125; fi
 shift
-"$@" <&3 3<&- &
-wait $!
-code=$?
-exec 3<&-
-[ $code = 0 ] || exit $code
-rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier || exit 125
-: >/logs/agent/ended || exit 125
-tries=0
-until [ -e /insitu/verify ]; do
-    tries=$((tries + 1))
-    [ $tries -lt 600 ] || exit 125
-    sleep 0.1 || sleep 1
-done
-cp -R /insitu/tests /tests || exit 125
-sh /insitu/verify >&2 </dev/null &
-wait $!
+exec "$@"
+"""
+"""What runs the agent, with the working directory and the agent's command as arguments."""
+_KILLS = "kill -9 -1 2>/dev/null; true"
+"""What ends all that the agent has left running, before the tests are there."""
+_TESTS = """
+rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests || exit 125
+sh /insitu/verify >&2 </dev/null
 code=$?
 chmod -R a+rwX /logs
 exit $code
 """
-"""What the container runs, with the working directory and the agent's command as arguments. Its exit code is that of
-the agent if it has failed, otherwise that of the tests."""
-_PLACES = ("image", "logs", "tests", "env_file", "model_url", "folder", "cpus", "memory_mb")
+"""What runs the tests."""
+_PLACES = ("name", "image", "logs", "tests", "env_file", "model_url", "folder", "cpus", "memory_mb")
 _DAEMON_FAILED = 125
 """Exit code by which docker and podman say that it is they who failed."""
 _POLL_SECONDS = 0.05
+_END_SECONDS = 60.0
 _MAX_BYTES = 2**20
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
@@ -85,11 +82,12 @@ class HarborConfig(ProgramConfig, name="harbor"):
     tasks: Path
     """Folder of tasks, or of one, relative to the working directory or the YAML file."""
     run: list[str] = Field(min_length=1)
-    """The command that runs a container; the program for it to run is appended. `{image}` is replaced by the task's
-    image, `{logs}` by the folder to mount at `/logs`, `{tests}` by that to mount at `/insitu`, read-only, `{env_file}`
-    by a file with the agent's environment variables, `{model_url}` by the model's URL, `{folder}` by the folder of the
-    YAML file, `{cpus}` and `{memory_mb}` by what the task asks for. An image that a task does not name is built by
-    `build` of the same program."""
+    """The command that runs a container, such as `docker run`; the program for it to run is appended, and `exec` of the
+    same program runs the agent, and then the tests. `{image}` is replaced by the task's image, `{name}` by the
+    container's (if there is no `{name}`, `--name` is added after `run`), `{logs}` by the folder to mount at `/logs`,
+    `{tests}` by that to mount at `/insitu`, read-only, `{env_file}` by a file with the agent's environment variables,
+    `{model_url}` by the model's URL, `{folder}` by the folder of the YAML file, `{cpus}` and `{memory_mb}` by what the
+    task asks for. An image that a task does not name is built by `build` of the same program."""
     timeout_multiplier: float = Field(default=1.0, gt=0)
     """Factor of the time limits in `task.toml`."""
     reward: str = "reward"
@@ -102,7 +100,12 @@ class HarborConfig(ProgramConfig, name="harbor"):
             check_placeholders(text, where, _PLACES)
         if missing := [name for name in ("{logs}", "{tests}") if not any(name in part for part in run)]:
             raise ValueError(f"{' and '.join(missing)} must be mounted, at /logs and /insitu")
-        return run
+        if any("{name}" in part for part in run):
+            return run
+        if "run" not in run:
+            raise ValueError("it names no container: give it {name}, such as --name {name}")
+        place = run.index("run") + 1
+        return [*run[:place], "--name", "{name}", *run[place:]]
 
     def check_columns(self, columns: Collection[str]) -> None:
         if "task" not in columns:
@@ -216,12 +219,16 @@ class Container:
         for folder in (self.logs, self.logs / "agent", self.logs / "verifier", self.tests):
             folder.mkdir()
             folder.chmod(0o777)  # the container's user may be another one
-        self._config, self._task = config, task
-        self._program: asyncio.Task[Program]
+        self._config, self._task, self._name = config, task, f"insitu-{secrets.token_hex(8)}"
+        self._tested = False
 
-    def command(self, image: str, endpoint: EpisodeEndpoint, columns: Mapping[str, Any], folder: Path) -> list[str]:
+    def commands(
+        self, image: str, endpoint: EpisodeEndpoint, columns: Mapping[str, Any], folder: Path
+    ) -> Iterator[list[str]]:
+        """Those of the container, of the agent, of what kills all that it has left running, and of the tests."""
         environment = self._task.settings.environment
         places = {
+            "name": self._name,
             "image": image,
             "logs": str(self.logs),
             "tests": str(self.tests),
@@ -233,7 +240,12 @@ class Container:
         }
         agent = with_values(["", *self._config.command], {**columns, "model_url": endpoint.openai_url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
-        return [*run, "sh", "-c", _SCRIPT, "insitu", environment.workdir or "", *agent]
+        execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
+        workdir = environment.workdir or ""
+        yield [*run, "sh", "-c", _STAYS]
+        yield [*execute, _AGENT, "insitu", workdir, *agent]
+        yield [*execute, _KILLS]
+        yield [*execute, _TESTS]
 
     def write_variables(self, variables: Mapping[str, str]) -> None:
         """Writes the agent's variables, without those of this machine, which `run` and the tests may get."""
@@ -250,33 +262,49 @@ class Container:
             raise WorkflowError(f"{', '.join(broken)}: a variable of a container cannot have a line break")
         self.env_file.write_text("".join(f"{name}={value}\n" for name, value in of_agent.items()))
 
-    async def run(self, program: Coroutine[Any, Any, Program], on_agent_end: Callable[[], None]) -> Program:
-        """Runs the agent and then the tests. Raises EpisodeTimeout after a time limit of the task."""
-        settings = self._task.settings
-        self._program = asyncio.create_task(program, name="run a container")
+    async def run(
+        self, commands: Iterator[list[str]], stdin: bytes, on_agent_end: Callable[[], None], **options: Any
+    ) -> tuple[Program | None, Program]:
+        """Runs the agent and then the tests, with `options` of `run_program`: both, or the container if it has not
+        started. Raises EpisodeTimeout after a time limit of the task."""
+        settings, where = self._task.settings, f"task {self._task.name}"
+
+        def limit(seconds: float | None) -> float | None:
+            return None if seconds is None else seconds * self._config.timeout_multiplier
+
+        async def execute(command: list[str], stdin: bytes, seconds: float | None, name: str) -> Program:
+            running = run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
+            try:
+                return await running
+            except EpisodeTimeout:
+                raise EpisodeTimeout(f"{where}: {name} took more than {limit(seconds):g} s") from None
+
+        container = asyncio.create_task(run_program(next(commands), b"", time_limit=None, **options), name="container")
         try:
-            await self._until("started", settings.environment.build_timeout_sec, "the start of the container")
-            await self._until("ended", settings.agent.timeout_sec, self._config.command[0])
+            async with asyncio.timeout(limit(settings.environment.build_timeout_sec)) as timer:
+                while not container.done() and not self._started:
+                    await asyncio.wait({container}, timeout=_POLL_SECONDS)
+            if container.done() and not self._started:
+                return None, await container
+            agent = await execute(next(commands), stdin, settings.agent.timeout_sec, self._config.command[0])
             on_agent_end()
-            if not self._program.done():
-                await asyncio.to_thread(self._give_tests)
-            await self._until(None, settings.verifier.timeout_sec, "tests/test.sh")
-            return await self._program
-        finally:
-            await end_tasks(self._program)
-
-    async def _until(self, event: str | None, limit: float | None, what: str) -> None:
-        """Waits until the container has reported an event, or has ended."""
-        seconds = None if limit is None else limit * self._config.timeout_multiplier
-        try:
-            async with asyncio.timeout(seconds):
-                while not self._program.done() and (event is None or not self.reported(event)):
-                    await asyncio.wait({self._program}, timeout=_POLL_SECONDS)
+            if agent.exit_code or agent.output_too_long:
+                return agent, agent
+            await execute(next(commands), b"", _END_SECONDS, "the end of its processes")
+            await asyncio.to_thread(self._give_tests)
+            self._tested = True
+            return agent, await execute(next(commands), b"", settings.verifier.timeout_sec, "tests/test.sh")
         except TimeoutError:
-            raise EpisodeTimeout(f"task {self._task.name}: {what} took more than {seconds:g} s") from None
+            if not timer.expired():
+                raise
+            seconds = limit(settings.environment.build_timeout_sec)
+            raise EpisodeTimeout(f"{where}: the start of the container took more than {seconds:g} s") from None
+        finally:
+            await end_tasks(container)
 
-    def reported(self, event: str) -> bool:
-        return (self.logs / "agent" / event).exists()
+    @property
+    def _started(self) -> bool:
+        return (self.logs / "agent/started").exists()
 
     def _give_tests(self) -> None:
         """Puts the tests where the container waits for them, all before `verify`."""
@@ -287,18 +315,17 @@ class Container:
         draft.write_text("\n".join([*lines, "chmod +x /tests/test.sh", "exec /tests/test.sh", ""]))
         draft.rename(self.tests / "verify")
 
-    def outcome(self, done: Program, model_failure: str | None) -> Outcome:
-        """Raises an error if the container, the agent or the tests have failed."""
-        where, agent, ended = f"task {self._task.name}", self._config.command[0], "ended"
-        if done.output_too_long:
-            raise WorkflowError(f"{agent} printed more than max_output: {self._config.max_output} bytes")
-        if done.exit_code:
-            ended = describe_exit(done.exit_code)
-        if not self.reported("started"):
-            message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {done.stderr_tail}"
-            raise BackendUnavailable(message) if done.exit_code == _DAEMON_FAILED else WorkflowError(message)
-        if not (self.tests / "verify").exists():
-            message = f"{where}: {agent} {ended}: {done.stderr_tail}"
+    def outcome(self, agent: Program | None, last: Program, model_failure: str | None) -> Outcome:
+        """Raises an error if the container, the agent or the tests have failed; `last` is the one that ended last."""
+        where, name = f"task {self._task.name}", self._config.command[0]
+        ended = describe_exit(last.exit_code) if last.exit_code else "ended"
+        if agent is None:
+            message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {last.stderr_tail}"
+            raise BackendUnavailable(message) if last.exit_code == _DAEMON_FAILED else WorkflowError(message)
+        if agent.output_too_long:
+            raise WorkflowError(f"{name} printed more than max_output: {self._config.max_output} bytes")
+        if not self._tested:
+            message = f"{where}: {name} {ended}: {last.stderr_tail}"
             if model_failure:
                 raise BackendUnavailable(f"{message} (its model: {model_failure})")
             raise WorkflowError(message)
@@ -308,11 +335,11 @@ class Container:
             raise WorkflowError(f"{where}: the reward of tests/test.sh cannot be read: {error}") from error
         if rewards is None:
             message = f"{where}: tests/test.sh {ended} without a reward.json or reward.txt"
-            raise WorkflowError(f"{message}: {done.stderr_tail}")
+            raise WorkflowError(f"{message}: {last.stderr_tail}")
         part = next(iter(rewards)) if len(rewards) == 1 else self._config.reward
         if part not in rewards:
             raise WorkflowError(f"{not_found(f'{where}: the reward', part, rewards)}; choose one with workflow.reward")
-        answer = done.stdout.decode(errors="replace").strip()
+        answer = agent.stdout.decode(errors="replace").strip()
         return Outcome(answer=answer, reward=rewards[part], rewards=rewards)
 
 
@@ -335,17 +362,16 @@ async def harbor_workflow(config: HarborConfig, builder: Builder) -> AsyncIterat
             endpoint = until_end.enter_context(episode_endpoint(gateway))
             variables = environment(endpoint, config)
             container.write_variables(variables)
-            program = run_program(
-                container.command(image, endpoint, columns, folder),
+            done = await container.run(
+                container.commands(image, endpoint, columns, folder),
                 config.input_of(value, row),
+                until_end.close,
                 cwd=folder,
                 env=variables,
-                time_limit=None,
                 max_output=config.max_output,
                 on_exit=lambda: None,
             )
-            done = await container.run(program, on_agent_end=until_end.close)
-        return container.outcome(done, endpoint.failure)
+        return container.outcome(*done, endpoint.failure)
 
     async def run(value: Any) -> dict[str, Any]:
         name = row_values(value)[1].get("task")
