@@ -280,7 +280,8 @@ async def test_it_is_not_for_the_agent_to_say_that_it_has_ended(project: Path, s
     """What it leaves running is killed before the tests are there, and what it signals has no effect."""
     daemon = "setsid sh -c 'while :; do cp -R /insitu/. /app; done' & "
     daemon += f"setsid sleep {SECONDS} & touch /logs/agent/ended; sleep 0.3; ls /insitu > /app/seen"
-    stolen = "[ -s /app/seen ] || [ -e /app/verify ] || [ -e /app/tests ] || pgrep -f 'sleep {SECONDS}' > /dev/null"
+    running = "cat /proc/[0-9]*/cmdline 2>/dev/null | grep -q '60[.]25'"
+    stolen = f"[ -s /app/seen ] || [ -e /app/verify ] || [ -e /app/tests ] || {running}"
     add_task(project, "one", test=f"#!/bin/sh\n{stolen}\necho $? > /logs/verifier/reward.txt\n")
     async with tasks(project, server, command=["sh", "-c", daemon]) as play:
         assert (await play("one"))["reward"] == 1.0
