@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -100,7 +101,18 @@ async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Se
     lines, _ = await train(path, ("finetuning.reward_function.name", "score"))
     assert [line["pairs"] for line in lines] == [2, 2]
     folder = path.parent / "run"
-    for line in lines:
+    episodes = [line for line in read_lines(folder / "episodes.jsonl.gz") if "episode" in line]
+    history = json.loads((folder / "reward_history.json").read_text())
+    for line, entry in zip(lines, history, strict=True):
+        rows = [[e for e in episodes if (e["epoch"], e["row_id"]) == (line["epoch"], row)] for row in ("r0", "r1")]
+        groups = [[e["reward"] for e in row if e["reward"] is not None] for row in rows]
+        rewards = [reward for group in groups for reward in group]
+        assert line["num_episodes"] == len(rewards) == 8
+        assert line["avg_reward"] == pytest.approx(fmean(rewards))
+        assert line["scores"] == {"score": pytest.approx(fmean(rewards))}
+        assert (line["min_reward"], line["max_reward"]) == (min(rewards), max(rewards))
+        assert line["reward_std"] == pytest.approx(fmean(map(stdev, groups)))
+        assert entry["avg_reward"] == line["avg_reward"]
         listed = shown(folder, "--epoch", line["epoch"])
         assert sorted(each for each in listed.values() if each.startswith("trained")) == [
             *(["trained  chosen"] * 2),

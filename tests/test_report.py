@@ -42,6 +42,7 @@ def test_the_statistics_of_an_epoch() -> None:
         "frac_reward_zero_std": 0.5,
         "scores": {"right": 0.5, "short": 0.5, "dead": None},
         "num_trajectories": 5,
+        "num_episodes": 5,
         "num_groups": 3,
         "completions_mean_length": 4.0,
         "completions_clipped_ratio": 0.2,

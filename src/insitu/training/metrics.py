@@ -13,7 +13,7 @@ from insitu.advantages.estimator import EstimatedEpoch
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, TrajectoryCollection
 from insitu.training.interfaces import GroupTrainer, Trainer
-from insitu.training.observers import Collected
+from insitu.training.observers import Collected, Scored
 
 Group = Sequence[Trajectory]
 
@@ -115,10 +115,16 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
     }
 
 
-def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Statistics of the scored episodes of an epoch; None where they say nothing (groups of one, no captured call)."""
-    rewards = [t.reward for group in groups for t in group]
-    deviations = [stdev([t.reward for t in group]) for group in groups if len(group) > 1]
+def collected_metrics(groups: Sequence[Group], episodes: Sequence[Sequence[Scored]] | None = None) -> dict[str, Any]:
+    """Statistics of the scored episodes of an epoch; None where they say nothing (groups of one, no captured call).
+
+    `episodes` are those of the rows, if the trajectories of `groups` are pairs of them.
+    """
+    if episodes is None:
+        episodes = [[Scored(t.reward, (t.metadata or {}).get("scores") or {}) for t in group] for group in groups]
+    scored = [episode for group in episodes for episode in group]
+    rewards = [episode.reward for episode in scored]
+    deviations = [stdev([episode.reward for episode in group]) for group in episodes if len(group) > 1]
     answers = [call for group in groups for call in trained_calls(group)]
     lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
     malformed = [call.tool_call_malformed for call in answers].count(True)
@@ -128,8 +134,9 @@ def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "max_reward": max(rewards, default=None),
         "reward_std": fmean(deviations) if deviations else None,
         "frac_reward_zero_std": deviations.count(0) / len(deviations) if deviations else None,
-        "scores": _mean_scores(groups),
-        "num_trajectories": len(rewards),
+        "scores": _mean_scores(scored),
+        "num_trajectories": sum(map(len, groups)),
+        "num_episodes": len(scored),
         "num_groups": len(groups),
         "completions_mean_length": fmean(lengths) if lengths else None,
         "completions_clipped_ratio": _clipped(answers) / len(answers) if answers else None,
@@ -138,14 +145,12 @@ def collected_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _mean_scores(groups: Sequence[Group]) -> dict[str, float | None]:
+def _mean_scores(episodes: Sequence[Scored]) -> dict[str, float | None]:
     """By evaluator, None if it scored no episode."""
     by_name: dict[str, list[float]] = {}
-    for trajectory in [t for group in groups for t in group]:
-        for name, score in ((trajectory.metadata or {}).get("scores") or {}).items():
-            scores = by_name.setdefault(name, [])
-            if score is not None:
-                scores.append(score)
+    for episode in episodes:
+        for name, score in episode.scores.items():
+            by_name.setdefault(name, []).extend([] if score is None else [score])
     return {name: fmean(scores) if scores else None for name, scores in by_name.items()}
 
 

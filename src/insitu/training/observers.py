@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -42,6 +42,13 @@ class GroupFiles(Observer):
         self._store.append_group(group, self._epoch, row)
 
 
+class Scored(NamedTuple):
+    """The reward of an episode, and its scores by evaluator."""
+
+    reward: float
+    scores: Mapping[str, float | None]
+
+
 class Progress(Observer):
     """How far the collection of an epoch is, and what went wrong in it.
 
@@ -58,6 +65,10 @@ class Progress(Observer):
         self._ended = Counter[str]()
         """Episodes of each group."""
         self._complete = self._abandoned = 0
+        self.scored: list[list[Scored]] | None = None
+        """The episodes of each row, if it is their pairs that are trained."""
+        if plan is not None and plan.pairs is not None and plan.rewarded:
+            self.scored = []
         self._check_begun()
 
     @property
@@ -88,6 +99,8 @@ class Progress(Observer):
     def on_group(self, group: GroupRecord) -> None:
         self._complete += 1
         self.errors.update(f"{e.reason}: {e.error}" for e in group.episodes if e.error is not None)
+        if self.scored is not None and any(e.reward is not None for e in group.episodes):
+            self.scored.append([Scored(e.reward, e.scores) for e in group.episodes if e.reward is not None])
         if self._spending is not None:
             extra = len(group.episodes) + group.saved if group.replaced_by is not None else 0
             self._spending.add(group.saved, extra)

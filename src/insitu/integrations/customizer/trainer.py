@@ -168,7 +168,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
                 self._run.report.note(f"collection {number}/{runs} FAILED: {describe_error(error)}")
                 continue
             collections.append(collection)
-            metrics = collected_metrics(collection.trajectories)
+            metrics = collected_metrics(collection.trajectories, collected.progress.scored)
             result = {**metrics, "dropped": collection.dropped}
             self.log_progress(number, result | {"seconds": time.perf_counter() - started})
             dropped = f"; dropped: {counts(collection.dropped)}" if collection.dropped else ""

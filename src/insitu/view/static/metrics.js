@@ -62,7 +62,7 @@ const GROUPS = [
       ["frac_reward_zero_std", "Groups that teach nothing", "all their advantages are 0", percent, true],
       ["completions_mean_length", "Answer length, tokens", "mean of the trained answers", inTokens, true],
       ["completions_clipped_ratio", "Answers cut off", "at max_tokens or the model's limit", percent, true],
-      ["num_trajectories", "Episodes with a reward", "of the epoch", compact, true],
+      ["num_episodes", "Episodes with a reward", "of the epoch", compact, true],
       ["curriculum_percentile", "Share of the curriculum", "of the examples that are included", percent, true],
     ],
   ],
@@ -76,7 +76,7 @@ const SPEED = [
   [
     "Episodes collected per second",
     "with a reward",
-    (line) => ratio(line.num_trajectories, line.seconds?.collect),
+    (line) => ratio(line.num_episodes ?? line.num_trajectories, line.seconds?.collect),
     perSecond,
   ],
   ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, line.seconds?.train), perSecond],
