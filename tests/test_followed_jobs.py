@@ -8,7 +8,7 @@ from waiting import until
 
 from insitu.errors import BackendUnavailable, JobFailed, JobLost
 from insitu.plugin_api import JobAdapter, TrainerAdapterConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
-from insitu.training.jobs import check_completed, follow, submit_once
+from insitu.training.jobs import check_completed, follow, job_warnings, submit_once
 
 REF = TrainingJobRef(run_id="r", backend="scripted", metadata={"job_id": "j-1"})
 COLLECTION = TrajectoryCollection(trajectories=[], run_id="r", epoch=2)
@@ -95,3 +95,14 @@ async def test_what_an_earlier_process_has_submitted_is_searched_first() -> None
     adapter.known = True
     assert await submit_once(adapter, COLLECTION, 1, resumed=True) == REF
     assert adapter.submitted == 2
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_newest", "warned"), [(0.3, False, True), (0.1, False, False), (None, False, False)]
+)
+def test_a_learner_that_is_far_from_what_has_sampled_is_told(gap: float | None, is_newest: bool, warned: bool) -> None:
+    status = TrainingJobStatus(run_id="r", backend="b", status="completed")
+    warnings = job_warnings(status, gap, None, is_newest=is_newest)
+    assert [text.partition(":")[2].partition(":")[0].strip() for text in warnings] == (
+        ["logprob_gap is 0.3, above 0.2"] if warned else []
+    )

@@ -36,6 +36,8 @@ T = TypeVar("T")
 UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
 _EXIT_NOTICE_SECONDS = 1.0
 _RECONNECT_DELAY = 0.25
+_STALE_GAP = 0.2
+"""Mean difference in nats per token from which runs with `staleness` have learned less, over 52 runs of the starter."""
 _SUBMISSIONS = 3
 """How often one job is submitted, the first time included, if the backend keeps losing it."""
 
@@ -200,10 +202,26 @@ def new_version(epoch: int, before: int | None, served: PolicyEndpoint | None) -
     return version
 
 
-def job_warnings(status: TrainingJobStatus, gap: float | None, served: PolicyEndpoint | None) -> list[str]:
-    """What is wrong after a job that has completed, a sentence each."""
+def job_warnings(
+    status: TrainingJobStatus, gap: float | None, served: PolicyEndpoint | None, *, is_newest: bool = True
+) -> list[str]:
+    """What is wrong after a job that has completed, a sentence each.
+
+    `gap` is the job's `logprob_gap`, and `is_newest` says whether its episodes were sampled from the weights before it.
+    """
     space = _space_warning((status.metadata or {}).get("checkpoint"))
-    return [*filter(None, (gap_warning(gap, served), space))]
+    return [*filter(None, (gap_warning(gap, served) if is_newest else stale_warning(gap), space))]
+
+
+def stale_warning(gap: float | None) -> str | None:
+    """A sentence if the learner has moved so far from the earlier weights that have sampled that it learns less."""
+    if gap is None or gap <= _STALE_GAP:
+        return None
+    return (
+        f"WARNING: logprob_gap is {gap:.2g}, above {_STALE_GAP:g}: the learner is far from the earlier weights that "
+        "sampled these episodes, and learns less from them: lower training.learning_rate, give it a warm-up, set "
+        "training.old_logprobs to rollout, or staleness to 0"
+    )
 
 
 def gap_warning(gap: float | None, served: PolicyEndpoint | None) -> str | None:

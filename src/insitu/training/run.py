@@ -151,8 +151,7 @@ class Run:
         before = result.metrics["policy_version"]
         result.metrics["policy_version"] = version = new_version(epoch, before, served)
         is_newest = result.metrics.get("sampled_version", before) == before  # else a gap is expected
-        gap = result.metrics.get("logprob_gap") if is_newest else None
-        for warning in job_warnings(status, gap, served):
+        for warning in job_warnings(status, result.metrics.get("logprob_gap"), served, is_newest=is_newest):
             self.warn(epoch, warning)
         return version
 

@@ -19,8 +19,6 @@ function badFigures(line) {
   if (isNumber(cut) && cut >= OFTEN_CUT) found.push(`${percent(cut)} of the answers were cut off at max_tokens or the model's limit`);
   if (isNumber(line.frac_reward_zero_std) && line.frac_reward_zero_std > 0.5)
     found.push(`${percent(line.frac_reward_zero_std)} of the groups have equal rewards, which teach nothing`);
-  if (isNumber(line.logprob_gap) && line.logprob_gap > 0.01)
-    found.push(`learner and sampler differ by ${line.logprob_gap.toPrecision(2)} nats a token`);
   if (line.greedy_groups) found.push(`${count(line.greedy_groups)} of ${count(line.num_groups)} groups were sampled at temperature 0`);
   return found;
 }
