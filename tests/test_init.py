@@ -1,11 +1,14 @@
 """`insitu init`: the project that it writes trains as it is, and passes its own tests."""
 
+import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from factories import ROOT, read_lines
+from fake_hub import fake_hub
 from processes import HANGS, forked_python, run_project, start
 from tiny_models import save_tiny_model
 
@@ -54,13 +57,69 @@ def test_a_project_of_a_framework(tmp_path: Path, framework: str) -> None:
     assert f"model: student, framework: {framework}}}" in (tmp_path / "desk/config.yml").read_text()
 
 
-def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = init(tmp_path, "my project", "--model", "org/name")
     assert code == 0, err
     assert not (tmp_path / "my project/model").exists()
-    code, out, err = run_project(tmp_path / "my project", command="validate")
+    with fake_hub("org/name") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        code, out, err = run_project(tmp_path / "my project", command="validate")
     assert (code, err) == (0, "")
     assert "config.yml is valid" in out
+
+
+def test_a_model_that_is_nowhere_is_found_before_a_run_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert init(tmp_path, "project", "--model", "org/name")[0] == 0
+    earlier = tmp_path / "project/runs/project"
+    earlier.mkdir(parents=True)
+    (earlier / "run.json").write_text("{}")
+    what = "org/name is neither a folder or file here nor in the cache of the Hugging Face Hub"
+    with fake_hub() as hub, socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        closed.close()
+        for endpoint, why in ((hub, "has no such model"), (address, "cannot be reached")):
+            monkeypatch.setenv("HF_ENDPOINT", endpoint)
+            for command in ("validate", "finetune"):
+                code, _, err = run_project(tmp_path / "project", command=command)
+                assert code == 2
+                assert f"{what}, and {endpoint} {why}" in err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "and HF_HUB_OFFLINE is set" in run_project(tmp_path / "project", command="validate")[2]
+    assert [path.name for path in earlier.parent.iterdir()] == ["project"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("trainer_adapters.backend.model", "untaught"), "has no chat template, which turns messages into a prompt"),
+        (("eval.evaluators.correct.function", "desk:use"), "nothing is given for the parameter arguments"),
+        (("eval.evaluators.correct.function", "desk:DESK"), "eval.evaluators.correct"),
+        (("workflow.framework", "nothing"), "nothing"),
+    ],
+)
+def test_what_would_fail_later_is_found_before_a_run_is_moved(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    assert init(tmp_path, "project")[0] == 0
+    project = tmp_path / "project"
+    shutil.copytree(project / "model", project / "untaught", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    (project / "runs/project").mkdir(parents=True)
+    (project / "runs/project/run.json").write_text("{}")
+    for command in ("validate", "finetune"):
+        code, _, err = run_project(project, "-o", *change, command=command)
+        assert code == 2
+        assert message in err
+    assert [path.name for path in (project / "runs").iterdir()] == ["project"]
+
+
+def test_held_out_rows_that_are_trained_are_told(tmp_path: Path) -> None:
+    assert init(tmp_path, "project")[0] == 0
+    change = ("-o", "finetuning.validation.dataset", "train.jsonl")
+    code, _, err = run_project(tmp_path / "project", *change, command="validate")
+    assert code == 0
+    assert "validation: 21 of 21 held-out rows are among the training rows" in err
 
 
 READER = ["README.md", "agent.py", "config.yml", "held_out.jsonl", "test_agent.py", "train.jsonl"]

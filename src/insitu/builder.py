@@ -76,7 +76,7 @@ def builder_at_work() -> "Builder | None":
     return _building.get()[0]
 
 
-def _of_framework(framework: str, where: str, what: str) -> EntryPoint:
+def of_framework(framework: str, where: str, what: str) -> EntryPoint:
     """The entry point of a framework, whose module can be imported."""
     if framework not in frameworks():
         raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
@@ -269,7 +269,7 @@ class Builder:
         framework = str(wrapper_type).lower()
 
         async def wrap() -> Any:
-            return _of_framework(framework, f"llms.{name}", "model").load()(llm)
+            return of_framework(framework, f"llms.{name}", "model").load()(llm)
 
         return await self._once((f"llms as {framework}", name), wrap)
 
@@ -295,7 +295,7 @@ class Builder:
         framework, where = str(wrapper_type).lower(), f"functions.{function.name}"
 
         async def wrap() -> Any:
-            module = import_module(_of_framework(framework, where, "tool").module)
+            module = import_module(of_framework(framework, where, "tool").module)
             if not hasattr(module, "make_tool"):
                 raise ConfigError(f"{where} is requested as a tool of {framework}, for which insitu makes no tools")
             return module.make_tool(function)

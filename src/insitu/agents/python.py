@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field
 
 from insitu.agents.frameworks import sync_client
-from insitu.builder import Builder, name_being_built
+from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
 from insitu.config.code import called, is_blocking, load_code, parameters
 from insitu.errors import ConfigError, WorkflowError, a_type
@@ -126,6 +126,8 @@ class PythonConfig(FunctionBaseConfig, name="python"):
     """Values of further parameters."""
 
     def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
+        if self.framework is not None:
+            of_framework(self.framework.lower(), f"{where}.framework", "model")
         CheckedCode.of(self, where, folder, llms)
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
@@ -60,6 +61,16 @@ class PythonScoreConfig(EvaluatorBaseConfig, name="python"):
     max_concurrency: int = Field(default=8, ge=1)
     """How many answers are scored concurrently."""
 
+    def check_code(self, where: str, folder: Path) -> None:
+        self.loaded(where, folder)
+
+    def loaded(self, where: str, folder: Path) -> tuple[Callable[..., Any], str | None, list[str]]:
+        """The function, its parameter for the answer, and those for parts of the row. Raises ConfigError."""
+        function = load_code(self.function, f"{where}.function", folder)
+        if not callable(function):
+            raise ConfigError(f"{where}.function: {self.function} is {a_type(function)}; it must be a function")
+        return function, *parameters(function, f"{where} ({self.function})", self.arguments, _FROM_ITEM)
+
 
 class Score(NamedTuple):
     """What a score's function may return in place of a number."""
@@ -103,12 +114,7 @@ def _number(score: Any) -> float:
 
 @register_evaluator(config_type=PythonScoreConfig)
 async def python_score(config: PythonScoreConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
-    where = f"eval.evaluators.{name_being_built()}"
-    function = load_code(config.function, f"{where}.function", builder.config.folder)
-    if not callable(function):
-        raise ConfigError(f"{where}.function: {config.function} is {a_type(function)}; it must be a function")
-    first, names = parameters(function, f"{where} ({config.function})", config.arguments, _FROM_ITEM)
-
+    function, first, names = config.loaded(f"eval.evaluators.{name_being_built()}", builder.config.folder)
     wanted = type_hints(function).get(first or "", Any)
 
     async def score(item: EvalInputItem) -> Any:

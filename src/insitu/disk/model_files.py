@@ -311,6 +311,11 @@ def stored_model(source: str) -> StoredModel | None:
         return None
 
 
+def is_downloaded(name: str) -> bool:
+    """Whether a model of the Hub is in its cache."""
+    return _downloaded(name) is not None
+
+
 def _downloaded(name: str) -> Path | None:
     """The folder of a model in the Hub's cache, https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"

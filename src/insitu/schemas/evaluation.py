@@ -35,6 +35,9 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `eval.evaluators`."""
 
+    def check_code(self, where: str, folder: Path) -> None:
+        """Raises ConfigError if the code that the block names cannot score; `folder` is that of the file."""
+
 
 class EvalInputItem(BaseModel):
     """A dataset row and, after the workflow has run, its answer and steps.

@@ -112,6 +112,9 @@ class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
     bridges_tokens: ClassVar[bool] = False
     """Whether its backend continues from the tokens of earlier calls, as `token_bridge` of an llm asks."""
 
+    def check_model(self, builder: Any) -> None:
+        """Raises ConfigError if the backend could not start with its model; `builder` is that of the file."""
+
     @property
     def trains_shaped_logits(self) -> bool:
         """Whether it trains calls whose logits the sampler has changed."""

@@ -40,7 +40,7 @@ _OF_STARTER = {
     "temperature": "1.0",
     "model": "model",
     "max_tokens": "24",
-    "epochs": "12",
+    "epochs": "16",
     "training": "{learning_rate: 1.5e-3, schedule: linear, mini_batch_size: 28}",
     "model_row": "| `model/` | the model that training starts from |\n",
     "about_model": (
@@ -75,7 +75,7 @@ _OF_DESK = {
     "dataset": "{_type: jsonl, file_path: train.jsonl}",
     "score": "correct",
     "evaluator": '{_type: python, function: "desk:score"}',
-    "validation": "  validation: {dataset: held_out.jsonl, interval: 4}\n",
+    "validation": "  validation: {dataset: held_out.jsonl, interval: 4, reps: 4}\n",
     "rows_per_epoch": "",
 }
 _OF_READER = {

@@ -1,7 +1,9 @@
 """From a file to its live components: trains with them, evaluates or serves the model without training it."""
 
+import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +32,7 @@ from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
 from insitu.schemas.components import writable
-from insitu.schemas.evaluation import EvaluationRunConfig, EvaluationRunOutput
+from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig, EvaluationRunOutput, EvaluatorBaseConfig
 from insitu.schemas.finetuning import (
     FinetuneRunConfig,
     TrainerAdapterConfig,
@@ -47,7 +49,7 @@ from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
 from insitu.wire.http_server import raise_file_limit
-from insitu.wire.json_values import json_path
+from insitu.wire.json_values import json_form, json_path
 from insitu.wire.redaction import results_console
 from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import check_model_names
@@ -260,12 +262,13 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     """Raises for bad inputs before an earlier run is moved aside and a backend is started."""
     json_path(request.result_json_path, "result_json_path")
     builder = config.blocks.get((TRAJECTORY_BUILDER.section, str(config.finetuning.trajectory_builder)))
+    rows: list[EvalInputItem] = []
     if not isinstance(builder, TrajectoryBuilderConfig) or builder.needs_dataset:
-        load_dataset(config, request.dataset)
+        rows = load_dataset(config, request.dataset)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
         try:
-            load_dataset(held_out, config.finetuning.validation.dataset)
+            _warn_of_seen(load_dataset(held_out, config.finetuning.validation.dataset), rows)
         except ConfigError as error:
             raise ConfigError(f"validation: {error}") from error
         if reward is not None and reward.evaluator not in (names := held_out.names(EVALUATOR)):
@@ -274,6 +277,31 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             raise ConfigError(not_found(what, reward.name, [sign + name for name in names]))
     async with Builder(config) as components:
         await (await executor_of(components, request)).check(components)
+        await check_parts(components)
+
+
+def _warn_of_seen(held_out: Sequence[EvalInputItem], rows: Sequence[EvalInputItem]) -> None:
+    """Warns of held-out rows that are trained, too."""
+    trained = {json.dumps([row.input_obj, row.expected_output_obj], default=json_form) for row in rows}
+    seen = [json.dumps([row.input_obj, row.expected_output_obj], default=json_form) in trained for row in held_out]
+    if any(seen):
+        logger.warning(
+            "validation: %d of %d held-out rows are among the training rows: their score does not say what the model "
+            "does with rows that it has not seen",
+            sum(seen),
+            len(seen),
+        )
+
+
+async def check_parts(builder: Builder) -> None:
+    """Raises ConfigError if an evaluator's code cannot score, or the backend could not start with its model."""
+    config, adapter = builder.config, builder.config.finetuning.trainer_adapter
+    for name in config.names(EVALUATOR):
+        block = config.block(EVALUATOR, name)
+        if isinstance(block, EvaluatorBaseConfig):
+            block.check_code(f"eval.evaluators.{name}", config.folder)
+    if adapter is not None and isinstance(block := config.block(TRAINER_ADAPTER, adapter), TrainerAdapterConfig):
+        await asyncio.to_thread(block.check_model, builder)
 
 
 def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunConfig:
@@ -299,6 +327,7 @@ async def evaluation_main(
     config = starting_from(config, checkpoint, notes)
     run_config = run_config.model_copy(update={"config_file": config, "override": ()})
     async with Builder(config) as builder:
+        await check_parts(builder)
         run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
         async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SecretStr, model_validator
 
 from insitu.agents.python import mentions_tools
+from insitu.builder import Builder
 from insitu.config import Config
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template
@@ -19,6 +20,7 @@ from insitu.schemas.backend_processes import LearnerOptions, MemorySize, Sampler
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
+from insitu.training.native.models import check_hub, resolve_model
 from insitu.wire.addresses import split_userinfo
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,12 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         key = self.sampler.api_key
         return {SAMPLER_KEY_VARIABLE: key.get_secret_value()} if key is not None else {}
 
+    def check_model(self, builder: Builder) -> None:
+        if self.model is not None:
+            model = resolve_model(self.model, builder)
+            check_hub(model)
+            self.check_formats(model, builder.config)
+
     def check_formats(self, model: str, config: Config) -> None:
         """Raises ConfigError if a local model writes tool calls in an unknown way, or has a broken template.
 
@@ -147,8 +155,13 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
             template, response = chat_template(Path(model))
         elif is_gguf(model):
             template = gguf_chat_template(Path(model))
-        if not template:
+        elif not (Path(model) / "config.json").is_file():  # of the Hub, or an adapter
             return
+        if not template:
+            raise ConfigError(
+                f"trainer_adapters: {model} has no chat template, which turns messages into a prompt; "
+                "set chat_template to a file with one"
+            )
         formats = MessageFormats.of(template, response, self.tool_format, self.reasoning_format)
         if formats.tools is None:
             raise ConfigError(f"trainer_adapters: {unknown_format(model)}")

@@ -9,12 +9,11 @@ from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import stored_model
-from insitu.errors import ConfigError
-from insitu.runs.checkpoints import NAMES, find_checkpoint
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
 from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.models import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -24,21 +23,6 @@ _AROUND_QUESTION = 64
 """Tokens of a prompt besides the row's question: the template, and instructions."""
 _COMPLETION = 1024
 """Tokens of a completion if no `max_tokens` limits them."""
-
-
-def resolve_model(model: str, builder: Builder) -> str:
-    """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
-    key = "the trainer adapter's model"
-    try:
-        folder = find_checkpoint(builder.config, model, key, builder.moved).folder
-    except ConfigError as error:
-        if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
-            raise
-        logger.info("%s; assuming a Hugging Face repo id", error)
-        return model
-    if folder is None:
-        raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
-    return str(folder)
 
 
 def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | None:

@@ -36,7 +36,8 @@ from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
 from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.memory import plan_memory, resolve_model
+from insitu.training.native.memory import plan_memory
+from insitu.training.native.models import resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.endings import end_tasks
 
@@ -75,8 +76,6 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
         self.starts_backend = adapter_config.model is not None
-        if adapter_config.model is not None:
-            adapter_config.check_formats(resolve_model(adapter_config.model, self._builder), self._full_config)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)

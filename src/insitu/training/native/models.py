@@ -1,0 +1,49 @@
+"""Which model a trainer adapter names: a folder, a checkpoint of a run, or a model of the Hub."""
+
+import logging
+import os
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from insitu.builder import Builder
+from insitu.disk.model_files import is_downloaded
+from insitu.errors import ConfigError
+from insitu.runs.checkpoints import NAMES, find_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_HUB_SECONDS = 3.0
+
+
+def resolve_model(model: str, builder: Builder) -> str:
+    """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
+    key = "the trainer adapter's model"
+    try:
+        folder = find_checkpoint(builder.config, model, key, builder.moved).folder
+    except ConfigError as error:
+        if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise
+        logger.info("%s; assuming a Hugging Face repo id", error)
+        return model
+    if folder is None:
+        raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
+    return str(folder)
+
+
+def check_hub(model: str) -> None:
+    """Raises ConfigError if a model is neither on this machine nor, as far as one can see in a moment, on the Hub."""
+    if Path(model).exists() or is_downloaded(model):
+        return
+    hub, where = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), f"the trainer adapter's model: {model}"
+    missing = f"{where} is neither a folder or file here nor in the cache of the Hugging Face Hub"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        raise ConfigError(f"{missing}, and HF_HUB_OFFLINE is set")
+    try:
+        urlopen(Request(f"{hub}/{model}/resolve/main/config.json", method="HEAD"), timeout=_HUB_SECONDS).close()
+    except HTTPError as error:
+        if error.code == 404:
+            raise ConfigError(f"{missing}, and {hub} has no such model") from None
+        logger.info("%s answered %d for %s", hub, error.code, model)  # the backend may have the right to read it
+    except OSError as error:
+        raise ConfigError(f"{missing}, and {hub} cannot be reached ({getattr(error, 'reason', error)})") from None
