@@ -365,7 +365,9 @@ class FaultyTeacher:
             return web.json_response({"error": {"message": "no"}}, status=400)
         if fault == "down":
             return web.json_response({"error": {"message": "busy"}}, status=503)
-        value = math.nan if fault == "nan" else -1.0
+        if fault == "endless":
+            return web.Response(body=bytes(2**28 + 1))
+        value = {"nan": math.nan, "positive": 50.0, "huge": -1e308, "true": True, "text": "-1"}.get(fault or "", -1.0)
         choices: list[dict[str, Any]] = []
         for index, prompt in enumerate(prompts):
             entries = [None, *({str(token): {"logprob": value}} for token in prompt[1:])]
@@ -393,21 +395,27 @@ class FaultyTeacher:
 
 
 def test_episodes_without_the_teachers_word_are_dropped_and_counted(tmp_path: Path) -> None:
-    faulty = FaultyTeacher({2: "nan", 4: "missing", 6: "refused", 8: "short", 10: "down"})
+    faults = ("nan", "missing", "refused", "short", "down", "positive", "huge", "true", "text", "endless")
+    faulty = FaultyTeacher({2 * number: fault for number, fault in enumerate(faults, 1)})
     with faulty.served() as address:
         folder = project(tmp_path, {"base_url": address, "model": "any"})
         code, out, err = run_project(folder, "-o", "finetuning.num_epochs", "1")
     assert code == 0, err
     [metrics] = read_lines(folder / "run/training_metrics.jsonl")
-    assert metrics["dropped"] == {"teacher_error": 4}
-    assert metrics["num_trajectories"] == ROWS * GENERATIONS - 4
+    assert metrics["dropped"] == {"teacher_error": 9}
+    assert metrics["num_trajectories"] == ROWS * GENERATIONS - 9
     dropped = [e for e in read_lines(folder / "run/episodes.jsonl.gz")[1:] if e["reason"] == "teacher_error"]
     assert {e["reward"] for e in dropped} == {None}
-    assert sorted(e["error"].partition(f"{address} ")[2][:24] or e["error"] for e in dropped) == [
+    assert sorted(e["error"].partition(f"{address} ")[2][:26] or e["error"] for e in dropped) == [
         "POST /v1/completions: no",
-        "returned no prompt_logpr",
-        "returned prompt_logprobs",
-        "returned the logprob nan",
+        "answered POST /v1/completi",
+        "returned no prompt_logprob",
+        "returned prompt_logprobs t",
+        "returned the logprob '-1' ",
+        "returned the logprob -1e+3",
+        "returned the logprob 50.0 ",
+        "returned the logprob True ",
+        "returned the logprob nan f",
     ]
     assert faulty.requests == 1 + ROWS * GENERATIONS + 1  # one again
     assert "not compared" in out

@@ -20,7 +20,7 @@ from waiting import until
 from insitu.builder import Builder
 from insitu.collect.episodes import EpisodeOptions, in_process, run_episode
 from insitu.config import load_config
-from insitu.errors import BackendUnavailable, ConfigError
+from insitu.errors import BackendUnavailable, ConfigError, WorkflowError
 from insitu.integrations.environments.openenv.served_file import serve_file
 from insitu.integrations.environments.openenv.workflow import text_of, tool_text
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
@@ -115,6 +115,25 @@ async def test_an_environment_gives_its_tools(write: Any, server: FakeOpenAI) ->
         (episode,) = await play(builder, row(say="tool", last=2))
     assert server.requests[-1]["messages"][-1]["content"] == "seen 1"
     assert episode.output["step_rewards"] == [0.5, 0.0]  # the second answer calls nothing
+
+
+async def test_a_message_that_nothing_asked_for_shifts_no_reward(write: Any, server: FakeOpenAI) -> None:
+    """The reward of each later step would be that of the one before."""
+    async with playing(write, server, FakeOpenEnv()) as builder:
+        episode, fine = await play(builder, row(do="twice", last=3, say="slow 0.2"), row(last=3))
+    assert fine.output["step_rewards"] == [0.5] * 3
+    assert episode.reason is DropReason.WORKFLOW_ERROR
+    assert "before step, a message came that nothing had asked for" in (episode.error or "")
+
+
+async def test_a_redirect_gets_no_secret(write: Any, server: FakeOpenAI) -> None:
+    environment = FakeOpenEnv()
+    async with environment.listening() as url:
+        config = project(write, server, url=f"{url}/elsewhere", headers={"X-Secret": "s3cr3t"})
+        async with Builder(load_config(config)) as builder:
+            with pytest.raises(WorkflowError, match=r"redirects to .*, which is not followed"):
+                await play(builder, row(), retries=0)
+    assert not environment.resets
 
 
 @pytest.mark.parametrize("do", ["die", "hang", "garble", "raise"])

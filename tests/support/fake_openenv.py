@@ -2,8 +2,9 @@
 
 It runs in this process, or as `fake_openenv.py PORT [LIMIT]`. Arguments of `reset` decide: {"do": "die"} ends the
 connection in a step, "exit" the process, "hang" never answers, "raise" is an error of the environment, "garble" is no
-answer; with "times" only in the first sessions with this `key`. "hang reset" never answers the reset; "reset"
-answers it when two more sessions have been refused. "deaf": after the reset no connection is accepted.
+answer, "twice" answers a step twice; with "times" only in the first sessions with this `key`. "hang reset" never
+answers the reset; "reset" answers it when two more sessions have been refused. "deaf": after the reset no connection is
+accepted. What is asked below `/elsewhere` is redirected.
 The environment counts: each step has the reward `pay`, and step number `last` ends the episode.
 """
 
@@ -42,6 +43,8 @@ class FakeOpenEnv:
         app.router.add_get("/ws", self._session)
         app.router.add_get("/health", self._health)
         app.router.add_get("/schema", self._schema)
+        app.router.add_get("/elsewhere/ws", self._redirect)
+        app.router.add_get("/elsewhere/schema", self._redirect)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -53,6 +56,9 @@ class FakeOpenEnv:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "healthy"})
+
+    async def _redirect(self, request: web.Request) -> web.Response:
+        raise web.HTTPFound(self.url + request.path.removeprefix("/elsewhere"))
 
     async def _schema(self, request: web.Request) -> web.Response:
         return web.json_response({"action": self.schema})
@@ -100,6 +106,8 @@ class FakeOpenEnv:
                 await self._answer(socket, {"tools": [TOOL]}, None, False)
                 continue
             self.actions.append(action)
+            if told.get("do") == "twice":
+                await self._answer(socket, {"text": "nobody asked"}, 1.0, False)
             if told.get("do") in ("die", "exit", "hang", "raise", "garble") and self._fails(told):
                 if told["do"] == "exit":
                     os._exit(3)

@@ -33,6 +33,7 @@ from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import FunctionBaseConfig, LLMRef
 from insitu.wire.child_process import describe_exit
+from insitu.wire.connection import read_at_most
 from insitu.wire.json_values import json_form, json_path, value_at
 from insitu.workflow.context import Context, EpisodeScope, current_scope
 from insitu.workflow.functions import FunctionInfo, convert, register_function
@@ -343,11 +344,13 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
             url, headers, body = _request(config, endpoint, value)
             try:
                 async with session.post(url, data=_json(body), headers=headers, allow_redirects=False) as response:
-                    content = await _read(response, config)
+                    content = await read_at_most(response, config.max_output)
             except aiohttp.ClientError as error:
                 raise BackendUnavailable(f"no answer from {config.url}: {type(error).__name__}: {error}") from error
             except TimeoutError as error:
                 raise EpisodeTimeout(f"{config.url} did not finish within timeout: {config.timeout:g} s") from error
+        if content is None:
+            raise WorkflowError(f"{config.url} answered more than max_output: {config.max_output} bytes")
         if 300 <= response.status < 400:  # the row and the model's address would go where the file does not say
             target = response.headers.get("Location", "nowhere")
             raise WorkflowError(f"{config.url} redirects to {target}, which is not followed: set it as url")
@@ -374,13 +377,3 @@ async def http_agent(config: HttpConfig, builder: Builder) -> AsyncIterator[Func
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
         yield FunctionInfo.from_fn(run, description=f"Asks {config.url}")
-
-
-async def _read(response: aiohttp.ClientResponse, config: HttpConfig) -> bytes:
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > config.max_output:
-            response.close()
-            raise WorkflowError(f"{config.url} answered more than max_output: {config.max_output} bytes")
-    return bytes(content)

@@ -43,6 +43,8 @@ _MOST_DOUBLINGS = 32
 """The delay doubles at most so often: a longer one would be too large for a float."""
 _REPORT_AFTER = 5.0
 """Seconds after which the first failure of a request is logged; a shorter one is logged if the next attempt fails."""
+_MOST_BYTES = 2**28
+"""The largest response that is read at once."""
 _CHUNK_BYTES = 1 << 18
 MAX_LINE = 1 << 24
 """Bytes of a line of a streamed completion; one with the logprobs of a token and its alternatives has thousands."""
@@ -171,6 +173,17 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
+async def read_at_most(response: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of a response; None, and the connection is closed, if it has more than `most` bytes."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > most:
+            response.close()
+            return None
+    return bytes(content)
+
+
 @dataclass(eq=False, repr=False)
 class Connection:
     """An HTTP session with one server, named `server` in messages.
@@ -268,7 +281,9 @@ class Connection:
 
         async def attempt() -> T:
             async with self.open(method, url, data, headers, read_timeout) as response:
-                body = await response.read()
+                body = await read_at_most(response, _MOST_BYTES)
+                if body is None:
+                    raise BackendError(f"{self.server} answered {where} with more than {_MOST_BYTES} bytes")
                 if response.status >= 400:
                     raise response_error(response, body, final_500=final_500)
             return self.parsed(where, body, parse)

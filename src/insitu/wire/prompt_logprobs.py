@@ -1,6 +1,5 @@
 """Log-probabilities of texts under a served model: the `prompt_logprobs` of vLLM, which `insitu backend` has too."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ Text = tuple[int, ...]
 Logprobs = list[float | None]
 """One per token; None for the first, and for a last one that the model has no room for."""
 JSON = {"Content-Type": "application/json"}
+_LEAST, _MOST = -1e5, 1e-3
+"""What a log-probability may be: some servers have a large negative number for 0, and rounding takes some above 0."""
 _REQUEST_TOKENS = 16384
 """Texts of so many tokens are sent together; the entry of a token takes about 100 bytes of the response."""
 
@@ -80,13 +81,16 @@ def _read(connection: Connection, text: Text, entries: Any) -> Logprobs:
         raise BackendError(f"{connection.server} returned no prompt_logprobs; vLLM and `insitu backend` return them")
     try:
         pairs = zip(text, entries, strict=True)
-        logprobs = [None if entry is None else float(entry[str(token)]["logprob"]) for token, entry in pairs]
+        logprobs: list[Any] = [None if entry is None else entry[str(token)]["logprob"] for token, entry in pairs]
     except (LookupError, TypeError, ValueError) as error:
         problem = f"returned prompt_logprobs that are not one for each of the {len(text)} tokens: {entries!r:.200}"
         raise BackendError(f"{connection.server} {problem}") from error
     for position, logprob in enumerate(logprobs):
-        if (logprob is None) != (position == 0) or not math.isfinite(logprob or 0.0):
-            raise BackendError(f"{connection.server} returned the logprob {logprob} for token {position} of a text")
+        is_logprob = type(logprob) in (int, float) and _LEAST <= logprob <= _MOST
+        if not (logprob is None if position == 0 else is_logprob):
+            raise BackendError(
+                f"{connection.server} returned the logprob {logprob!r:.40} for token {position} of a text"
+            )
     return logprobs
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, WorkflowError, first_problem
 from insitu.schemas.evaluation import Number
 from insitu.wire.child_process import ChildProcess
-from insitu.wire.connection import is_transient
+from insitu.wire.connection import is_transient, read_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MESSAGE_BYTES = 2**27
 """The largest observation; some are screenshots."""
 CLOSE_SECONDS = 2.0
 """How long a server may take to close a session."""
+_SCHEMA_BYTES = 2**22
 _POLL_SECONDS = 0.1
 _NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")
 """Errors that are not the episode's: the server has no session for it."""
@@ -62,7 +64,9 @@ class Session:
         self._socket, self._url, self._timeout = socket, url, timeout
         self._answers: asyncio.Queue[aiohttp.WSMessage | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(), name="read a session of OpenEnv")
-        self._is_waiting = False
+        self._is_waiting = self._is_used = False
+        self._is_out_of_step = False
+        """Whether a message came that no request had asked for: what follows would be taken for another answer."""
         self.is_kept = False
         """Whether the server was still at work on a request when the session was closed, and keeps it."""
 
@@ -79,11 +83,17 @@ class Session:
         work: servers end sessions that do not."""
         with suppress(ConnectionError):
             while (message := await self._socket.receive()).type is aiohttp.WSMsgType.TEXT:
+                self._is_out_of_step = self._is_used and not (self._is_waiting and self._answers.empty())
+                if self._is_out_of_step:
+                    return
                 self._answers.put_nowait(message)
         self._answers.put_nowait(None)
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Observation:
         self._is_waiting = True
+        if self._is_out_of_step:
+            raise WorkflowError(f"{self._url}: before {kind}, a message came that nothing had asked for")
+        self._is_used = True
         try:
             async with asyncio.timeout(self._timeout):
                 with suppress(ConnectionError):  # a server that refuses has sent the reason, and closed
@@ -122,6 +132,12 @@ class Session:
             await self._socket.close()
 
 
+async def _refuse_redirect(_: Any, __: Any, parameters: aiohttp.TraceRequestRedirectParams) -> None:
+    """The headers, and with them secrets, would go where the file does not say."""
+    target = parameters.response.headers.get("Location", "nowhere")
+    raise WorkflowError(f"{parameters.url} redirects to {target}, which is not followed: set it as url")
+
+
 @dataclass
 class EnvironmentServer:
     """A server at `url`, or one that `command` starts with `{port}`, and starts again when it has ended or hangs.
@@ -146,7 +162,10 @@ class EnvironmentServer:
         if self.command:
             self._logs = await self._parts.enter_async_context(temporary_folder())
         self._parts.push_async_callback(self._kill)
-        http = aiohttp.ClientSession(headers=dict(self.headers), connector=aiohttp.TCPConnector(limit=0))
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(_refuse_redirect)
+        connector = aiohttp.TCPConnector(limit=0)
+        http = aiohttp.ClientSession(headers=dict(self.headers), connector=connector, trace_configs=[trace])
         self._http = await self._parts.enter_async_context(http)
         self._parts.push_async_callback(self._stop_starting)
         self._taken, self._freed = 0, asyncio.Condition()
@@ -178,7 +197,9 @@ class EnvironmentServer:
                     raise BackendUnavailable(
                         f"{url}/schema is answered with {response.status}: is it an OpenEnv server?"
                     )
-                schema: dict[str, Any] = (await response.json())["action"]
+                if (body := await read_at_most(response, _SCHEMA_BYTES)) is None:
+                    raise BackendUnavailable(f"{url}/schema is answered with more than {_SCHEMA_BYTES} bytes")
+                schema: dict[str, Any] = orjson.loads(body)["action"]
                 return schema
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             problem = str(error) or f"no answer within timeout: {self.timeout:g} s"
