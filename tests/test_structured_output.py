@@ -20,6 +20,7 @@ from tiny_models import save_tiny_model
 
 from insitu.backend.inference.structured import Grammar
 from insitu.backend.model import load_model
+from insitu.backend.protocols.openai.parameters import SamplingParameters
 from insitu.errors import BackendError, RequestRefused
 
 NUM_SCHEMAS = int(os.environ.get("STRUCTURED_SCHEMAS", "60"))
@@ -192,3 +193,35 @@ async def test_a_grammar_beyond_the_limits_of_the_library_fails_its_own_completi
     assert isinstance(error, BackendError)
     assert "cannot be followed further: lexer error" in str(error)
     assert pairs(other) == pairs(alone)
+
+
+DEEP: dict = {"type": "object"}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"structured_outputs": {"choice": [str(number) for number in range(60_000)]}},
+            "has 60000 choices; allowed: 4096",
+        ),
+        ({"structured_outputs": {"choice": ["\ud800"]}}, "cannot be read"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "cannot be read"),
+        ({"structured_outputs": {"regex": "a" * 2**19}}, "has 524288 bytes; allowed: 262144"),
+        ({"structured_outputs": {"json": DEEP}}, "cannot be read"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}, "cannot be read"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": 10**40}}}},
+            "cannot be read",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
+            "cannot be read",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_read_or_takes_long_is_refused(parameters: dict, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message):
+        _ = SamplingParameters(**parameters).grammar

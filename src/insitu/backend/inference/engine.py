@@ -223,7 +223,14 @@ class Engine(Sampler):
             return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
 
         is_fast = all(grammar is None or grammar in self._grammars for grammar in grammars)
-        return matchers() if is_fast else await asyncio.to_thread(matchers)
+        if is_fast:
+            return matchers()
+        async with self._compiling:  # others wait for it, and find what it has compiled
+            return await asyncio.to_thread(matchers)
+
+    @functools.cached_property
+    def _compiling(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

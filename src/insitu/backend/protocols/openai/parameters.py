@@ -15,6 +15,8 @@ MAX_BAD_WORDS = 64
 """Per request: each is compared with the completion after every token."""
 MAX_LISTED_TOKENS = 1024
 """Entries of logit_bias and of stop_token_ids."""
+_MOST_BYTES, _MOST_CHOICES = 2**18, 4096
+"""Of a grammar: longer ones take seconds to compile."""
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """The keys of structured_outputs, one of which a request has."""
 _ANY_OBJECT = '{"type": "object"}'
@@ -119,7 +121,7 @@ def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
     schema = value.get("json_schema")
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
         _refuse(key, "has no json_schema.schema, which is an object or a boolean")
-    return Grammar("json", orjson.dumps(schema["schema"]).decode(), key)
+    return Grammar("json", _text(key, schema["schema"]), key)
 
 
 def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
@@ -134,14 +136,27 @@ def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
     if kind == "json_object":
         return Grammar("json", _ANY_OBJECT, key)
     if kind == "json" and isinstance(content, dict | bool):
-        return Grammar("json", orjson.dumps(content).decode(), key)
+        return Grammar("json", _text(key, content), key)
     if kind == "choice":
         if not isinstance(content, list) or not content or not all(isinstance(text, str) and text for text in content):
             _refuse(key, "has a choice that is not a list of texts")
-        return Grammar("choice", orjson.dumps(content).decode(), key)
+        if len(content) > _MOST_CHOICES:
+            _refuse(key, f"has {len(content)} choices; allowed: {_MOST_CHOICES}")
+        return Grammar("choice", _text(key, content), key)
     if not isinstance(content, str) or not content:
         _refuse(key, f"has a {kind} of type {type(content).__name__}; allowed: a text")
-    return Grammar(cast(GrammarKind, kind), content, key)
+    return Grammar(cast(GrammarKind, kind), _text(key, content, as_it_is=True), key)
+
+
+def _text(key: str, content: Any, *, as_it_is: bool = False) -> str:
+    """What is compiled, as JSON or as it is. Raises RequestRefused if it is too long or cannot be JSON."""
+    try:
+        data = content.encode() if as_it_is else orjson.dumps(content)
+    except (TypeError, ValueError) as error:  # integers above 64 bits, deep nesting, half of a character
+        _refuse(key, f"cannot be read: {error}")
+    if len(data) > _MOST_BYTES:
+        _refuse(key, f"has {len(data)} bytes; allowed: {_MOST_BYTES}")
+    return str(data, "utf-8")
 
 
 def _check_token(key: str, token: int, vocab_size: int) -> None:
