@@ -1,6 +1,7 @@
 """Coding agents in a folder per episode: what they leave is judged, and none of them harms another one."""
 
 import asyncio
+import io
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,9 +25,11 @@ from fake_openai import FakeOpenAI
 from processes import commands_below, run_project, serving, start_project
 from waiting import until
 
+from insitu.collect.datasets import load_dataset
 from insitu.config import load_config
 from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
 from insitu.gateway import bubblewrap
+from insitu.gateway.sandbox import unpack
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import EpisodeKey
 from insitu.workflow.context import EpisodeScope
@@ -305,8 +309,16 @@ PASS = "import os; os._exit(0)"
         ),
         (CHECK, "os.symlink('/usr', 'cases'); os.remove('solution.py'); os.symlink('helper.py', 'solution.py')"),
         (CHECK, "os.mkfifo('cases'); os.remove('helper.py'); write('reward.json', '1')"),
+        (PYTEST, "write('pytest.toml', '[pytest]\\naddopts = [\"--version\"]')"),
+        (
+            ["sh", "-c", f"(cd solutions && git status) > /dev/null; {sys.executable} cases/check.py"],
+            "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
+            "write('solutions/HEAD', 'ref: refs/heads/a');"
+            "write('solutions/x', '#!/bin/sh\\necho 1 > ../reward.json'); os.chmod('solutions/x', 0o755);"
+            "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')",
+        ),
     ],
-    ids=["runner", "conftest", "ini", "package", "json", "bytecode", "make", "git", "links", "fifo"],
+    ids=["runner", "conftest", "ini", "package", "json", "bytecode", "make", "git", "links", "fifo", "toml", "bare"],
 )
 async def test_what_an_agent_plants_is_not_judged(
     tested: Path, server: FakeOpenAI, verify: list[str], plant: str, network: str
@@ -345,6 +357,55 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
     assert set(given["metrics"]) == {f"./{name}" for name in names}
 
 
+def forged(*entries: tuple[str, bytes, int], header: dict[str, str] | None = None) -> io.BytesIO:
+    """An archive of entries with a name, a type and a size, whatever follows them."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT, pax_headers=header) as archive:
+        for name, kind, size in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.size, entry.linkname = kind, size, "/etc"
+            archive.addfile(entry, io.BytesIO(bytes(size)) if size else None)
+    made.seek(0)
+    return made
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        forged(("../x", tarfile.REGTYPE, 1)),
+        forged(("/tmp/x", tarfile.REGTYPE, 1)),
+        forged(("a", tarfile.LNKTYPE, 0)),
+        forged(("a", tarfile.CHRTYPE, 0)),
+        forged(("a", tarfile.REGTYPE, 2000)),
+        forged(*((f"{number}", tarfile.REGTYPE, 0) for number in range(300))),
+        forged(("a/" * 300, tarfile.DIRTYPE, 0)),
+        forged(("a/" * 150, tarfile.DIRTYPE, 0), ("b/" * 150, tarfile.DIRTYPE, 0)),
+        forged(("a", tarfile.REGTYPE, 1), header={"size": "0"}),
+        io.BytesIO(b"x" * 512),
+    ],
+)
+def test_an_archive_that_was_forged_is_refused(tmp_path: Path, archive: io.BytesIO) -> None:
+    """Nothing is written elsewhere, and no more than what is sent; links are never followed."""
+    (tmp_path / "into").mkdir()
+    with pytest.raises((ValueError, tarfile.TarError, OSError)):
+        unpack(archive, str(tmp_path / "into"), 1000, 10, links=False)
+    assert sum(1 for _ in tmp_path.rglob("*")) <= 212
+    links = forged(("a", tarfile.SYMTYPE, 0), ("b", tarfile.REGTYPE, 1))
+    shutil.rmtree(tmp_path / "into")
+    (tmp_path / "into").mkdir()
+    unpack(links, str(tmp_path / "into"), 1000, 10, links=False)
+    assert os.listdir(tmp_path / "into") == ["b"]
+
+
+async def test_a_copy_that_has_what_is_hidden_is_refused(tested: Path, server: FakeOpenAI) -> None:
+    for block in (
+        {"workspace": {"copy": ".", "result": ["."]}},
+        {"workspace": {"copy": "checks", "result": ["."]}, "verify_files": "checks/cases"},
+    ):
+        with pytest.raises(ConfigError, match=r"workflow.workspace.copy: .* has .*, which agents must not see"):
+            await outcome(tested, server, "", **{"verify": CHECK, "verify_files": "checks", **block})
+
+
 async def test_a_verifier_runs_programs_of_the_agent_apart(tested: Path, server: FakeOpenAI) -> None:
     """They see what was left, but neither the verifier nor its files, and can write nowhere but to a /tmp."""
     check = """
@@ -352,7 +413,10 @@ import os, subprocess, sys
 isolated = os.environ["INSITU_ISOLATED"]
 expected = open(sys.argv[1] + "/cases/check.py").read()
 assert expected == open("cases/check.py").read()
-done = subprocess.run([isolated, sys.executable, "solution.py", str(os.getpid())], capture_output=True, text=True)
+command = [isolated, sys.executable, "solution.py", str(os.getpid())]
+done = subprocess.run(command, capture_output=True, text=True)  # standard input, with the row, is not passed on
+given = subprocess.run([isolated, "cat"], input="5", capture_output=True, text=True)
+assert given.stdout == "5", given
 if done.stdout.strip() != "4" or os.path.exists("/tmp/x"):
     print(done, file=sys.stderr)
     sys.exit(126)
@@ -373,6 +437,7 @@ attempt('kill', lambda: os.kill(int(sys.argv[1]), signal.SIGKILL))
 attempt('all', lambda: os.kill(-1, signal.SIGKILL))
 attempt('proc', lambda: open(f'/proc/{{sys.argv[1]}}/mem'))
 attempt('proc', lambda: open('/proc/1/environ'))
+attempt('row', lambda: sys.stdin.read() or open('/none'))
 print(tried or 4)
 """
     (tested / "verifier").mkdir()
@@ -406,6 +471,7 @@ open('rows.jsonl').read()
     assert not (tested / "out").exists()
     config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
     (tested / "config.yml").write_text(json.dumps(config))
+    load_dataset(load_config(tested / "config.yml"))
     async with Builder(load_config(tested / "config.yml")) as builder:
         workflow = await builder.get_workflow()
         (tested / "out/made").mkdir()
@@ -428,7 +494,7 @@ async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, se
         with pytest.raises(WorkflowError, match="its workspace is") as raised:
             await outcome(tested, server, code, **block, workspace={"copy": "task", "result": ["solution.py"]})
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
-        names = {"solution.py", "helper.py", "Makefile", "number.txt", ".git", "nested"} if whole else {"solution.py"}
+        names = {"solution.py", "helper.py", "Makefile", "number.txt", "nested"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
 
 
@@ -649,6 +715,12 @@ attempt('read', lambda: os.listdir(row['other']))
 attempt('processes', lambda: os.kill({os.getpid()}, 0))
 attempt('unmount', lambda: subprocess.run(['umount', row['root']], check=True, capture_output=True))
 attempt('kernel', lambda: open('/proc/sys/vm/swappiness', 'r+').write('60'))
+attempt('sandbox', lambda: [open(f'/proc/1/fd/{{name}}') for name in os.listdir('/proc/1/fd')])
+attempt('memory', lambda: open('/proc/1/mem', 'rb'))
+def trace():
+    if ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0):
+        raise PermissionError
+attempt('trace', trace)
 attempt('disk', lambda: open({disk!r}, 'rb').read(1) or 1 / 0)
 attempt('terminal', lambda: open('/dev/tty') and os.listdir('/dev/pts') != ['ptmx'] or 1 / 0)
 attempt('devices', lambda: pathlib.Path('/dev/x').write_text('x'))

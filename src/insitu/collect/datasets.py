@@ -22,6 +22,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
+from insitu.disk.files import read_rows
 from insitu.errors import ConfigError, install_command, not_found
 from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
@@ -258,6 +259,8 @@ class Dataset:
         registration = registry.find(DATASET, self.kind)
         if registration is None:
             raise ConfigError(registry.unknown(DATASET, "eval.general.dataset: _type", self.kind))
+        if self.file is not None:
+            read_rows.add(self.file.resolve())
         try:
             yield from registration.factory(*((self.block, self.config) if self.file is None else (self.file,)))
         except (OSError, UnicodeDecodeError, csv.Error) as error:

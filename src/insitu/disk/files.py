@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 """Errors of file systems without fsync or locks."""
+read_rows: set[Path] = set()
+"""Files of datasets that this process has read: agents that are confined do not see the answers in them."""
 
 
 def cannot_write(path: Path, error: OSError) -> InsituError:

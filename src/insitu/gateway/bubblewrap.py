@@ -99,7 +99,8 @@ def confined(
     they are in `/tmp`; `hidden` folders are empty, and such files cannot be read. `placed` are files and folders by
     their places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no `confined_again`.
     """
-    arguments = [find_bubblewrap(), *_namespaces(last=last), "--ro-bind", "/", "/", *_devices(), "--proc", "/proc"]
+    arguments = [find_bubblewrap(), *_namespaces(last=last), "--as-pid-1"]  # bubblewrap's own could be traced
+    arguments += ["--ro-bind", "/", "/", *_devices(), "--proc", "/proc"]
     for entry in filter(os.path.exists, (f"/proc/{name}" for name in _SYSTEM_PATHS)):
         arguments += ["--ro-bind", entry, entry]
     arguments += ["--bind", "/proc/sys/user", "/proc/sys/user"]  # each namespace has its own; bubblewrap writes there

@@ -38,7 +38,7 @@ class _Version(NamedTuple):
 _VERSIONS = (
     _Version(
         "cgroup",
-        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"),
         (),
         "memory.oom_control",
         "cpuacct.usage",
@@ -64,9 +64,10 @@ class Cgroup(NamedTuple):
                 own = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
                 if version.swap:
                     _enable(own.memory)
-                for old in own.memory.glob(f"{_PREFIX}*-*"):
-                    if not os.path.exists(f"/proc/{old.name.split('-')[1]}"):
-                        own._below(old.name).remove()
+                left = {old.name for folder in own._folders() for old in folder.glob(f"{_PREFIX}*-*")}
+                for name in left:
+                    if not os.path.exists(f"/proc/{name.split('-')[1]}"):
+                        own._below(name).remove()
                 own.new(None, 1).remove()
                 return own
         return None

@@ -9,6 +9,7 @@ run). The program is killed when a message comes in, or when the other end is cl
 of it: the program may have taken its place.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-_SUBREAPER = 36
+_DUMPABLE, _SUBREAPER = 4, 36
 _BYTES_PER_FILE = 2048
 """What the archive has for each file, besides its content."""
 _DEEPEST = 200
@@ -42,9 +43,19 @@ _RUNNERS = {
     ),
     *("sitecustomize.py", "usercustomize.py", "makefile", "gnumakefile", "justfile", "rakefile", "cmakelists.txt"),
     *("package.json", ".npmrc", ".mocharc", "jest.config", "vitest.config", "vite.config", "babel.config", ".babelrc"),
+    *("pytest.toml", ".pytest.toml", "sitecustomize", "usercustomize", "rust-toolchain", "node_modules", ".justfile"),
+    *(".mvn", "go.work", ".yarnrc", "cmakepresets.json", "local.mk", "jest.setup", ".pnp", ".pytest_cache"),
     *("build.gradle", "pom.xml", "cargo.toml", "build.rs", "cmakelists.txt", ".cargo", ".envrc", ".vscode", ".git"),
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
+
+
+_ISOLATED = """#!/bin/sh
+[ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
+exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
+exec {1} --chdir "$PWD" -- "$@"
+"""
+"""What runs a program apart from the verifier, whose standard input has the row, and with it the answer."""
 
 
 def _sets_up_tests(name: str) -> bool:
@@ -83,26 +94,37 @@ def _is_inside(path: str, folder: str) -> bool:
     return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
-def unpack(archive: IO[bytes], folder: str, *, links: bool) -> None:
+def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: int, *, links: bool) -> None:
     """Writes what `pack` has sent to an empty folder; links are made last, or not at all.
 
-    Raises OSError, ValueError for anything else, or tarfile.TarError.
+    The archive may have been forged. Raises OSError, ValueError for anything that `pack` does not send, or
+    tarfile.TarError.
     """
-    later = []
+    later, made, taken = [], {folder}, 0
     with tarfile.open(mode="r|", fileobj=archive) as entries:
         for entry in entries:
             path = os.path.normpath(os.path.join(folder, entry.name))
-            if not f"{path}/".startswith(f"{folder}/"):
-                raise ValueError(f"{entry.name!r} is not in the folder")
-            os.makedirs(path if entry.isdir() else os.path.dirname(path), exist_ok=True)
-            if entry.issym():
+            if not f"{path}/".startswith(f"{folder}/") or entry.name.count("/") > _DEEPEST or entries.pax_headers:
+                raise ValueError(f"{entry.name!r:.80} is not in the folder")
+            place, taken = path, taken + entry.size
+            while place not in made:
+                made.add(place)
+                place = os.path.dirname(place)
+            entries.members.clear()  # type: ignore[attr-defined] # which it would keep
+            if len(made) > most_files + _DEEPEST or taken > (most_bytes or taken):
+                raise ValueError("it is larger than what is sent")
+            if entry.isdir():
+                os.makedirs(path, exist_ok=True)
+            elif entry.issym():
                 later.append((path, entry.linkname))
             elif entry.isfile() and entry.sparse is None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, entry.mode & 0o777), "wb") as file:
                     shutil.copyfileobj(entries.extractfile(entry), file)  # type: ignore[arg-type]
-            elif not entry.isdir():
-                raise ValueError(f"{entry.name!r} is neither a file, a folder nor a link")
+            else:
+                raise ValueError(f"{entry.name!r:.80} is neither a file, a folder nor a link")
     for path, target in later if links else ():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
 
 
@@ -110,8 +132,8 @@ def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
     for path in paths:
         target = os.path.join(work, path)
-        if not _is_inside(os.path.dirname(target), work):
-            raise ValueError(f"a link of the project leads out of it: {path}")
+        if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
+            raise ValueError(f"a link leads elsewhere: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         _make_alike(os.path.join(left, path), target)
 
@@ -159,7 +181,7 @@ def _fill(settings: dict[str, Any]) -> None:
     unpacked = f"{work}.left"
     os.mkdir(unpacked)
     with open(left, "rb") as archive:
-        unpack(archive, unpacked, links=True)
+        unpack(archive, unpacked, settings["most_bytes"], settings["most_files"], links=True)
     lay(unpacked, work, settings["paths"])
     for name in settings["leaves"]:  # the verifier makes it
         _remove(os.path.join(work, name))
@@ -167,7 +189,7 @@ def _fill(settings: dict[str, Any]) -> None:
         path, *command = settings["isolate"]
         _copy(f"{work}/.", f"{path}.work", "--link")
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w") as file:
-            file.write(f'#!/bin/sh\nexec {shlex.join(command)} --chdir "$PWD" -- "$@"\n')
+            file.write(_ISOLATED.format(os.fstat(0), shlex.join(command)))
     if files is not None:
         for name in os.listdir(files):
             _remove(os.path.join(work, name))
@@ -202,7 +224,7 @@ def _wait(child: int, control: socket.socket) -> int | None:
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(control, select.POLLIN)
     while True:
-        if control.fileno() in [descriptor for descriptor, _ in poll.poll(1000)]:
+        if control.fileno() in [descriptor for descriptor, _ in poll.poll(200)]:
             if not control.recv(16):
                 return None
             os.kill(child, signal.SIGKILL)
@@ -234,10 +256,8 @@ def main() -> None:
     if (port := settings.get("port")) is not None:
         with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
             socket.send_fds(control, [b"listener"], [listener.fileno()])
-    if not settings["isolated"]:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    for option, value in ((_DUMPABLE, 0), (_SUBREAPER, 1)):  # no program that it runs may trace it
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     if settings["most_bytes"] is not None:  # also of what is sent
         most = settings["most_bytes"] + _BYTES_PER_FILE * settings["most_files"]
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

@@ -108,7 +108,7 @@ class Sandboxed:
         if self.met:
             raise WorkflowError(f"{name} exceeded limits.{self.met[0]}: {getattr(limits, self.met[0])}")
         if "refused" in self.report:
-            raise WorkflowError(f"workflow command {self.report['refused']}")
+            raise WorkflowError(f"workflow command {self.report['refused']!s:.500}")
         assert program is not None
         program.reported_exit = code if isinstance(code := self.report.get("exit"), int) else None
         if program.reported_exit is None and not program.output_too_long:
@@ -147,9 +147,9 @@ class Sandboxed:
 
     def _receive(self, control: socket.socket) -> socket.socket | None:
         """Reads what it says now; gives the listening socket, if it sends it."""
-        with suppress(BlockingIOError, ConnectionError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             while True:
-                message, descriptors, _, _ = socket.recv_fds(control, 2**16, 1)
+                message, descriptors, _, _ = socket.recv_fds(control, 2**12, 1)
                 if descriptors:
                     return socket.socket(fileno=descriptors[0])
                 if not message or self.report:
@@ -200,7 +200,8 @@ class Sandboxed:
                 serving.append(asyncio.create_task(serve(listener), name="serve a sandbox"))
 
         control.setblocking(False)
-        loop.add_reader(control, receive)
+        if self.wants.get("port") is not None:
+            loop.add_reader(control, receive)
         try:
             yield
         finally:

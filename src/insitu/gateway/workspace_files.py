@@ -21,13 +21,15 @@ _MAX_REWARD_BYTES = 2**20
 def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
     """The outcome in `reward.json` of what a verifier has left; without the file, that of its exit code."""
     allowed = f"allowed: a number, or an object of {', '.join(_REWARD_KEYS)}, with finite numbers"
-    text = b""
-    with tarfile.open(archive, mode="r|") as entries:
-        if (entry := entries.next()) is None:
-            return Outcome(answer=answer, reward=otherwise)
-        if (file := entries.extractfile(entry) if entry.isreg() else None) is None:
-            raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
-        text = file.read(_MAX_REWARD_BYTES)
+    try:
+        with tarfile.open(archive, mode="r|") as entries:
+            if (entry := entries.next()) is None:
+                return Outcome(answer=answer, reward=otherwise)
+            if (file := entries.extractfile(entry) if entry.isreg() else None) is None:
+                raise WorkflowError(f"workflow.verify: {REWARD_FILE} is not a file; {allowed}")
+            text = file.read(_MAX_REWARD_BYTES)
+    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:
+        raise WorkflowError(f"workflow.verify: {REWARD_FILE} cannot be read: {error}") from None
     try:
         data = json.loads(text)
         data = data if isinstance(data, dict) else {"reward": data}

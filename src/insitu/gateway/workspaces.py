@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from insitu.config import Config
+from insitu.disk.files import read_rows
 from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import ConfigError, InsituError, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, find_bubblewrap, system_call_filter
@@ -34,8 +35,21 @@ from insitu.workflow.programs import Program
 _MAX_VERIFIER_OUTPUT = 2**24
 _NOT_RUN = 126
 """The first exit code that shells give for a program that could not run (126, 127) or that a signal has ended."""
-_JUDGES = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "INSITU_ISOLATED": ISOLATED}
-"""Variables of verifiers: Python imports nothing from the current folder or that of a script, unless it is told to."""
+_JUDGES = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "INSITU_ISOLATED": ISOLATED,
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.bareRepository",
+    "GIT_CONFIG_VALUE_0": "explicit",
+}
+"""Variables of verifiers: Python imports nothing from the current folder or that of a script, unless it is told to, and
+Git takes no folder for a repository that is not called `.git`."""
+_SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+
+
+_RESULTS = ("run.json", "workflow_output.json")
+"""Files by which a folder is known as one with results."""
 
 
 class Workspaces:
@@ -47,7 +61,7 @@ class Workspaces:
     ) -> None:
         assert keys.workspace is not None
         self.keys, self.settings, self._config = keys, keys.workspace, config
-        self.run_dir, self.root = run_dir.absolute(), Path()
+        self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
         paths = {config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
         visible = sorted(map(str, paths))  # also the Python environments of insitu and of its programs
         self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), visible)
@@ -89,13 +103,13 @@ class Workspaces:
             yield places[-1]
         for place in places:
             yield from repositories(place)
-        runs = [path.parent for path in run_dir.parent.glob("*/run.json")]
-        yield from (
-            each for each in (run_dir, *runs, *run_dir.parent.glob(f"{run_dir.name}.*")) if each not in own.parents
-        )
-        validation = self._config.finetuning.validation
-        rows = [self._config.eval.dataset and self._config.eval.dataset.rows_file, validation and validation.dataset]
-        yield from ((own / path).resolve() for path in rows if path is not None)
+        if run_dir.parent in (own, *own.parents):
+            results = [path.parent for name in _RESULTS for path in run_dir.parent.glob(f"*/{name}")]
+            results += run_dir.parent.glob(f"{run_dir.name}.*")
+        else:
+            results = [run_dir.parent]  # with runs that begin later
+        yield from (each for each in (run_dir, *results) if each not in (own, *own.parents))
+        yield from read_rows
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
@@ -172,7 +186,7 @@ class Workspaces:
 
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
-        copy, left = self.run_dir / "workspaces" / folder.name, folder / "left"
+        copy, left, limits = self.run_dir / "workspaces" / folder.name, folder / "left", self.keys.limits
         if not left.exists() or not left.stat().st_size:
             return None
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -181,8 +195,9 @@ class Workspaces:
         try:
             copy.mkdir()
             with left.open("rb") as archive:
-                unpack(archive, str(copy), links=False)
-        except (OSError, ValueError, tarfile.TarError):
+                unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
+            remove(copy / ".git")  # its configuration names programs, and it is the agent's
+        except (OSError, ValueError, RecursionError, tarfile.TarError):
             remove(copy)
             return None
         return copy
@@ -200,10 +215,14 @@ class Workspace:
         self._all, self._folder, self._values = workspaces, folder, values
         self._left = folder / "left"
         copy, result = workspaces.settings.source, workspaces.settings.result or []
+        hidden = [*workspaces.place.hidden] if workspaces.place.isolated else []
         self._source = workspaces.folder(copy, values, "workspace.copy") if copy else workspaces.root / "repository"
         self._result = [os.path.normpath(workspaces.path(path, values, "workspace.result")) for path in result]
         files = workspaces.keys.verify_files
         self._verify_files = None if files is None else workspaces.folder(files, values, "verify_files")
+        for path in (*hidden, *filter(None, [self._verify_files])):
+            if copy and path.exists() and path.is_relative_to(self._source):
+                raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
 
     @property
     def address(self) -> str | None:
@@ -244,6 +263,9 @@ class Workspace:
             "fails": [REWARD_FILE],
         }
         variables = {name: value for name, value in _JUDGES.items() if name not in self._all.place.variables}
+        for name in _SEARCHED:  # relative folders are in the agent's hands
+            if name in env:
+                variables[name] = os.pathsep.join(filter(os.path.isabs, env[name].split(os.pathsep)))
         options: dict[str, Any] = {"max_output": _MAX_VERIFIER_OUTPUT, "on_exit": lambda: None}
         sandbox = Sandboxed(self._all.place, verify, judged, wants)
         done = await sandbox.run(written, row, env | variables, time_limit, **options)
@@ -251,4 +273,5 @@ class Workspace:
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
             problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)
             raise WorkflowError(f"workflow.verify: {verify[0]} {problem}: {done.stderr_tail}")
-        return read_outcome(written, answer, float(code == 0)).model_dump()
+        outcome = await asyncio.to_thread(read_outcome, written, answer, float(code == 0))
+        return outcome.model_dump()
