@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from factories import customizer_project
 from fake_nemo import FakeNeMo
+from marks import slow_but
 from processes import run_project, start_project
 
 
@@ -40,7 +41,7 @@ def test_a_job_that_fails_fails_the_command(tmp_path: Path, nemo: FakeNeMo) -> N
     assert "the run did not complete; results so far are in" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal.Signals) -> None:
     nemo.script = ["running"]
     customizer_project(tmp_path, nemo)
@@ -56,11 +57,14 @@ def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal
 
 @pytest.mark.parametrize(
     ("pattern", "jobs_at_death", "options"),
-    [
-        ("POST .*/commit/", 0, ("--resume",)),  # while the records are uploaded
-        ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
-        ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
-    ],
+    slow_but(
+        [("POST .*jobs$", 1, ("--resume", "run"))],
+        [
+            ("POST .*/commit/", 0, ("--resume",)),  # while the records are uploaded
+            ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
+            ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
+        ],
+    ),
 )
 def test_a_run_that_was_killed_goes_on_with_the_same_job(
     tmp_path: Path, nemo: FakeNeMo, pattern: str, jobs_at_death: int, options: tuple[str, ...]

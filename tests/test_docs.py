@@ -67,8 +67,19 @@ BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-LONG = {ROOT / name for name in ("docs/guides/python.md", "docs/guides/external-agents.md")}
-"""Guides whose runs take many epochs as printed."""
+LONG = {
+    ROOT / "docs/guides" / f"{name}.md"
+    for name in (
+        "train-your-agent",
+        "python",
+        "external-agents",
+        "operate",
+        "evaluate",
+        "reuse-episodes",
+        "preferences",
+    )
+}
+"""Guides whose runs take many epochs as printed, or that have many runs: in `make test WITH=slow`."""
 
 
 @dataclass(frozen=True)

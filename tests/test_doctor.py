@@ -290,6 +290,7 @@ def test_what_the_command_prints(tmp_path: Path, backend: str) -> None:
     assert "llms.player" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
     """The quickstart's rows have the same questions, but the opponent is random."""
     file = MODEL.parent / "grpo.yml"

@@ -98,6 +98,7 @@ def test_rows_that_do_not_repeat_are_refused_before_anything_starts(project: Pat
     assert not (project / "run").exists()
 
 
+@pytest.mark.slow
 def test_rows_that_are_alone_are_said_and_a_choice_of_rows_is_refused(project: Path) -> None:
     rows = [{"id": number, **(X if number < 4 else {"question": {"say": str(number)}})} for number in range(6)]
     (project / "rows.json").write_text(json.dumps(rows))

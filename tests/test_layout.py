@@ -248,6 +248,7 @@ def test_folders_are_at_most_two_deep() -> None:
     assert not deep
 
 
+@pytest.mark.slow
 def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
     """A copy of the package without the folder trains the quickstart for one epoch."""
     shutil.copytree(PACKAGE, tmp_path / "insitu", ignore=shutil.ignore_patterns("__pycache__"))

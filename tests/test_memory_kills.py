@@ -140,6 +140,7 @@ async def test_a_backend_that_is_ended_while_it_loads(small_group: Path, tmp_pat
         await starting
 
 
+@pytest.mark.slow
 async def test_a_backend_that_the_kernel_ends_is_started_again_once(
     small_group: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

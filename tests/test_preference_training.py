@@ -40,6 +40,7 @@ async def train(path: Path, *overrides: tuple[str, str]) -> tuple[list[dict[str,
     return read_lines(path.parent / "run/training_metrics.jsonl"), console.file.getvalue()
 
 
+@pytest.mark.slow
 async def test_each_round_of_dpo_collects_with_the_newest_weights(write: Any, served: Served) -> None:
     lines, printed = await train(project(write, served, "dpo", {"_type": "dpo_traj_builder"}))
     assert [line["policy_version"] - lines[0]["policy_version"] for line in lines] == [0, 1]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import slow_after, slow_but
 from test_engine import asks, pairs, params, running
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import (
@@ -89,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SHAPING)
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize("temperature", slow_but([1.6], [1.0, 1.6]))
 async def test_log_probabilities_are_those_of_transformers_processors(model, name, temperature):
     options, processors = SHAPING[name]
     async with running(model) as engine:
@@ -209,7 +210,7 @@ def test_bad_words_are_tokenized_as_by_vllm():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [7, 10_000])
+@pytest.mark.parametrize("chunk_tokens", slow_after(1, [7, 10_000]))
 async def test_the_learner_has_the_log_probabilities_that_were_sampled(model, packed, chunk_tokens):
     """Of rows with several completions, with and without parameters, in one micro-batch."""
     grammar = Grammar("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 3}')

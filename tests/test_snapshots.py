@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from marks import slow_after
 from test_learner import LORA, make_rows, same, weights
 from test_open_jobs import parts_of
 from test_retention import ROW, kept, running
@@ -65,7 +66,7 @@ def logged(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "job_log").iterdir())
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_training_goes_on_from_a_snapshot_and_the_jobs_since(
     loaded: LoadedModel, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
