@@ -18,8 +18,13 @@ from processes import ONE_THREAD, fork_server, forked_python
 
 os.environ.update(ONE_THREAD)
 
-# No test depends on how fast the machine is.
-hypothesis.settings.register_profile("insitu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# No test depends on how fast the machine is. Each run draws other examples.
+hypothesis.settings.register_profile(
+    "insitu",
+    max_examples=int(os.environ.get("EXAMPLES", "20")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("insitu")
 
 if TYPE_CHECKING:

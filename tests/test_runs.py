@@ -16,6 +16,7 @@ from typing import Any
 import duo_plugin
 import pytest
 from factories import power_failures
+from marks import slow_after
 from rich.console import Console
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
@@ -71,12 +72,15 @@ async def train(path: Path, *overrides: tuple[str, str], console: Console | None
 
 @pytest.mark.parametrize(
     ("framework", "functions", "model", "trained"),
-    [
-        (None, ["move"], "player", {"player moves"}),
-        ("langchain", ["move"], "policy@7", {"player moves", "judge moves"}),
-        (None, ["<workflow>"], "judge", {"judge plans", "judge moves"}),
-        ("langchain", ["plan", "move"], None, {"player plans", "player moves"}),
-    ],
+    slow_after(
+        2,
+        [
+            (None, ["move"], "player", {"player moves"}),
+            ("langchain", ["move"], "policy@7", {"player moves", "judge moves"}),
+            (None, ["<workflow>"], "judge", {"judge plans", "judge moves"}),
+            ("langchain", ["plan", "move"], None, {"player plans", "player moves"}),
+        ],
+    ),
     ids=["key", "name at a step", "everywhere", "default"],
 )
 async def test_the_trained_rows_are_what_the_targeted_calls_sampled(
