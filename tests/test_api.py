@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 from factories import MODEL, ROOT, read_lines
+from marks import slow_after
 from processes import HANGS, forked_python, run_project
 
 import insitu
@@ -262,6 +263,7 @@ run.ask("Row 0")
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = trained
     code = TRAIN.replace("epochs=2", "epochs=3, resume=True") + "show(rewards=run.metrics.column('avg_reward'))"
@@ -281,12 +283,15 @@ def test_a_complete_run_is_left_as_it_was(trained: tuple[Path, dict[str, Any]]) 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
-    [
-        ("train=ROWS[:3]", "the dataset .* has changed"),
-        ("held_out=ROWS[1:3]", "the held-out dataset .* has changed"),
-        ("temperature=0.5", "temperature was None and is 0.5"),
-        ("max_concurrency=FolderLock(Path('runs/answer'), 'x') and 3", "runs/answer is (in use|used)"),
-    ],
+    slow_after(
+        2,
+        [
+            ("train=ROWS[:3]", "the dataset .* has changed"),
+            ("held_out=ROWS[1:3]", "the held-out dataset .* has changed"),
+            ("temperature=0.5", "temperature was None and is 0.5"),
+            ("max_concurrency=FolderLock(Path('runs/answer'), 'x') and 3", "runs/answer is (in use|used)"),
+        ],
+    ),
 )
 def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
     trained: tuple[Path, dict[str, Any]], changed: str, problem: str

@@ -35,7 +35,7 @@ def test_the_installed_programs_need_little_memory_for_their_help(program: str) 
     assert int(peak) / (2**20 if sys.platform == "darwin" else 2**10) < 60
 
 
-@pytest.mark.parametrize("command", ["", "finetune", "eval", "run", "trajectories"])
+@pytest.mark.parametrize("command", slow_after(2, ["", "finetune", "eval", "run", "trajectories"]))
 def test_help_imports_little(command: str) -> None:
     """So it is there immediately: it takes as long as its imports."""
     arguments = [command, "--help"] if command else ["--help"]

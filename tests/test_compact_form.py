@@ -36,7 +36,7 @@ TEXT: dict[str, Any] = {"prompt": "hello", "logprobs": 0}
 SAMPLING: dict[str, Any] = {"max_tokens": 40, "seed": 5, "n": 2}
 
 
-@pytest.fixture(scope="module", params=["embedded", "vllm"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
 def base_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A backend in its own process, whose sampler is its own, or a vLLM server."""
     model = save_tiny_model(tmp_path_factory.mktemp("served") / "model")

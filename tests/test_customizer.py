@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from factories import customizer_project, read_lines
 from fake_nemo import CONFIG, FakeNeMo
-from marks import slow_after, slow_but
+from marks import slow_after, slow_but, slow_but_at
 from pairs_plugin import pairs_of
 from rich.console import Console
 from waiting import until
@@ -245,7 +245,7 @@ CREATIONS = ["POST /v1/namespaces", "POST /v1/datastore/", "POST /v1/datasets", 
 
 @pytest.mark.parametrize(
     "request_pattern",
-    slow_but(["POST .*jobs$", "POST .*deployments"], [*CREATIONS, "POST .*jobs$", "POST .*deployments"]),
+    slow_but(["POST /v1/datastore/", "POST .*jobs$"], [*CREATIONS, "POST .*jobs$", "POST .*deployments"]),
 )
 async def test_a_lost_reply_creates_nothing_twice(
     tmp_path: Path, nemo: FakeNeMo, request_pattern: str, monkeypatch: pytest.MonkeyPatch
@@ -260,7 +260,7 @@ async def test_a_lost_reply_creates_nothing_twice(
 @pytest.mark.parametrize(
     ("request_pattern", "status", "error", "message"),
     slow_after(
-        3,
+        7,
         [
             ("GET /v1/namespaces/", 401, RequestRefused, "namespace games at HOST: made to fail with 401 .status 401."),
             ("GET /v1/datastore/", 401, RequestRefused, "made to fail with 401 .status 401.; check hf_token"),
@@ -315,7 +315,7 @@ async def test_the_status_may_fail_a_number_of_times_in_a_row(
 
 
 @pytest.mark.parametrize(
-    "pattern", slow_after(1, ["GET /v1/namespaces", "GET /v1/datastore/", "GET .*/configs/", "repos/create"])
+    "pattern", slow_but_at({3}, ["GET /v1/namespaces", "GET /v1/datastore/", "GET .*/configs/", "repos/create"])
 )
 async def test_a_web_server_of_another_kind_is_not_taken_for_the_services(
     tmp_path: Path, nemo: FakeNeMo, pattern: str
@@ -550,7 +550,7 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     slow_after(
-        5,
+        9,
         [
             (
                 {"adapter": {"create_namespace_if_missing": False}},
@@ -641,8 +641,8 @@ async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    slow_after(
-        1,
+    slow_but_at(
+        {1},
         [
             (
                 ["pending", "failed"],
@@ -695,7 +695,7 @@ async def interrupted(file: Path, nemo: FakeNeMo, pattern: str) -> None:
         await task
 
 
-@pytest.mark.parametrize("pattern", slow_after(1, ["GET .*jobs/", "POST .*jobs$"]))
+@pytest.mark.parametrize("pattern", slow_but_at({1}, ["GET .*jobs/", "POST .*jobs$"]))
 async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo, pattern: str) -> None:
     nemo.script = ["running"]
     await interrupted(customizer_project(tmp_path, nemo), nemo, pattern)

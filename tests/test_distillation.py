@@ -195,12 +195,12 @@ def reference_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> lis
 
 
 def test_a_run_is_trained_on_what_the_teacher_says(tmp_path: Path, teacher: Teacher, other_weights: Path) -> None:
-    options = ("-o", "finetuning.num_epochs", "4", "-o", "trajectory_builders.episodes.num_generations", "8")
+    options = ("-o", "finetuning.num_epochs", "4", "-o", "trajectory_builders.episodes.num_generations", "4")
     code, out, err = run_project(folder := project(tmp_path, teacher.block), *options)
     assert code == 0, err
     run, model = folder / "run", AutoModelForCausalLM.from_pretrained(other_weights)
     calls = calls_of(run)
-    assert len(calls) == 4 * ROWS * 8
+    assert len(calls) == 4 * ROWS * 4
     for [call] in [*calls.values()][::7]:
         assert call.prompt_token_ids is not None
         assert call.token_ids is not None

@@ -77,6 +77,8 @@ LONG = {
         "evaluate",
         "reuse-episodes",
         "preferences",
+        "customizer",
+        "distill",
     )
 }
 """Guides whose runs take many epochs as printed, or that have many runs: in `make test WITH=slow`."""

@@ -223,6 +223,7 @@ async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(fol
             await episode(config, address, {"do": "plain"})
 
 
+@pytest.mark.slow
 async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: Config, folder: Path) -> None:
     """Without retries; the lost one is used again once it is back."""
     with serve("config.yml", folder) as (lost, first), serve("config.yml", folder) as (_, second):

@@ -119,7 +119,7 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
 @pytest.mark.parametrize("name", slow_after(1, ["llama", "qwen2", "gpt2"]))
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     """Nor on the room there is for keys and values: the youngest of too many sequences are computed again."""
-    load = mixed_load(seed=1, count=16, longest=BLOCK - 20 if name == "llama" else 150)
+    load = mixed_load(seed=1, count=12, longest=BLOCK - 20 if name == "llama" else 150)
     results = []
     trials = [(0, 2**28, 1, None), (0.2, 2**28, 2, None), (0.05, 1, 3, None), (0, 2**28, 2, 4 * BLOCK)]
     for trial, (gap, prefix_bytes, schedulers, kv_tokens) in enumerate(trials):
@@ -164,14 +164,18 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
     assert results[1:] == results[:1] * 3
 
 
-async def test_a_sequence_that_can_never_fit_is_refused(folders):
+async def test_an_engine_without_room_for_a_sequence_is_refused(folders):
+    with pytest.raises(BackendError, match=r"kv_memory is 1\.02 kB, but a sequence needs"):
+        async with running(folders["llama"], kv_bytes=1024):
+            pass
+
+
+@pytest.mark.slow
+async def test_a_sequence_is_as_long_as_the_room(folders):
     async with running(folders["llama"], **kv(4 * BLOCK)) as engine:
         assert engine.max_length < 4 * BLOCK
         piece = (await engine.complete(asks([1, 2], [params(0, 5000)])))[0]
         assert len(piece.tokens) == engine.max_length - 2
-    with pytest.raises(BackendError, match=r"kv_memory is 1\.02 kB, but a sequence needs"):
-        async with running(folders["llama"], kv_bytes=1024):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -658,6 +662,7 @@ async def test_sampling_has_its_share_of_the_time_between_the_steps_of_a_generat
         assert await clock.train(compute, seconds=1.0) == "t".join(["", *["s" * 12] * 3, ""])
 
 
+@pytest.mark.slow
 async def test_the_share_of_sampling_changes_no_token_and_no_weight(folders, tmp_path):
     rng = np.random.default_rng(0)
     zeros, positions = np.zeros(40, np.float32), np.arange(8, 48)

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from factories import MODEL, ROOT, digits_project, read_lines
 from fake_openai import FakeOpenAI, encode
-from marks import slow_after
+from marks import slow_after, slow_but
 from processes import FORK_SERVER, HANGS, forked_python, run_project, serving
 from waiting import hang, until
 
@@ -79,7 +79,7 @@ async def test_a_program_is_given_the_row_and_the_model(tmp_path: Path, server: 
 
 
 @pytest.mark.parametrize("stream", slow_after(1, [False, True]))
-@pytest.mark.parametrize("release", [2, 3])
+@pytest.mark.parametrize("release", slow_but([3], [2, 3]))
 async def test_both_releases_of_the_official_client(
     tmp_path: Path, server: FakeOpenAI, release: int, stream: bool
 ) -> None:

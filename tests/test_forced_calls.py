@@ -310,33 +310,33 @@ CHOICES: list[tuple[Any, Any, list[str]]] = [
 ]
 
 
-async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path, streamed: bool) -> None:
     """As what was sampled from among the tokens that the grammar allows."""
     options = ("--port", 0, "--token", TOKEN, "--output_dir", tmp_path / "out")
     with serving("backend", "--model", untrained("hermes", tmp_path / "model"), *options) as (_, address):
         taught = Taught("hermes", ALL_FAMILIES["hermes"], address)
         async with gateway_to(taught, reasoning_format="none", max_tokens=400) as gateway:
-            for streamed in (False, True):
-                with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
-                    for ask, choice, expected in CHOICES:
-                        names = await ask(door, choice, streamed)
-                        assert names == expected or (len(expected) == 2 and names[0] in expected), choice
-                    with pytest.raises(openai.BadRequestError, match="those of tools: weather, now"):
-                        await of_responses(door, {"type": "function", "name": "look"}, streamed)
-                    with pytest.raises(openai.BadRequestError, match="'mcp'; allowed: function, allowed_tools"):
-                        await of_responses(door, {"type": "mcp"}, streamed)
-                    with pytest.raises(anthropic.BadRequestError, match="'all'; allowed: auto, any, tool, none"):
-                        await of_messages(door, {"type": "all"}, streamed)
-                calls = scope.calls
-                assert [bool(call.sampling.get("structured_outputs")) for call in calls] == [
-                    bool(expected) for _, _, expected in CHOICES
-                ]
-                assert [truncation({**call.sampling, "temperature": 1}) for call in calls] == [None] * len(calls)
-                rows = rows_of(calls, {0: 1.0, 2: -1.0, 4: 1.0}, "forced")
-                assert [bool(row.shaping) for row in rows] == [True] * 3
-                names = {"token_ids", "loss_mask", "logprobs", "advantages", "episode", "shaping"}
-                body = [row.model_dump(include=names) for row in rows]
-                job = await asyncio.to_thread(post_job, address, TOKEN, body, learning_rate=1e-5)
-                assert job["status"] == "completed", job
-                assert job["metrics"]["logprob_gap"] < 1e-5
-                assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)
+            with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
+                for ask, choice, expected in CHOICES:
+                    names = await ask(door, choice, streamed)
+                    assert names == expected or (len(expected) == 2 and names[0] in expected), choice
+                with pytest.raises(openai.BadRequestError, match="those of tools: weather, now"):
+                    await of_responses(door, {"type": "function", "name": "look"}, streamed)
+                with pytest.raises(openai.BadRequestError, match="'mcp'; allowed: function, allowed_tools"):
+                    await of_responses(door, {"type": "mcp"}, streamed)
+                with pytest.raises(anthropic.BadRequestError, match="'all'; allowed: auto, any, tool, none"):
+                    await of_messages(door, {"type": "all"}, streamed)
+            calls = scope.calls
+            assert [bool(call.sampling.get("structured_outputs")) for call in calls] == [
+                bool(expected) for _, _, expected in CHOICES
+            ]
+            assert [truncation({**call.sampling, "temperature": 1}) for call in calls] == [None] * len(calls)
+            rows = rows_of(calls, {0: 1.0, 2: -1.0, 4: 1.0}, "forced")
+            assert [bool(row.shaping) for row in rows] == [True] * 3
+            names = {"token_ids", "loss_mask", "logprobs", "advantages", "episode", "shaping"}
+            body = [row.model_dump(include=names) for row in rows]
+            job = await asyncio.to_thread(post_job, address, TOKEN, body, learning_rate=1e-5)
+            assert job["status"] == "completed", job
+            assert job["metrics"]["logprob_gap"] < 1e-5
+            assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)

@@ -74,6 +74,7 @@ def test_rows_without_gradient_are_worth_a_forward_pass() -> None:
     assert kl_budget(Sizes(computed_tokens=1000), 10, lora=True) == pytest.approx(30)
 
 
+@pytest.mark.slow
 def test_a_larger_model_measures_some_of_its_jobs(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama", hidden_size=128, intermediate_size=8192)
     learner = Learner(load_model(str(folder), "cpu"), tmp_path)

@@ -50,7 +50,6 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
     return sum(path.stat().st_size for path in (project / "run/backend/checkpoints/step_000001").iterdir())
 
 
-@pytest.mark.slow
 def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     project = digits_project(tmp_path, held_out=3)
     write_rows(project, [{"say": f"Row {i}"} for i in range(4)] + [{"say": "Row 4", "raise": "no"}])
@@ -84,6 +83,7 @@ def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     assert values[("insitu_dropped_episodes_total", "run", "workflow_error")] >= failed > 0
 
 
+@pytest.mark.slow
 def test_the_port_of_a_run_with_a_token_is_probed_by_any_name(tmp_path: Path) -> None:
     """Its refusals name what exists for it: variables and keys, no options."""
     project = digits_project(tmp_path, rows=2)
@@ -159,6 +159,7 @@ shutil.disk_usage = lambda path: usage(0, 0, int(pathlib.Path("free").read_text(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpoints", "warns"), slow_after(1, [(1.9, True), (2.1, False)]))
 def test_a_disk_with_less_than_two_checkpoints_left_is_a_warning(
     tmp_path: Path, checkpoints: float, warns: bool, size: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from factories import read_lines
+from marks import slow_after
 from rich.console import Console
 from test_inspection import show
 from test_preference_builders import file
@@ -118,7 +119,9 @@ async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Se
 
 @pytest.mark.parametrize(
     ("method", "builder", "expected"),
-    [("kto", {"num_generations": 3}, 6), ("sft", {"num_generations": 3}, 2), ("sft", {"num_generations": 1}, 2)],
+    slow_after(
+        2, [("kto", {"num_generations": 3}, 6), ("sft", {"num_generations": 3}, 2), ("sft", {"num_generations": 1}, 2)]
+    ),
 )
 async def test_episodes_are_trained_without_pairs(
     write: Any, served: Served, method: str, builder: dict[str, Any], expected: int

@@ -23,7 +23,7 @@ from marks import slow_but
 from processes import HANGS, Process, forked_python, run, run_project, start_project, wait_until
 
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
-KILLS = int(os.environ.get("KILLS", "2"))
+KILLS = int(os.environ.get("KILLS", "1"))
 """Of each run."""
 VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
 EPOCHS = ("-o", "finetuning.num_epochs", "3", "-o", "trainer_adapters.backend.keep.optimizer", "3")
@@ -187,6 +187,7 @@ def check_resumed(project: Path, options: Any, expected: Outcome) -> None:
         assert getattr(ended, name) == value, name
 
 
+@pytest.mark.slow
 @only_grpo
 @pytest.mark.parametrize(
     ("number", "patient"),
@@ -219,6 +220,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
 FOLDERS = {"run": "run", "backend": "run/backend"}
 
 
+@pytest.mark.slow
 @only_grpo
 @pytest.mark.parametrize("full", slow_but(["backend"], FOLDERS))
 def test_a_run_whose_disk_was_full_continues_when_there_is_room(
@@ -365,6 +367,7 @@ def project(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_with_more_epochs(project: Path) -> None:
     run_id = json.loads((project / "run/run.json").read_text())["run_id"]
     (project / "elsewhere").mkdir()

@@ -249,6 +249,7 @@ def test_the_console_counts_what_was_saved(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["synchronous", "stale"])
 def test_a_repeated_run_plays_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
     first = whole_run(project(tmp_path / "a", **ALL), *options)

@@ -97,7 +97,7 @@ def garble(name: str, content: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     slow_after(
-        4,
+        9,
         [
             (
                 cut("episodes.jsonl.gz", 13),
@@ -271,7 +271,7 @@ def pruned(folder: Path, *arguments: Any) -> str:
 
 def test_pruning_keeps_what_later_commands_need(tmp_path: Path) -> None:
     """Of five checkpoints: the best, the last two, which have an optimizer state, and one that another run uses."""
-    project = digits_project(tmp_path, rows=8, held_out=3)
+    project = digits_project(tmp_path, rows=3, held_out=3)
     keep = ("-o", "trainer_adapters.backend.keep.every", "1")
     code, _, err = run_project(project, *keep, *VALIDATION, "-o", "finetuning.num_epochs", "6")
     assert code == 0, err

@@ -246,7 +246,7 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "problem"),
     slow_after(
-        2,
+        1,
         [
             ("return batch.new_BT[:, :0]", "allowed: a tensor of shape"),
             ("return None", "NoneType"),

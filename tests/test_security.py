@@ -25,6 +25,7 @@ import pytest
 import torch
 import yaml
 from factories import digits_project, model_client, read_lines, write_rows
+from marks import slow_after
 from processes import HANGS, forked_python
 from pydantic import ConfigDict, SecretStr
 from rich.table import Table
@@ -486,7 +487,7 @@ def variables(**more: str) -> dict[str, str]:
     return VALUES | fixed | more
 
 
-@pytest.mark.parametrize("how", ["api_key", "url", "wrong", "gone"])
+@pytest.mark.parametrize("how", slow_after(1, ["api_key", "url", "wrong", "gone"]))
 def test_no_secret_is_printed_logged_or_written(harmless: Path, tmp_path: Path, how: str) -> None:
     """A run with a workflow that leaks them all, at the level of logs that shows everything; also one that fails."""
     token = httpx.URL(f"http://any:{VALUES['BACKEND'].replace('/', '%2F').replace('@', '%40')}@h").userinfo.decode()
@@ -735,7 +736,7 @@ def test_what_goes_to_another_program_is_secret_whatever_its_key(
     assert "4711" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["command", "http"])
+@pytest.mark.parametrize("kind", slow_after(1, ["command", "http"]))
 def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp_path: Path, kind: str) -> None:
     digits_project(tmp_path, model=str(harmless / "model"))
     config = yaml.safe_load((tmp_path / "config.yml").read_text())
@@ -754,6 +755,7 @@ def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp
     check_no_leaks(tmp_path, done.stdout + shown.stdout, done.stderr + shown.stderr)
 
 
+@pytest.mark.slow
 def test_ordinary_words_that_go_to_another_program_are_not_hidden(harmless: Path, tmp_path: Path) -> None:
     """Nor names of models, which are in many texts; where the settings are shown, they are hidden."""
     words = {"MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "MODE": "production", "SHOP": "https://shop.example/v1/2024-07-18"}
@@ -822,6 +824,7 @@ def test_what_looks_like_a_secret_among_values_for_another_program(value: str, h
     assert ("***" in redact(f"it said {value}.")) is hidden
 
 
+@pytest.mark.slow
 def test_a_run_may_keep_no_token_ids(harmless: Path, tmp_path: Path) -> None:
     """They decode to what is hidden in texts. It trains as without."""
     trained = []

@@ -162,6 +162,7 @@ def test_what_is_sampled_is_what_is_trained(version: int | None, model: str, all
             check_sampled(trainer, collection, served, 2)
 
 
+@pytest.mark.slow
 def test_metrics_of_what_overlaps(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     plain = read_lines(whole_run(folder, *stale(0, 2))[0] / "training_metrics.jsonl")

@@ -15,7 +15,7 @@ from marks import slow_after
 from processes import HANGS, Process, run, run_project, start_project, wait_until
 from test_resume import SEEDS
 
-EPOCHS = 5
+EPOCHS = 3
 ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
 
 
@@ -121,6 +121,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
     masks = ("-o", "trainer_adapters.backend.training.token_mask", "[0.5, 2]")
     run = whole_run(project(tmp_path / "project"), *stale(2)[:-3], *masks)
@@ -131,6 +132,7 @@ def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path
     assert metrics[-1]["effective_sample_size"] < 1 - 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", slow_after(1, ["insitu_dpo_trainer", "insitu_kto_trainer", "insitu_sft_trainer"]))
 def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
     folder = project(tmp_path / "project")

@@ -52,6 +52,7 @@ def test_episodes_in_a_service_are_those_of_this_process(tmp_path: Path, kind: s
     assert [line for line in lines if "executor" not in line] == []
 
 
+@pytest.mark.slow
 def test_commands_are_sampled_from_planned_versions(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
-from marks import slow_after
+from marks import slow_but_at
 from processes import run_project
 from safetensors.torch import load_file, save_file
 from test_inspection import Run, episode
@@ -179,7 +179,7 @@ TRAINERS = [
 ]
 
 
-@pytest.mark.parametrize(("trainer", "builder", "method"), slow_after(2, TRAINERS))
+@pytest.mark.parametrize(("trainer", "builder", "method"), slow_but_at({0, 3}, TRAINERS))
 async def test_trainers_train_recorded_episodes(
     write: Any, served: Served, tmp_path: Path, trainer: str, builder: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

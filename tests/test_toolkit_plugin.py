@@ -64,6 +64,7 @@ def test_the_package_knows_nothing_of_insitu() -> None:
     assert not [path.name for path in sources if "insitu" in path.read_text()]
 
 
+@pytest.mark.slow
 def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
     write({"llms": clerk(server), **DESK})
     rows = [
@@ -110,6 +111,7 @@ def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -
     assert len({c["data"]["turn_id"] for c in candidates}) == 1
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
     functions = {
         **DESK["functions"],
@@ -146,7 +148,6 @@ def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, t
     assert [m["role"] for m in server.requests[-1]["messages"]] == ["user", "assistant", "tool"]
 
 
-@pytest.mark.slow
 def test_an_agent_with_a_group_of_tools(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
     """The group's block chooses its functions; a function of it can also be named alone.
 
@@ -240,6 +241,7 @@ def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, A
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llm", slow_after(1, ["policy", "openai"]))
 def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None:
     backend = serving("backend", "--model", MODEL, "--port", "0")

@@ -201,6 +201,7 @@ def made_up(folder: Path, epoch: int, status: str = "running") -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, ["hanging", "hanging_at_the_end"]))
 async def test_a_tracker_that_hangs_is_ended_with_the_run(
     tmp_path: Path, site: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -215,6 +216,7 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     assert f"finetuning.report_to: {name} did not end within 0.3 s after the run" in record.getMessage()
 
 
+@pytest.mark.slow
 async def test_a_run_that_cannot_be_followed_is_a_warning(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,4 +22,5 @@ def slow_but_at(places: Container[int], values: Iterable[Any]) -> list[Any]:
 
 
 def _slow(value: Any) -> Any:
-    return pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
+    values = value if type(value) is tuple else (value,)
+    return pytest.param(*values, marks=pytest.mark.slow)
