@@ -2,7 +2,7 @@
 
 python scripts/trace_rollout.py [--repository PATH] [--python PATH] [--functions N] [--json PATH]
 
-The tic-tac-toe example trains for 2 and for 6 epochs, both processes under a profiler. A file with more calls in the
+The tic-tac-toe example trains for 1 and for 3 epochs, both processes under a profiler. A file with more calls in the
 longer run is on the road; the additional calls divided by the additional episodes are its calls per episode. A
 resumption of a coroutine or generator counts as a call.
 """
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-EPOCHS = (2, 6)
+EPOCHS = (1, 3)
 ROWS, GENERATIONS = 2, 4
 EPISODES = (EPOCHS[1] - EPOCHS[0]) * ROWS * GENERATIONS
 """By which the runs differ."""

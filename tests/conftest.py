@@ -17,9 +17,17 @@ from fake_openai import FakeOpenAI
 from processes import ONE_THREAD, fork_server, forked_python
 
 os.environ.update(ONE_THREAD)
+# No server of a test has a certificate. Each HTTP client would read those of the system, for a twentieth of a second.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
-# No test depends on how fast the machine is.
-hypothesis.settings.register_profile("insitu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# No test depends on how fast the machine is. Each run draws other examples.
+hypothesis.settings.register_profile(
+    "insitu",
+    max_examples=int(os.environ.get("EXAMPLES", "20")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("insitu")
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 from factories import MODEL, ROOT, read_lines
+from marks import slow_after
 from processes import HANGS, forked_python, run_project
 
 import insitu
@@ -89,6 +90,7 @@ def test_a_script_trains(trained: tuple[Path, dict[str, Any]]) -> None:
     assert all(isinstance(text, str) for text in shown["told"])
 
 
+@pytest.mark.slow
 def test_the_file_that_a_script_writes_does_the_same(trained: tuple[Path, dict[str, Any]]) -> None:
     """The script itself is imported by it, as far as to its call of insitu."""
     folder, shown = trained
@@ -202,6 +204,7 @@ show(answers=answers, started=started, closed=closed, own=own, again=again, left
     assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_trained_agent_is_asked_as_it_was_trained(tmp_path: Path) -> None:
     """With functions that no file can import, its row and its errors; and with another file."""
     code = """
@@ -260,6 +263,7 @@ run.ask("Row 0")
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = trained
     code = TRAIN.replace("epochs=2", "epochs=3, resume=True") + "show(rewards=run.metrics.column('avg_reward'))"
@@ -279,12 +283,15 @@ def test_a_complete_run_is_left_as_it_was(trained: tuple[Path, dict[str, Any]]) 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
-    [
-        ("train=ROWS[:3]", "the dataset .* has changed"),
-        ("held_out=ROWS[1:3]", "the held-out dataset .* has changed"),
-        ("temperature=0.5", "temperature was None and is 0.5"),
-        ("max_concurrency=FolderLock(Path('runs/answer'), 'x') and 3", "runs/answer is (in use|used)"),
-    ],
+    slow_after(
+        2,
+        [
+            ("train=ROWS[:3]", "the dataset .* has changed"),
+            ("held_out=ROWS[1:3]", "the held-out dataset .* has changed"),
+            ("temperature=0.5", "temperature was None and is 0.5"),
+            ("max_concurrency=FolderLock(Path('runs/answer'), 'x') and 3", "runs/answer is (in use|used)"),
+        ],
+    ),
 )
 def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
     trained: tuple[Path, dict[str, Any]], changed: str, problem: str
@@ -300,70 +307,79 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
     assert [((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in names] == before
 
 
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (
-            "finetune(answer, train=ROWS)",
-            "ConfigError: a score, model must be given, or config, a file that names them",
-        ),
-        (
-            "finetune(score=score, train=ROWS, model=MODEL)",
-            r"ConfigError: an agent must be given (in place of an agent: url= or workflow=, for a service or a "
-            "program), or config, a file that names them",
-        ),
-        (
-            "finetune(answer, score, train=ROWS, model=MODEL, trainer={})",
-            "ConfigError: the keyword 'trainer' does not exist",
-        ),
-        (
-            "finetune(answer, score, train=[3], model=MODEL)",
-            "ConfigError: rows, row 1 must be a mapping of columns, not 3",
-        ),
-        (
-            "finetune(answer, score, train=7, model=MODEL)",
-            "ConfigError: rows is an int; it must be a path, a list of rows",
-        ),
-        (
-            "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
-            "ConfigError: rows, row 1 cannot be written as JSON",
-        ),
-        ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
-        ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),
-        ("finetune(answer, score, train='rows.jsonl', model=MODEL)", "'rows.jsonl' does not exist; looked for "),
-        ("finetune(answer, {}, train=ROWS, model=MODEL)", "ConfigError: score is an empty mapping"),
-        ("finetune(answer, 'exact', train=ROWS, model=MODEL)", "eval.evaluators.exact: _type 'exact' does not exist"),
-        (
-            "finetune(answer, score, train=ROWS, model=MODEL, epochs=0)",
-            "insitu.errors.ConfigError: epochs: Input should be greater",
-        ),
-        ("finetune(object(), score, train=ROWS, model=MODEL)", "cannot be given another model once it is built"),
-        (
-            "finetune(answer, score, train=ROWS, model=MODEL, output_dir='/proc/x')",
-            "ConfigError: output_dir: cannot write to /proc/x: No such file",
-        ),
-        ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
-        ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
-        ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
-        (
-            "evaluate(answer, lambda answer: 'good', ROWS, model=MODEL)",
-            "InsituError: nothing could be scored; 4 scores are ",
-        ),
-        ("Run('nothing')", "ConfigError: nothing holds no run of insitu finetune"),
-        ("finetuned", "module 'insitu' has no attribute 'finetuned'"),
-    ],
-)
-def test_what_cannot_be_done_is_an_error_of_insitu(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path, call: str, problem: str
-) -> None:
+REFUSED = [
+    (
+        "finetune(answer, train=ROWS)",
+        "ConfigError: a score, model must be given, or config, a file that names them",
+    ),
+    (
+        "finetune(score=score, train=ROWS, model=MODEL)",
+        r"ConfigError: an agent must be given (in place of an agent: url= or workflow=, for a service or a "
+        "program), or config, a file that names them",
+    ),
+    (
+        "finetune(answer, score, train=ROWS, model=MODEL, trainer={})",
+        "ConfigError: the keyword 'trainer' does not exist",
+    ),
+    (
+        "finetune(answer, score, train=[3], model=MODEL)",
+        "ConfigError: rows, row 1 must be a mapping of columns, not 3",
+    ),
+    (
+        "finetune(answer, score, train=7, model=MODEL)",
+        "ConfigError: rows is an int; it must be a path, a list of rows",
+    ),
+    (
+        "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
+        "ConfigError: rows, row 1 cannot be written as JSON",
+    ),
+    ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
+    ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),
+    ("finetune(answer, score, train='rows.jsonl', model=MODEL)", "'rows.jsonl' does not exist; looked for "),
+    ("finetune(answer, {}, train=ROWS, model=MODEL)", "ConfigError: score is an empty mapping"),
+    ("finetune(answer, 'exact', train=ROWS, model=MODEL)", "eval.evaluators.exact: _type 'exact' does not exist"),
+    (
+        "finetune(answer, score, train=ROWS, model=MODEL, epochs=0)",
+        "insitu.errors.ConfigError: epochs: Input should be greater",
+    ),
+    ("finetune(object(), score, train=ROWS, model=MODEL)", "cannot be given another model once it is built"),
+    (
+        "finetune(answer, score, train=ROWS, model=MODEL, output_dir='/proc/x')",
+        "ConfigError: output_dir: cannot write to /proc/x: No such file",
+    ),
+    ("evaluate(answer, score, ROWS, model=MODEL, output_dir='/proc/x')", "ConfigError: output_dir: cannot write"),
+    ("finetune(config='nothing.yml')", "cannot read the configuration file nothing.yml"),
+    ("evaluate(answer, score, ROWS, model='runs')", "BackendUnavailable"),
+    (
+        "evaluate(answer, lambda answer: 'good', ROWS, model=MODEL)",
+        "InsituError: nothing could be scored; 4 scores are ",
+    ),
+    ("Run('nothing')", "ConfigError: nothing holds no run of insitu finetune"),
+    ("finetuned", "module 'insitu' has no attribute 'finetuned'"),
+]
+
+
+def test_what_cannot_be_done_is_an_error_of_insitu(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """With the message of the command line, and before an earlier run is moved aside."""
     (tmp_path / "runs/answer").mkdir(parents=True)
     (tmp_path / "runs/answer/run.json").write_text("{}")
-    _, printed = script(tmp_path, f"insitu.{call}", returncode=1)
-    last = printed.strip().splitlines()
-    assert any(problem in line for line in last), printed
+    tried = (
+        f"print('CALL')\ntry:\n    insitu.{call}\nexcept Exception:\n    traceback.print_exc(file=sys.stdout)\n"
+        for call, _ in REFUSED
+    )
+    _, printed = script(tmp_path, "import sys, traceback\n" + "".join(tried))
+    _, *said = printed.split("CALL\n")
+    for (call, problem), lines in zip(REFUSED, said, strict=True):
+        assert any(problem in line for line in lines.strip().splitlines()), (call, lines)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answer"]
     assert [path.name for path in (tmp_path / "runs/answer").iterdir()] == ["run.json"]
+
+
+def test_a_script_that_asks_for_what_cannot_be_done_fails(tmp_path: Path) -> None:
+    _, printed = script(tmp_path, "insitu.finetune(answer, train=ROWS)", returncode=1)
+    assert any(
+        line.startswith("insitu.errors.ConfigError: a score, model must be given") for line in printed.splitlines()
+    )
 
 
 def test_errors_speak_the_language_of_the_call(trained: tuple[Path, dict[str, Any]]) -> None:
@@ -381,6 +397,7 @@ def test_the_errors_of_insitu_are_part_of_it() -> None:
     assert [getattr(insitu, each.__name__) for each in ours] == ours
 
 
+@pytest.mark.slow
 def test_rows_may_come_from_generators(tmp_path: Path) -> None:
     code = """
 run = insitu.finetune(
@@ -392,6 +409,7 @@ show(rows=len(open(run.folder / "rows.jsonl").readlines()), held=len(open(run.fo
     assert script(tmp_path, code)[0] == {"rows": 4, "held": 2}
 
 
+@pytest.mark.slow
 def test_every_episode_and_every_score_has_a_row_of_its_own(tmp_path: Path) -> None:
     code = """
 ROWS = [{"question": f"Row {i}", "log": []} for i in range(2)]
@@ -422,6 +440,7 @@ show(**{who: list(lengths) for who, lengths in SEEN.items()})
     assert script(tmp_path, code)[0] == {"agent": [0], "first": [0], "second": [0]}
 
 
+@pytest.mark.slow
 def test_held_out_rows_that_change_while_a_run_goes_on_are_noticed(tmp_path: Path) -> None:
     code = """
 from hashlib import sha256

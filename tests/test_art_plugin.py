@@ -231,7 +231,7 @@ def test_answers_given_with_other_tools_are_a_history_of_their_own() -> None:
     assert ["message" in turn for turn in histories[1]["messages_and_choices"]] == [False, True]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12))
 def test_each_trained_call_is_a_choice_exactly_once(plan: list[tuple[int, bool]]) -> None:
     """Three interleaved dialogues; every call continues its own."""

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 from factories import power_failures
+from marks import slow_but
 from processes import HANGS
 from tiny_models import save_tiny_model
 from waiting import until
@@ -160,7 +161,8 @@ async def test_a_recorded_session_of_0_5_18(loaded, tmp_path):
         assert not list(tmp_path.glob("art/*/*/*"))
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", slow_but([True], [False, True]), ids=["one after the other", "together"])
 async def test_completions_end_while_their_model_is_deleted_registered_again_and_trained(loaded, tmp_path, together):
     """8 of 16 completions are sampled, the others wait. The new model is trained although its jobs are named alike."""
     model = MODEL | {"base_path": ""}
@@ -416,6 +418,7 @@ async def test_a_token_is_asked_of_art_clients_too(loaded, tmp_path):
             assert reply.json() == [f"{client.base_url}/v1", "s3cret"]
 
 
+@pytest.mark.slow
 async def test_adapters_by_the_backends_option_and_by_the_models(loaded, tmp_path):
     """Where the model does not ask for adapters, those of --lora_rank are trained, or all weights."""
     own = MODEL | {"name": "own", "_internal_config": {"peft_args": {"r": 2, "lora_alpha": 8}}}

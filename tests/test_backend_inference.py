@@ -19,6 +19,7 @@ import openai
 import psutil
 import pytest
 import torch
+from marks import slow_after
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from processes import HANGS, LOGGED_BACKEND, Process, forked_python, serving
@@ -378,13 +379,13 @@ def test_values_that_ask_for_nothing_are_taken(served):
     assert post(served[0], {"model": "policy", "messages": HELLO, "max_tokens": 1, **neutral})[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", slow_after(1, ["/v1/chat/completions", "/v1/completions"]))
 def test_parameters_that_shape_a_completion(served, path):
     prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
     def text(**more) -> tuple[str, str]:
-        body = {"model": "policy", "max_tokens": 40, "seed": 3, **prompt, **more}
+        body = {"model": "policy", "max_tokens": 24, "seed": 3, **prompt, **more}
         status, answer, _ = post(served[0], body, path=path)
         assert status == 200, answer
         choice = answer["choices"][0]
@@ -511,7 +512,7 @@ async def test_clients_that_leave_free_their_slots(served):
     assert served[1].read_text().count("\n") - before < 200, "of 400 that were cancelled"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", slow_after(1, ["SIGTERM", "SIGINT"]))
 def test_it_stops_when_asked_to_even_while_it_streams(tmp_path, name):
     with backend(save_tiny_model(tmp_path)) as (process, address):
         body = {"model": "policy", "messages": HELLO, "stream": True, "ignore_eos": True}

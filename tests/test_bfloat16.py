@@ -58,7 +58,7 @@ def test_bfloat16_learns_as_float32_does(tmp_path: Path) -> None:
     for dtype, start in ((torch.float32, exact), (torch.bfloat16, module)):
         loaded = LoadedModel(start, byte_tokenizer(), CPU, dtype, 64, "none")
         learner = Learner(loaded, tmp_path / str(dtype))
-        for _ in range(8):
+        for _ in range(4):
             trained, _ = train(learner, rows, learning_rate=1e-5)
             in_float32 = LogprobComputer(LoadedModel(exact, byte_tokenizer(), CPU, torch.float32, 64, "none"))
             gains.setdefault(dtype, []).append(gain(trained.module, in_float32))

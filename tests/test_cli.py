@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from factories import digits_project, write_rows
+from marks import slow_after
 from processes import run
 
 TESTS = Path(__file__).resolve().parent / "support"
@@ -34,7 +35,7 @@ def test_the_installed_programs_need_little_memory_for_their_help(program: str) 
     assert int(peak) / (2**20 if sys.platform == "darwin" else 2**10) < 60
 
 
-@pytest.mark.parametrize("command", ["", "finetune", "eval", "run", "trajectories"])
+@pytest.mark.parametrize("command", slow_after(2, ["", "finetune", "eval", "run", "trajectories"]))
 def test_help_imports_little(command: str) -> None:
     """So it is there immediately: it takes as long as its imports."""
     arguments = [command, "--help"] if command else ["--help"]
@@ -176,7 +177,7 @@ def test_a_training_run_with_a_wrong_dataset_ends_before_anything_is_started(wri
 # the file as an argument, options with dashes, and a check of the file
 
 
-@pytest.mark.parametrize("file", [["FILE"], ["--config_file", "FILE"], ["--config-file", "FILE"]])
+@pytest.mark.parametrize("file", slow_after(1, [["FILE"], ["--config_file", "FILE"], ["--config-file", "FILE"]]))
 def test_every_spelling_of_the_file_and_of_an_option(write: Any, tmp_path: Path, file: list[str]) -> None:
     path = str(project(write))
     words = [path if word == "FILE" else word for word in file]
@@ -236,11 +237,14 @@ def test_a_row_that_fails_is_told_and_the_rest_is_scored(write: Any, tmp_path: P
 
 @pytest.mark.parametrize(
     ("says", "code", "message"),
-    [
-        ("nan", 1, "1 scores are missing; the first, of row 'r0': the score is nan"),
-        ("raise", 1, "evaluator exact raised RuntimeError: no judge today"),
-        ("fine", 0, ""),
-    ],
+    slow_after(
+        2,
+        [
+            ("nan", 1, "1 scores are missing; the first, of row 'r0': the score is nan"),
+            ("raise", 1, "evaluator exact raised RuntimeError: no judge today"),
+            ("fine", 0, ""),
+        ],
+    ),
 )
 def test_what_could_not_be_scored_is_told(write: Any, says: str, code: int, message: str) -> None:
     done = insitu("eval", "--config_file", project(write), "-o", "eval.evaluators.exact.says", says)

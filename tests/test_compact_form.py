@@ -15,6 +15,7 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 from factories import connected, model_client
 from fake_vllm import FakeVllm
+from marks import slow_after
 from processes import HANGS, serving
 from test_gateway import gateway_to, plain
 from test_odd_servers import CHOICE, server_of
@@ -35,7 +36,7 @@ TEXT: dict[str, Any] = {"prompt": "hello", "logprobs": 0}
 SAMPLING: dict[str, Any] = {"max_tokens": 40, "seed": 5, "n": 2}
 
 
-@pytest.fixture(scope="module", params=["embedded", "vllm"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
 def base_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A backend in its own process, whose sampler is its own, or a vLLM server."""
     model = save_tiny_model(tmp_path_factory.mktemp("served") / "model")
@@ -62,7 +63,7 @@ def post(base_url: str, accept: str, **keys: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [CHAT, TEXT], ids=["chat", "text"])
-@pytest.mark.parametrize("accept", [COMPACT, f"{JSON}, {COMPACT.upper()}; q=0.9"])
+@pytest.mark.parametrize("accept", slow_after(1, [COMPACT, f"{JSON}, {COMPACT.upper()}; q=0.9"]))
 def test_only_the_logprobs_differ(base_url: str, kind: dict[str, Any], accept: str) -> None:
     openais, whole = post(base_url, "*/*", **kind, return_token_ids=True)
     compact, answer = post(base_url, accept, **kind, return_token_ids=True)

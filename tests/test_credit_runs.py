@@ -16,6 +16,7 @@ import pytest
 import team_plugin
 import yaml
 from factories import read_lines
+from marks import slow_after
 from tiny_backend import Served
 
 from insitu.runs.episodes import Selection
@@ -214,7 +215,7 @@ CASES = {
 FILES = ("episodes.jsonl.gz", "calls.jsonl.gz", "advantages.jsonl")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", slow_after(1, CASES.values()), ids=CASES)
 async def test_advantages_are_those_of_the_reference(write: Any, served: Served, case: Case) -> None:
     before = len(served.samples())
     run = await train(project(write, served, case))

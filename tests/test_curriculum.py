@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from marks import slow_after
 
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
 from insitu.errors import TrajectoryError
@@ -156,7 +157,7 @@ def trained_on(result: TrajectoryCollection) -> set[str]:
     return {str(group[0].metadata["row_id"]) for group in result.trajectories if group[0].metadata}
 
 
-@pytest.mark.parametrize("pause", [1, 4, 5, 12, 24])
+@pytest.mark.parametrize("pause", slow_after(1, [1, 4, 5, 12, 24]))
 @pytest.mark.parametrize("settings", [{}, {"random_subsample": 0.5}, {"sort_ascending": True}], ids=str)
 def test_every_epoch_trains_on_the_documented_set_also_after_a_resume(settings: dict[str, Any], pause: int) -> None:
     config = curriculum(**settings)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from factories import customizer_project, read_lines
 from fake_nemo import CONFIG, FakeNeMo
+from marks import slow_after, slow_but, slow_but_at
 from pairs_plugin import pairs_of
 from rich.console import Console
 from waiting import until
@@ -227,7 +228,7 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize("request_pattern", EVERYWHERE)
+@pytest.mark.parametrize("request_pattern", slow_after(4, EVERYWHERE))
 async def test_a_transient_failure_of_any_request_is_survived(
     tmp_path: Path, nemo: FakeNeMo, request_pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +243,10 @@ async def test_a_transient_failure_of_any_request_is_survived(
 CREATIONS = ["POST /v1/namespaces", "POST /v1/datastore/", "POST /v1/datasets", "repos/create", "commit"]
 
 
-@pytest.mark.parametrize("request_pattern", [*CREATIONS, "POST .*jobs$", "POST .*deployments"])
+@pytest.mark.parametrize(
+    "request_pattern",
+    slow_but(["POST /v1/datastore/", "POST .*jobs$"], [*CREATIONS, "POST .*jobs$", "POST .*deployments"]),
+)
 async def test_a_lost_reply_creates_nothing_twice(
     tmp_path: Path, nemo: FakeNeMo, request_pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,15 +259,33 @@ async def test_a_lost_reply_creates_nothing_twice(
 
 @pytest.mark.parametrize(
     ("request_pattern", "status", "error", "message"),
-    [
-        ("GET /v1/namespaces/", 401, RequestRefused, "namespace games at HOST: made to fail with 401 .status 401."),
-        ("GET /v1/datastore/", 401, RequestRefused, "made to fail with 401 .status 401.; check hf_token"),
-        ("repos/create", 403, RequestRefused, r"dataset games/nat-dpo at .*status 403.; check hf_token"),
-        ("GET /v1/customization/configs", 404, ConfigError, "customization_config 'meta/llama.*' does not exist at"),
-        ("POST .*jobs$", 422, RequestRefused, r"customization job games/nat-dpo-\w+ at HOST: made to fail with 422"),
-        ("GET .*jobs/", 401, RequestRefused, "customization job cust-0 at HOST: made to fail with 401 .status 401.$"),
-        ("GET .*jobs/", 404, JobFailed, "job cust-0 no longer exists at HOST"),
-    ],
+    slow_after(
+        7,
+        [
+            ("GET /v1/namespaces/", 401, RequestRefused, "namespace games at HOST: made to fail with 401 .status 401."),
+            ("GET /v1/datastore/", 401, RequestRefused, "made to fail with 401 .status 401.; check hf_token"),
+            ("repos/create", 403, RequestRefused, r"dataset games/nat-dpo at .*status 403.; check hf_token"),
+            (
+                "GET /v1/customization/configs",
+                404,
+                ConfigError,
+                "customization_config 'meta/llama.*' does not exist at",
+            ),
+            (
+                "POST .*jobs$",
+                422,
+                RequestRefused,
+                r"customization job games/nat-dpo-\w+ at HOST: made to fail with 422",
+            ),
+            (
+                "GET .*jobs/",
+                401,
+                RequestRefused,
+                "customization job cust-0 at HOST: made to fail with 401 .status 401.$",
+            ),
+            ("GET .*jobs/", 404, JobFailed, "job cust-0 no longer exists at HOST"),
+        ],
+    ),
 )
 async def test_a_refusal_ends_the_run_with_its_reason(
     tmp_path: Path, nemo: FakeNeMo, request_pattern: str, status: int, error: type[Exception], message: str
@@ -292,7 +314,9 @@ async def test_the_status_may_fail_a_number_of_times_in_a_row(
     assert done.json("final_metrics.json")["status"] == "completed"
 
 
-@pytest.mark.parametrize("pattern", ["GET /v1/namespaces", "GET /v1/datastore/", "GET .*/configs/", "repos/create"])
+@pytest.mark.parametrize(
+    "pattern", slow_but_at({3}, ["GET /v1/namespaces", "GET /v1/datastore/", "GET .*/configs/", "repos/create"])
+)
 async def test_a_web_server_of_another_kind_is_not_taken_for_the_services(
     tmp_path: Path, nemo: FakeNeMo, pattern: str
 ) -> None:
@@ -304,10 +328,13 @@ async def test_a_web_server_of_another_kind_is_not_taken_for_the_services(
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [
-        (["created", "running", "failed"], "job cust-0 ended as failed: Failed: out of memory"),
-        (["running", "cancelling", "cancelled"], "job cust-0 ended as canceled: no reason given"),
-    ],
+    slow_after(
+        1,
+        [
+            (["created", "running", "failed"], "job cust-0 ended as failed: Failed: out of memory"),
+            (["running", "cancelling", "cancelled"], "job cust-0 ended as canceled: no reason given"),
+        ],
+    ),
 )
 async def test_a_job_that_does_not_complete(tmp_path: Path, nemo: FakeNeMo, script: list[Any], message: str) -> None:
     nemo.script = script
@@ -360,7 +387,7 @@ async def test_a_token_that_expires_while_the_records_are_uploaded(
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub
-@pytest.mark.parametrize("lfs_bytes", [1, 10_000_000], ids=["large files", "small files"])
+@pytest.mark.parametrize("lfs_bytes", slow_after(1, [1, 10_000_000]), ids=["large files", "small files"])
 async def test_the_login_of_the_user_is_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lfs_bytes: int
 ) -> None:
@@ -390,7 +417,7 @@ async def test_health_asks_both_services(tmp_path: Path, nemo: FakeNeMo) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface-hub
-@pytest.mark.parametrize("lfs_bytes", [1, 10_000_000])
+@pytest.mark.parametrize("lfs_bytes", slow_after(1, [1, 10_000_000]))
 async def test_an_upload_that_is_never_answered_ends(tmp_path: Path, lfs_bytes: int) -> None:
     with FakeNeMo(lfs_bytes=lfs_bytes) as nemo:
         adapter = adapter_of(nemo, request_timeout=0.5, retry_timeout=0)
@@ -407,7 +434,7 @@ async def test_an_upload_that_is_never_answered_ends(tmp_path: Path, lfs_bytes: 
         await adapter.close()
 
 
-@pytest.mark.parametrize("state", [None, "unknown", "reticulating"])
+@pytest.mark.parametrize("state", slow_after(1, [None, "unknown", "reticulating"]))
 async def test_a_status_that_is_not_known_is_a_warning(
     tmp_path: Path, nemo: FakeNeMo, caplog: pytest.LogCaptureFixture, state: Any
 ) -> None:
@@ -522,29 +549,35 @@ async def test_a_dataset_of_another_run_is_not_overwritten(tmp_path: Path, nemo:
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
-    [
-        (
-            {"adapter": {"create_namespace_if_missing": False}},
-            "namespace 'games' does not exist in the Entity Store",
-        ),
-        ({"adapter": {"customization_config": "meta/huge"}}, "customization_config 'meta/huge' does not exist at"),
-        (
-            {"adapter": {"hyperparameters": {"finetuning_type": "lora"}}},
-            "does not offer training_type dpo with finetuning_type lora; it offers dpo with all_weights, sft with",
-        ),
-        ({"adapter": {"entity_host": "nemo.test"}}, "entity_host.*'nemo.test'; it must begin with http:// or https://"),
-        ({"adapter": {"namespace": "a/b"}}, "namespace"),
-        ({"adapter": {"dataset_name": "../x"}}, "dataset_name"),
-        ({"adapter": {"max_consecutive_status_failures": 11}}, "max_consecutive_status_failures"),
-        (
-            {"finetuning": {"curriculum_learning": {"enabled": True}}},
-            "curriculum_learning: nemo_customizer_trainer",
-        ),
-        (
-            {"trainer": {"wait_for_completion": False}, "adapter": {"deploy_on_completion": True}},
-            "trainers.trainer.wait_for_completion is false, but the adapter's deploy_on_completion is true",
-        ),
-    ],
+    slow_after(
+        9,
+        [
+            (
+                {"adapter": {"create_namespace_if_missing": False}},
+                "namespace 'games' does not exist in the Entity Store",
+            ),
+            ({"adapter": {"customization_config": "meta/huge"}}, "customization_config 'meta/huge' does not exist at"),
+            (
+                {"adapter": {"hyperparameters": {"finetuning_type": "lora"}}},
+                "does not offer training_type dpo with finetuning_type lora; it offers dpo with all_weights, sft with",
+            ),
+            (
+                {"adapter": {"entity_host": "nemo.test"}},
+                "entity_host.*'nemo.test'; it must begin with http:// or https://",
+            ),
+            ({"adapter": {"namespace": "a/b"}}, "namespace"),
+            ({"adapter": {"dataset_name": "../x"}}, "dataset_name"),
+            ({"adapter": {"max_consecutive_status_failures": 11}}, "max_consecutive_status_failures"),
+            (
+                {"finetuning": {"curriculum_learning": {"enabled": True}}},
+                "curriculum_learning: nemo_customizer_trainer",
+            ),
+            (
+                {"trainer": {"wait_for_completion": False}, "adapter": {"deploy_on_completion": True}},
+                "trainers.trainer.wait_for_completion is false, but the adapter's deploy_on_completion is true",
+            ),
+        ],
+    ),
 )
 async def test_settings_are_refused_before_the_collection(
     tmp_path: Path, nemo: FakeNeMo, blocks: dict[str, Any], message: str
@@ -608,10 +641,16 @@ async def test_the_model_is_deployed(tmp_path: Path, nemo: FakeNeMo) -> None:
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [
-        (["pending", "failed"], r"job cust-0 is completed \(model games/.*\), but deployment .* is failed: pulling"),
-        (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s"),
-    ],
+    slow_but_at(
+        {1},
+        [
+            (
+                ["pending", "failed"],
+                r"job cust-0 is completed \(model games/.*\), but deployment .* is failed: pulling",
+            ),
+            (["pending"], r"job cust-0 is completed .*, but deployment games/bot is not ready after 0.1 s"),
+        ],
+    ),
 )
 async def test_a_deployment_that_fails_is_a_failure_and_is_tried_again(
     tmp_path: Path, nemo: FakeNeMo, script: list[str], message: str
@@ -656,7 +695,7 @@ async def interrupted(file: Path, nemo: FakeNeMo, pattern: str) -> None:
         await task
 
 
-@pytest.mark.parametrize("pattern", ["GET .*jobs/", "POST .*jobs$"])
+@pytest.mark.parametrize("pattern", slow_but_at({1}, ["GET .*jobs/", "POST .*jobs$"]))
 async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo, pattern: str) -> None:
     nemo.script = ["running"]
     await interrupted(customizer_project(tmp_path, nemo), nemo, pattern)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from factories import customizer_project
 from fake_nemo import FakeNeMo
+from marks import slow_but
 from processes import run_project, start_project
 
 
@@ -30,6 +31,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, nemo: FakeNeMo) -> None:
     assert (code, out.splitlines()[-1]) == (0, "0 training jobs completed, 1 submitted and not ended")
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_fails_the_command(tmp_path: Path, nemo: FakeNeMo) -> None:
     nemo.script = ["failed"]
     customizer_project(tmp_path, nemo)
@@ -40,7 +42,8 @@ def test_a_job_that_fails_fails_the_command(tmp_path: Path, nemo: FakeNeMo) -> N
     assert "the run did not complete; results so far are in" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal.Signals) -> None:
     nemo.script = ["running"]
     customizer_project(tmp_path, nemo)
@@ -56,11 +59,14 @@ def test_a_signal_cancels_the_job(tmp_path: Path, nemo: FakeNeMo, number: signal
 
 @pytest.mark.parametrize(
     ("pattern", "jobs_at_death", "options"),
-    [
-        ("POST .*/commit/", 0, ("--resume",)),  # while the records are uploaded
-        ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
-        ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
-    ],
+    slow_but(
+        [("POST .*jobs$", 1, ("--resume", "run"))],
+        [
+            ("POST .*/commit/", 0, ("--resume",)),  # while the records are uploaded
+            ("POST .*jobs$", 1, ("--resume", "run")),  # when the job is submitted, but the run does not know it
+            ("GET .*jobs/", 1, ("--resume",)),  # while it is waited for
+        ],
+    ),
 )
 def test_a_run_that_was_killed_goes_on_with_the_same_job(
     tmp_path: Path, nemo: FakeNeMo, pattern: str, jobs_at_death: int, options: tuple[str, ...]
@@ -89,6 +95,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_job(
     assert not (tmp_path / "run.1").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_collected_collects_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     customizer_project(tmp_path, nemo, builder={"waits_for": str(tmp_path / "go")})
     with start_project(tmp_path) as process:
@@ -103,6 +110,7 @@ def test_a_run_that_was_killed_while_it_collected_collects_again(tmp_path: Path,
     assert not (tmp_path / "run.1").exists()
 
 
+@pytest.mark.slow
 def test_a_completed_run_is_not_trained_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     customizer_project(tmp_path, nemo)
     code, _, err = run_project(tmp_path)
@@ -119,6 +127,7 @@ def test_a_completed_run_is_not_trained_again(tmp_path: Path, nemo: FakeNeMo) ->
     assert not (tmp_path / "run.1").exists()
 
 
+@pytest.mark.slow
 def test_the_pairs_of_a_job_that_failed_are_submitted_again(tmp_path: Path, nemo: FakeNeMo) -> None:
     nemo.script = ["failed"]
     customizer_project(tmp_path, nemo)

@@ -195,12 +195,12 @@ def reference_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> lis
 
 
 def test_a_run_is_trained_on_what_the_teacher_says(tmp_path: Path, teacher: Teacher, other_weights: Path) -> None:
-    options = ("-o", "finetuning.num_epochs", "4", "-o", "trajectory_builders.episodes.num_generations", "8")
+    options = ("-o", "finetuning.num_epochs", "4", "-o", "trajectory_builders.episodes.num_generations", "4")
     code, out, err = run_project(folder := project(tmp_path, teacher.block), *options)
     assert code == 0, err
     run, model = folder / "run", AutoModelForCausalLM.from_pretrained(other_weights)
     calls = calls_of(run)
-    assert len(calls) == 4 * ROWS * 8
+    assert len(calls) == 4 * ROWS * 4
     for [call] in [*calls.values()][::7]:
         assert call.prompt_token_ids is not None
         assert call.token_ids is not None
@@ -244,6 +244,7 @@ def test_a_streamed_run_trains_the_same(tmp_path: Path, teacher: Teacher) -> Non
     assert kl[0] == pytest.approx(kl[1])
 
 
+@pytest.mark.slow
 def test_episodes_of_a_workflow_service_are_scored(tmp_path: Path, teacher: Teacher) -> None:
     folder = project(tmp_path, teacher.block)
     with serving("serve", "--config_file", "config.yml", "--port", "0", folder=folder) as (_, address):
@@ -251,6 +252,7 @@ def test_episodes_of_a_workflow_service_are_scored(tmp_path: Path, teacher: Teac
     assert all(call.teacher_logprobs for calls in calls_of(run).values() for call in calls)
 
 
+@pytest.mark.slow
 def test_lora_and_staleness_go_with_a_teacher(tmp_path: Path, teacher: Teacher) -> None:
     training = {"learning_rate": 3e-3, "lora": {"rank": 4}, "old_logprobs": "rollout"}
     run = finished(
@@ -264,6 +266,7 @@ def test_lora_and_staleness_go_with_a_teacher(tmp_path: Path, teacher: Teacher) 
     assert all(call.teacher_logprobs is not None for calls in calls_of(run).values() for call in calls)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_asks_for_no_episode_again(tmp_path: Path, teacher: Teacher) -> None:
     rows = [{"say": f"Row {number}"} for number in range(ROWS)] + [{"say": "Last", "hang": True}]
     whole = project(tmp_path / "whole", teacher.block, rows=rows)
@@ -337,6 +340,7 @@ def test_a_model_that_sees_the_expected_answer_is_its_own_teacher(tmp_path: Path
     assert [line["dropped"] for line in metrics] == [{"no_teacher_context": GENERATIONS}] * 2
 
 
+@pytest.mark.slow
 def test_the_starting_weights_as_teacher_hold_the_policy_back(tmp_path: Path) -> None:
     run = finished(project(tmp_path, {"adapter": "self", "version": "initial", "reward_coefficient": 1.0}))
     model = AutoModelForCausalLM.from_pretrained(MODEL)
@@ -421,6 +425,7 @@ def test_episodes_without_the_teachers_word_are_dropped_and_counted(tmp_path: Pa
     assert "not compared" in out
 
 
+@pytest.mark.slow
 def test_the_doctor_judges_a_teacher_not_the_variance_of_rewards(tmp_path: Path, teacher: Teacher) -> None:
     rows = [{"say": f"Row {number}", "score": 1} for number in range(ROWS)]
     folder = project(tmp_path, teacher.block, rows=rows)
@@ -435,6 +440,7 @@ def test_the_doctor_judges_a_teacher_not_the_variance_of_rewards(tmp_path: Path,
     assert "trainers.grpo.teacher.context" in out
 
 
+@pytest.mark.slow
 def test_a_run_whose_teacher_is_lost_fails_and_continues(tmp_path: Path, teacher: Teacher) -> None:
     faulty = FaultyTeacher(dict.fromkeys(range(2, 1000), "refused"))
     with faulty.served() as address:

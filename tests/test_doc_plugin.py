@@ -127,6 +127,7 @@ def test_an_episode_arrives_as_it_was_sampled(project: Project, service: Trainin
     assert all(request["logprobs"] for request in service.requests)
 
 
+@pytest.mark.slow
 def test_tool_messages_are_left_out_where_the_file_says_so(project: Project, service: TrainingService) -> None:
     block = "trajectory_builders.my_builder"
     ended = project.finetune("-o", f"{block}.include_tool_calls", "false", "-o", "finetuning.num_epochs", "1")
@@ -135,6 +136,7 @@ def test_tool_messages_are_left_out_where_the_file_says_so(project: Project, ser
     assert {tuple(m["role"] for m in e["messages"]) for e in episodes} == {("system", "user", "assistant")}
 
 
+@pytest.mark.slow
 def test_a_failed_job_fails_the_run_and_is_named(project: Project, service: TrainingService) -> None:
     service.fails = 1
     ended = project.finetune("-o", "finetuning.curriculum_learning.min_reward_diff", "0")
@@ -145,6 +147,7 @@ def test_a_failed_job_fails_the_run_and_is_named(project: Project, service: Trai
     assert [m["job"] for m in project.metrics] == ["completed", "failed"]
 
 
+@pytest.mark.slow
 def test_what_the_service_refuses_fails_the_run(project: Project, service: TrainingService) -> None:
     ended = project.finetune(TRAINING_API_KEY="another key")
     assert ended.returncode == 1
@@ -153,6 +156,7 @@ def test_what_the_service_refuses_fails_the_run(project: Project, service: Train
     assert set(service.refused) == {"Bearer another key"}
 
 
+@pytest.mark.slow
 def test_a_validation_that_cannot_be_scored_fails_the_run(project: Project) -> None:
     project.write("held_out", {"cow": "four"})
     ended = project.finetune(
@@ -164,6 +168,7 @@ def test_a_validation_that_cannot_be_scored_fails_the_run(project: Project) -> N
     assert [m["validation"]["dropped"] for m in project.metrics] == [{"evaluator_error": 1}] * 2
 
 
+@pytest.mark.slow
 def test_episodes_shorter_than_the_file_asks_for_are_left_out(project: Project, service: TrainingService) -> None:
     """Episodes without tool messages have three messages."""
     block = "trajectory_builders.my_builder"

@@ -58,6 +58,7 @@ PROGRAM = "docs/guides/external-agents.md"
 """The page whose agent is a program, which starts faster in an interpreter that has imported nothing."""
 RECORDED = "docs/guides/export.md"
 """The page about runs that have ended; its commands get runs of a tiny model."""
+HUB = ("HuggingFaceTB/SmolLM2-135M-Instruct",)
 RISE = (0.8, 0.85)
 """The highest held-out score before training and the lowest one after it, as the guides promise: two of three answers
 are right, then nine of ten."""
@@ -67,8 +68,21 @@ BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-LONG = {ROOT / name for name in ("docs/guides/python.md", "docs/guides/external-agents.md")}
-"""Guides whose runs take many epochs as printed."""
+LONG = {
+    ROOT / "docs/guides" / f"{name}.md"
+    for name in (
+        "train-your-agent",
+        "python",
+        "external-agents",
+        "operate",
+        "evaluate",
+        "reuse-episodes",
+        "preferences",
+        "customizer",
+        "distill",
+    )
+}
+"""Guides whose runs take many epochs as printed, or that have many runs: in `make test WITH=slow`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,10 @@ class Desk:
         activate.parent.mkdir(parents=True)
         activate.write_text(f"export PATH={self.programs}:{Path(sys.executable).parent}:$PATH\n")
         (self.folder / "runs").mkdir()
+        for model in HUB:  # is in the cache, as far as `insitu validate` looks
+            refs = self.folder / f".hub/models--{model.replace('/', '--')}/refs"
+            refs.mkdir(parents=True)
+            (refs / "main").write_text("0")
         if self.recorded:
             recorded_run(self.folder / "runs/agent", [0.0] * 20, [1.0] * 10 + [0.0] * 10, lora=True)
             recorded_run(self.folder / "runs/next", [0.0] * 20, [1.0] * 20)
@@ -134,6 +152,7 @@ class Desk:
             script = re.sub(r"\bcurl ", "curl --fail-with-body ", script)
         self.exported.touch()
         environment = {**os.environ, "HF_HUB_OFFLINE": "0" if NEMO in text else "1"}
+        environment["HF_HUB_CACHE"] = str(self.folder / ".hub")
         if not self.as_printed:
             environment["PATH"] = f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         return subprocess.run(

@@ -172,6 +172,7 @@ async def test_a_conversation_whose_calls_extend_one_another_is_healthy(tmp_path
     assert not serious(await diagnose(tmp_path, backend, agent("converse")))
 
 
+@pytest.mark.slow
 async def test_an_llm_on_another_server_than_the_trained_one(tmp_path: Path, backend: str, other_backend: str) -> None:
     llm = {"_type": "openai", "base_url": f"{other_backend}/v1", "api_key": TOKEN, "model_name": "policy"}
     [finding] = serious(await diagnose(tmp_path, backend, ("llms.player", {**llm, "max_tokens": 16})))
@@ -200,6 +201,7 @@ async def test_rows_that_repeat_and_rows_that_are_held_out(tmp_path: Path, backe
     assert "finetuning.validation.dataset" in held_out.where
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_backends")
 async def test_a_chat_template_that_changes_earlier_answers(tmp_path: Path) -> None:
     """Like those that strip the thinking of earlier turns."""
@@ -242,6 +244,7 @@ async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
     assert "--seconds" in finding.change
 
 
+@pytest.mark.slow
 def test_a_job_that_wrecks_the_model(tmp_path: Path) -> None:
     file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 9e-3, "mini_batch_size": 2}})
     done = run("doctor", file, "--episodes", 8, "--json")
@@ -290,6 +293,7 @@ def test_what_the_command_prints(tmp_path: Path, backend: str) -> None:
     assert "llms.player" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
     """The quickstart's rows have the same questions, but the opponent is random."""
     file = MODEL.parent / "grpo.yml"

@@ -15,6 +15,7 @@ from aiohttp import web
 from factories import pip_install
 from fake_nemo import FakeNeMo
 from fake_openai import FakeOpenAI
+from marks import slow_but
 from processes import run
 
 PACKAGE = Path(__file__).parent / "support/dpo_plugin"
@@ -74,7 +75,7 @@ def test_the_package_knows_nothing_of_insitu() -> None:
     ]
 
 
-@pytest.mark.parametrize("builder", ["dpo_traj_builder", "race_counted_pairs"])
+@pytest.mark.parametrize("builder", slow_but(["race_counted_pairs"], ["dpo_traj_builder", "race_counted_pairs"]))
 def test_from_the_package_to_a_trained_model(
     tmp_path: Path, installed: Path, endpoint: TextEndpoint, nemo: FakeNeMo, builder: str
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_flags_are_those_of_this_machine(tmp_path: Path) -> None:
     assert load_model(str(save_tiny_model(tmp_path)), frozen=True).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_dtype_on_another_machine(tmp_path: Path) -> None:
     """This machine loads it in float32; one that multiplies bfloat16 may have started it."""
     lora = {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4}}

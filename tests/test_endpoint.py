@@ -22,6 +22,7 @@ import yaml
 from aiohttp import web
 from factories import read_lines
 from fake_openai import FakeOpenAI
+from marks import slow_after, slow_but
 from tiny_models import save_tiny_model
 from waiting import until
 
@@ -222,6 +223,7 @@ async def test_a_service_that_is_stopped_or_killed_fails_the_episodes_it_has(fol
             await episode(config, address, {"do": "plain"})
 
 
+@pytest.mark.slow
 async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: Config, folder: Path) -> None:
     """Without retries; the lost one is used again once it is back."""
     with serve("config.yml", folder) as (lost, first), serve("config.yml", folder) as (_, second):
@@ -255,7 +257,7 @@ async def test_episodes_of_a_lost_service_are_made_again_by_another_one(config: 
                 await until_health(second, lambda health: health["episodes"] == 0)
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", slow_but([signal.SIGKILL], [signal.SIGTERM, signal.SIGKILL]))
 def test_no_episode_is_lost_when_the_service_restarts_during_its_model_calls(
     tmp_path: Path, end: signal.Signals
 ) -> None:
@@ -588,7 +590,7 @@ def recorded(folder: Path) -> list[Any]:
     return sorted([c["episode"].split("/", 1)[1], c["index"], c["token_ids"], c["functions"]] for c in calls)
 
 
-@pytest.mark.parametrize("kind", ["policy", "openai"])
+@pytest.mark.parametrize("kind", slow_after(1, ["policy", "openai"]))
 def test_training_and_validation_through_a_service(tmp_path: Path, folder: Path, backend: str, kind: str) -> None:
     """With a learning rate that moves no weight, so that a second run samples what the first one did.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import slow_after, slow_but
 from model_families import FAMILIES
 from processes import HANGS
 from tiny_models import byte_tokenizer, save_tiny_model
@@ -115,10 +116,10 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
     return [result for _, result in sorted(await asyncio.gather(*map(one, order)))]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", slow_after(1, ["llama", "qwen2", "gpt2"]))
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     """Nor on the room there is for keys and values: the youngest of too many sequences are computed again."""
-    load = mixed_load(seed=1, count=24, longest=BLOCK - 20 if name == "llama" else 150)
+    load = mixed_load(seed=1, count=12, longest=BLOCK - 20 if name == "llama" else 150)
     results = []
     trials = [(0, 2**28, 1, None), (0.2, 2**28, 2, None), (0.05, 1, 3, None), (0, 2**28, 2, 4 * BLOCK)]
     for trial, (gap, prefix_bytes, schedulers, kv_tokens) in enumerate(trials):
@@ -141,6 +142,7 @@ def kv(tokens: int | None, token_bytes: int = 256) -> dict[str, int]:
     return {} if tokens is None else {"kv_bytes": tokens * token_bytes}
 
 
+@pytest.mark.slow
 async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
     """Prompts of one to three blocks, some of which begin alike; completions that cross the end of a block."""
     rng = random.Random(5)
@@ -162,18 +164,26 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
     assert results[1:] == results[:1] * 3
 
 
-async def test_a_sequence_that_can_never_fit_is_refused(folders):
-    async with running(folders["llama"], **kv(4 * BLOCK)) as engine:
-        assert engine.max_length < 4 * BLOCK
-        piece = (await engine.complete(asks([1, 2], [params(0, 5000)])))[0]
-        assert len(piece.tokens) == engine.max_length - 2
+async def test_an_engine_without_room_for_a_sequence_is_refused(folders):
     with pytest.raises(BackendError, match=r"kv_memory is 1\.02 kB, but a sequence needs"):
         async with running(folders["llama"], kv_bytes=1024):
             pass
 
 
+@pytest.mark.slow
+async def test_a_sequence_is_as_long_as_the_room(folders):
+    async with running(folders["llama"], **kv(4 * BLOCK)) as engine:
+        assert engine.max_length < 4 * BLOCK
+        piece = (await engine.complete(asks([1, 2], [params(0, 5000)])))[0]
+        assert len(piece.tokens) == engine.max_length - 2
+
+
 @pytest.mark.parametrize(
-    ("name", "prompt_length"), [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40), ("mistral", 600)]
+    ("name", "prompt_length"),
+    slow_but(
+        [("llama", 600), ("mistral", 600)],
+        [("llama", 30), ("llama", 600), ("qwen2", 100), ("gpt2", 40), ("mistral", 600)],
+    ),
 )
 async def test_logprobs_are_those_of_the_plain_model_after_temperature(folders, name, prompt_length):
     prompt = [random.Random(2).randrange(256) for _ in range(prompt_length)]
@@ -293,12 +303,12 @@ async def test_a_groups_prompt_is_computed_once(folders):
 async def test_requests_leave_and_join_while_others_sample(folders):
     """One long request must not hold up short ones that come after it."""
     async with running(folders["llama"]) as engine:
-        long = asyncio.ensure_future(engine.complete(asks([1, 2, 3], [params(0, 300)])))
+        long = asyncio.ensure_future(engine.complete(asks([1, 2, 3], [params(0, 100)])))
         await until(lambda: engine.num_requests[0] == 1)
         for seed in range(5):
             await engine.complete(asks([4, 5], [params(seed, 4)]))
         assert not long.done()
-        assert len((await long)[0].tokens) == 300
+        assert len((await long)[0].tokens) == 100
 
 
 async def test_more_requests_than_slots_all_finish(folders):
@@ -332,13 +342,13 @@ async def test_requests_under_way_finish_with_the_weights_they_began_with(folder
         with torch.no_grad():
             for parameter in changed.parameters():
                 parameter.mul_(1.3)
-        reference = pairs((await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0])
-        under_way = asyncio.ensure_future(engine.complete(asks([5, 6, 7], [params(1, 200)])))
+        reference = pairs((await engine.complete(asks([5, 6, 7], [params(1, 60)])))[0])
+        under_way = asyncio.ensure_future(engine.complete(asks([5, 6, 7], [params(1, 60)])))
         await until(lambda: engine.num_requests[0] == 1)
         await engine.publish(WeightVersion(1), changed)
-        after = (await engine.complete(asks([5, 6, 7], [params(1, 200)])))[0]
+        after = (await engine.complete(asks([5, 6, 7], [params(1, 60)])))[0]
         before = (await under_way)[0]
-        again = (await engine.complete(asks([5, 6, 7], [params(1, 200)]), WeightVersion(0)))[0]
+        again = (await engine.complete(asks([5, 6, 7], [params(1, 60)]), WeightVersion(0)))[0]
     assert (before.version, after.version, again.version) == (0, 1, 0)
     assert pairs(before) == reference == pairs(again)
     assert pairs(after) != reference
@@ -472,12 +482,12 @@ def _fail(module, args):
 async def test_min_tokens_bars_the_end_of_turn(folders):
     async with running(folders["llama"]) as engine:
         end = next(iter(engine.tokenizer.eos_token_ids))
-        each = [params(seed, 300, ignore_eos=False, min_tokens=20) for seed in range(30)]
+        each = [params(seed, 120, ignore_eos=False, min_tokens=10) for seed in range(16)]
         pieces = await engine.complete(asks([1, 2, 3], each))
-    assert all(len(piece.tokens) > 20 for piece in pieces)
-    assert all(token.id != end for piece in pieces for token in piece.tokens[:20])
+    assert all(len(piece.tokens) > 10 for piece in pieces)
+    assert all(token.id != end for piece in pieces for token in piece.tokens[:10])
     ended = [piece for piece in pieces if piece.finish_reason == "stop"]
-    assert ended, "of 30 completions of 300 tokens some end before the limit"
+    assert ended, "of 16 completions of 120 tokens some end before the limit"
     assert all(piece.tokens[-1].id == end for piece in ended)
 
 
@@ -652,6 +662,7 @@ async def test_sampling_has_its_share_of_the_time_between_the_steps_of_a_generat
         assert await clock.train(compute, seconds=1.0) == "t".join(["", *["s" * 12] * 3, ""])
 
 
+@pytest.mark.slow
 async def test_the_share_of_sampling_changes_no_token_and_no_weight(folders, tmp_path):
     rng = np.random.default_rng(0)
     zeros, positions = np.zeros(40, np.float32), np.arange(8, 48)

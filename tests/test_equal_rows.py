@@ -39,6 +39,7 @@ def groups_of(folder: Path, epoch: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_that_are_equal_are_a_group_in_every_epoch_and_after_a_kill(project: Path) -> None:
     """Each episode keeps its own row, and the curriculum and a resumed run know the groups."""
     curriculum = {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 1, "min_reward_diff": 0.0}
@@ -71,6 +72,7 @@ def test_rows_that_are_equal_are_a_group_in_every_epoch_and_after_a_kill(project
     assert "1/17/0" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_header_says_so_and_a_group_can_be_looked_at_by_each_of_its_rows(project: Path) -> None:
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1")
     assert code == 0, err

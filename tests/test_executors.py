@@ -12,6 +12,7 @@ import pytest
 import served_plugin
 import yaml
 from fake_openai import FakeOpenAI
+from marks import slow_but
 from test_endpoint import RULES, content, key, known, openai_at
 
 from insitu.builder import Builder
@@ -69,7 +70,9 @@ async def attempt(token: str, url: str, question: Any, policy: ServedPolicy | No
         return await run_episode(make, EvalInputItem(id="x", input_obj=question), key("x"), OPTIONS)
 
 
-@pytest.mark.parametrize("do", ["plain", "chain", "steps", "nest", "raise", "model"])
+@pytest.mark.parametrize(
+    "do", slow_but(("plain", "nest", "raise", "model"), ["plain", "chain", "steps", "nest", "raise", "model"])
+)
 async def test_an_episode_of_a_worker_is_the_same_as_in_this_process(config: Config, do: str) -> None:
     question = {"do": do, "say": f"Tell: {do} é"}
     async with Builder(config) as builder, open_workflow(builder, None) as run:

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from factories import MODEL, ROOT, digits_project, read_lines
 from fake_openai import FakeOpenAI, encode
+from marks import slow_after, slow_but
 from processes import FORK_SERVER, HANGS, forked_python, run_project, serving
 from waiting import hang, until
 
@@ -77,8 +78,8 @@ async def test_a_program_is_given_the_row_and_the_model(tmp_path: Path, server: 
     assert first.functions == ("<workflow>",)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("release", [2, 3])
+@pytest.mark.parametrize("stream", slow_after(1, [False, True]))
+@pytest.mark.parametrize("release", slow_but([3], [2, 3]))
 async def test_both_releases_of_the_official_client(
     tmp_path: Path, server: FakeOpenAI, release: int, stream: bool
 ) -> None:
@@ -411,6 +412,7 @@ def test_a_command_is_trained(tmp_path: Path) -> None:
     check_trained(tmp_path, 16, 2)
 
 
+@pytest.mark.slow
 def test_a_service_is_trained(tmp_path: Path) -> None:
     code = AGENT.replace("json.load(sys.stdin)", "json.loads(sys.argv[1])")  # run by the service, as any program may be
 
@@ -590,7 +592,7 @@ def test_a_wrong_contract_of_a_service_is_told_before_anything_starts(
         ({"body": {"a": [{"b": "in {citty}"}]}, "model_url": {"header": "X"}}, r"workflow.body.a\[0\].b"),
     ],
 )
-@pytest.mark.parametrize("command", ["validate", "eval"])
+@pytest.mark.parametrize("command", slow_after(1, ["validate", "eval"]))
 def test_a_placeholder_without_a_column_is_told_before_anything_starts(
     tmp_path: Path, block: dict[str, Any], key: str, command: str
 ) -> None:

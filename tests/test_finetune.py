@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
+from marks import slow_after, slow_but
 from processes import HANGS, Command, Process, forked_python, run_project, serving, start_project
 from refusals import refusal
 
@@ -84,6 +85,7 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     assert first[0]["run_id"] != again[0]["run_id"]
 
 
+@pytest.mark.slow
 def test_an_agent_may_change_the_working_directory(tmp_path: Path) -> None:
     """The paths are those of the directory in which the command began, some beside the file and some not."""
     (tmp_path / "configs").mkdir()
@@ -111,6 +113,7 @@ def test_an_agent_may_change_the_working_directory(tmp_path: Path) -> None:
     assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_release_continues_and_is_shown(project: Path) -> None:
     """Which has fewer settings, and fewer fields of calls."""
     code, _, err = run_project(project, "-o", "finetuning.num_epochs", "1")
@@ -128,6 +131,7 @@ def test_a_run_of_an_earlier_release_continues_and_is_shown(project: Path) -> No
     assert (call.logprobs_temperature, call.weights, call.logprobs) == (None, None, lines[0]["logprobs"])
 
 
+@pytest.mark.slow
 def test_code_may_change_the_working_directory_when_it_is_imported(tmp_path: Path) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     project.mkdir()
@@ -163,6 +167,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(project: Path)
     assert [p.name for p in (project / "run").rglob(".*")] == []
 
 
+@pytest.mark.slow
 def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> None:
     """The file names a checkpoint of the run that is moved aside for it; and a moved run keeps its own best weights."""
     write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
@@ -188,6 +193,7 @@ def test_training_continues_from_a_run_in_its_own_directory(project: Path) -> No
     assert err == "checkpoint: run/backend/checkpoints/step_000003 (the latest of run)\n"
 
 
+@pytest.mark.slow
 def test_groups_that_teach_nothing_are_those_without_advantages(tmp_path: Path) -> None:
     """All episodes have the same reward, and those with several steps other returns."""
     digits_project(tmp_path, workflow={"_type": "converse"})
@@ -214,6 +220,7 @@ def test_sampling_that_no_loss_models_is_refused_before_the_first_epoch(
     assert f"allowed: {allowed} (" in refused
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_greedy_is_told_why_nothing_differs(project: Path) -> None:
     write_rows(project, [{"say": f"Row {i}", "sampling": {"temperature": 0}} for i in range(6)])
     code, out, err = run_project(project, *ONE_EPOCH)
@@ -223,6 +230,7 @@ def test_an_agent_that_is_greedy_is_told_why_nothing_differs(project: Path) -> N
         assert "all 6 groups sampled at temperature 0, so that all episodes of a row are the same" in text
 
 
+@pytest.mark.slow
 def test_nothing_to_train_on_fails_the_run_and_says_why(project: Path) -> None:
     write_rows(project, [{"say": "a", "score": "nan"}])
     code, out, err = run_project(project)
@@ -333,6 +341,7 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(project: Path) -
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_names_its_rows(project: Path) -> None:
     write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
     for options, title in (
@@ -386,7 +395,11 @@ def backend_of(process: Process) -> psutil.Process:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    slow_but(
+        [(signal.SIGKILL, -signal.SIGKILL)],
+        [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)],
+    ),
 )
 def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signals, code: int) -> None:
     metrics = project / "run/training_metrics.jsonl"
@@ -414,6 +427,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output(project: Path) -> None:
     assert len(read_lines(project / "run/training_metrics.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_standard_output(project: Path) -> None:
     code = f"import sys; sys.executable = {forked_python()!r}; from insitu.cli import main; main()"  # a forked backend
     options = "finetune --config_file config.yml -o finetuning.num_epochs 1"
@@ -423,7 +437,9 @@ def test_a_run_goes_on_without_standard_output(project: Path) -> None:
     assert len(read_lines(project / "run/training_metrics.jsonl")) == 1
 
 
-@pytest.mark.parametrize("file", ["rows.jsonl", "validation.jsonl"], ids=["first row", "first validation"])
+@pytest.mark.parametrize(
+    "file", slow_after(1, ["rows.jsonl", "validation.jsonl"]), ids=["first row", "first validation"]
+)
 def test_a_run_that_is_ended_before_its_first_epoch_was_interrupted(project: Path, file: str) -> None:
     write_rows(project, [{"say": "a"}], "validation.jsonl")
     write_rows(project, [{"say": "a", "hang": True, "mark": "asked"}], file)
@@ -435,7 +451,7 @@ def test_a_run_that_is_ended_before_its_first_epoch_was_interrupted(project: Pat
     assert json.loads((project / "run/progress.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("nohup", [False, True], ids=["", "under nohup"])
+@pytest.mark.parametrize("nohup", slow_after(1, [False, True]), ids=["", "under nohup"])
 def test_a_run_whose_terminal_is_closed_ends_unless_it_is_under_nohup(project: Path, nohup: bool) -> None:
     write_rows(project, [{"say": "a", "mark": "asked"}] * 2)
     nothing = [os.open(os.devnull, os.O_RDWR)]
@@ -467,6 +483,7 @@ def test_a_second_interrupt_ends_a_run_whose_workflow_blocks_the_event_loop(proj
     backend.wait(HANGS)
 
 
+@pytest.mark.slow
 def test_an_epoch_that_trained_is_recorded_even_if_its_validation_is_interrupted(project: Path) -> None:
     write_rows(project, [{"say": "a", "mark": "validated"}], "validation.jsonl")
     validation = "{dataset: validation.jsonl, reps: 150}"
@@ -486,13 +503,12 @@ NO_RESTART = ("-o", "trainer_adapters.backend.max_restarts", "0")
 
 def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
     """The results are those of a backend that was never killed."""
-    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
+    write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(4)])
     asked, metrics = project / "asked", project / "run/training_metrics.jsonl"
-    epochs = ("-o", "finetuning.num_epochs", "4")
-    code, _, err = run_project(project, *epochs)
+    code, _, err = run_project(project)
     assert code == 0, err
     asked.unlink()
-    with start_project(project, *epochs, "-o", "eval.general.max_concurrency", "2") as process:
+    with start_project(project, "-o", "eval.general.max_concurrency", "2") as process:
         process.wait_until(lambda: asked.exists() and asked.stat().st_size > 3)
         backend_of(process).kill()
         process.wait_until(lambda: process.errors.count("starting it again") == 1)
@@ -508,6 +524,7 @@ def test_a_backend_that_is_killed_is_started_again(project: Path) -> None:
     assert [without(m, *changing) for m in again] == [without(m, *changing) for m in first]
 
 
+@pytest.mark.slow
 def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
     write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
     asked = project / "asked"
@@ -521,7 +538,7 @@ def test_a_backend_killed_in_a_run_ends_it_with_its_name(project: Path) -> None:
     assert "/500 did not complete; results so far are in run/" in out
 
 
-@pytest.mark.parametrize("command", ["finetune", "eval"])
+@pytest.mark.parametrize("command", slow_after(1, ["finetune", "eval"]))
 def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code_and_log(
     project: Path, command: str
 ) -> None:
@@ -545,6 +562,7 @@ def test_a_backend_killed_while_episodes_run_ends_the_command_with_its_exit_code
     assert ("epoch 1/2 did not complete; results so far are in run/" in out) is (command == "finetune")
 
 
+@pytest.mark.slow
 def test_an_outage_of_the_backend_costs_no_episode(project: Path) -> None:
     """The agents' clients do not retry; the run waits for the backend and runs the failed episodes again."""
     write_rows(project, [{"say": f"Row {i}", "mark": "asked"} for i in range(6)])
@@ -590,6 +608,7 @@ LIMITED = """if True:
     main()"""
 
 
+@pytest.mark.slow
 def test_a_low_limit_of_open_files_is_raised(project: Path) -> None:
     arguments = ("finetune", "--config_file", "config.yml", "-o", "eval.general.max_concurrency", "30")
     program = (forked_python(), "-c", LIMITED, "64", "4096", forked_python(), *arguments)
@@ -597,6 +616,7 @@ def test_a_low_limit_of_open_files_is_raised(project: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_eval_and_run_serve_the_starting_model(project: Path) -> None:
     code, out, err = run_project(project, "--reps", "2", "-o", "eval.general.output_dir", "results", command="eval")
     assert code == 0, err

@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from marks import slow_but
 from message_formats import ALL_FAMILIES, TOOLS, completion, message
 from processes import serving
 from taught_agents import post_job
@@ -64,7 +65,8 @@ FEW = {
 SHORT = [{"type": "function", "function": {"name": "weather", "parameters": FEW}}, NOW]
 """Functions with few arguments, of which a model writes several calls in a moment."""
 BY_NAME = {"type": "function", "function": {"name": "weather"}}
-each_family = pytest.mark.parametrize("name", [name for name in ALL_FAMILIES if name != "gemma4"])
+FORCED = [name for name in ALL_FAMILIES if name != "gemma4"]
+each_family = pytest.mark.parametrize("name", FORCED)
 
 
 def untrained(name: str, folder: Path) -> Path:
@@ -118,7 +120,7 @@ def called(choice: dict[str, Any], schema: dict[str, Any] = SCHEMA) -> list[tupl
     return calls
 
 
-@each_family
+@pytest.mark.parametrize("name", slow_but(("hermes", "qwen3_coder"), FORCED))
 async def test_a_model_without_training_writes_calls(name: str, tmp_path: Path) -> None:
     async with running(untrained(name, tmp_path)) as engine:
         end = {str(each): -1 for each in engine.tokenizer.eos_token_ids}
@@ -168,7 +170,7 @@ def matcher(name: str, prompt: str) -> tuple[Callable[[list[int]], int], set[str
     return found.validate_tokens, {*markers}
 
 
-@pytest.mark.parametrize("name", ["hermes", "gpt_oss", "granite", "mistral"])
+@pytest.mark.parametrize("name", slow_but(["mistral"], ["hermes", "gpt_oss", "granite", "mistral"]))
 async def test_calls_after_reasoning(name: str, tmp_path: Path) -> None:
     """Which the model begins, or not; its end is made likely."""
     family = ALL_FAMILIES[name]
@@ -273,7 +275,7 @@ async def of_chat(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[st
 
 
 async def of_responses(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
-    tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, {"function": {"name": "now"}})]
+    tools: Any = [{"type": "function", **tool["function"]} for tool in SHORT]
     async with openai.AsyncOpenAI(base_url=door.openai_url, api_key=door.key, max_retries=0) as client:
         asked: Any = {"model": "m", "input": QUESTION, "tools": tools, "tool_choice": choice}
         if streamed:
@@ -285,7 +287,7 @@ async def of_responses(door: EpisodeEndpoint, choice: Any, streamed: bool) -> li
 
 
 async def of_messages(door: EpisodeEndpoint, choice: Any, streamed: bool) -> list[str]:
-    tools: Any = [{"name": "weather", "input_schema": SCHEMA}, {"name": "now", "input_schema": {"type": "object"}}]
+    tools: Any = [{"name": "weather", "input_schema": FEW}, {"name": "now", "input_schema": {"type": "object"}}]
     async with anthropic.AsyncAnthropic(base_url=door.anthropic_url, api_key=door.key, max_retries=0) as client:
         asked: Any = {"model": "m", "max_tokens": 400, "messages": QUESTION, "tools": tools, "tool_choice": choice}
         if streamed:
@@ -308,33 +310,33 @@ CHOICES: list[tuple[Any, Any, list[str]]] = [
 ]
 
 
-async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path, streamed: bool) -> None:
     """As what was sampled from among the tokens that the grammar allows."""
     options = ("--port", 0, "--token", TOKEN, "--output_dir", tmp_path / "out")
     with serving("backend", "--model", untrained("hermes", tmp_path / "model"), *options) as (_, address):
         taught = Taught("hermes", ALL_FAMILIES["hermes"], address)
         async with gateway_to(taught, reasoning_format="none", max_tokens=400) as gateway:
-            for streamed in (False, True):
-                with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
-                    for ask, choice, expected in CHOICES:
-                        names = await ask(door, choice, streamed)
-                        assert names == expected or (len(expected) == 2 and names[0] in expected), choice
-                    with pytest.raises(openai.BadRequestError, match="those of tools: weather, now"):
-                        await of_responses(door, {"type": "function", "name": "look"}, streamed)
-                    with pytest.raises(openai.BadRequestError, match="'mcp'; allowed: function, allowed_tools"):
-                        await of_responses(door, {"type": "mcp"}, streamed)
-                    with pytest.raises(anthropic.BadRequestError, match="'all'; allowed: auto, any, tool, none"):
-                        await of_messages(door, {"type": "all"}, streamed)
-                calls = scope.calls
-                assert [bool(call.sampling.get("structured_outputs")) for call in calls] == [
-                    bool(expected) for _, _, expected in CHOICES
-                ]
-                assert [truncation({**call.sampling, "temperature": 1}) for call in calls] == [None] * len(calls)
-                rows = rows_of(calls, {0: 1.0, 2: -1.0, 4: 1.0}, "forced")
-                assert [bool(row.shaping) for row in rows] == [True] * 3
-                names = {"token_ids", "loss_mask", "logprobs", "advantages", "episode", "shaping"}
-                body = [row.model_dump(include=names) for row in rows]
-                job = await asyncio.to_thread(post_job, address, TOKEN, body, learning_rate=1e-5)
-                assert job["status"] == "completed", job
-                assert job["metrics"]["logprob_gap"] < 1e-5
-                assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)
+            with EpisodeScope(training=True, seed=3) as scope, gateway.endpoint(scope) as door:
+                for ask, choice, expected in CHOICES:
+                    names = await ask(door, choice, streamed)
+                    assert names == expected or (len(expected) == 2 and names[0] in expected), choice
+                with pytest.raises(openai.BadRequestError, match="those of tools: weather, now"):
+                    await of_responses(door, {"type": "function", "name": "look"}, streamed)
+                with pytest.raises(openai.BadRequestError, match="'mcp'; allowed: function, allowed_tools"):
+                    await of_responses(door, {"type": "mcp"}, streamed)
+                with pytest.raises(anthropic.BadRequestError, match="'all'; allowed: auto, any, tool, none"):
+                    await of_messages(door, {"type": "all"}, streamed)
+            calls = scope.calls
+            assert [bool(call.sampling.get("structured_outputs")) for call in calls] == [
+                bool(expected) for _, _, expected in CHOICES
+            ]
+            assert [truncation({**call.sampling, "temperature": 1}) for call in calls] == [None] * len(calls)
+            rows = rows_of(calls, {0: 1.0, 2: -1.0, 4: 1.0}, "forced")
+            assert [bool(row.shaping) for row in rows] == [True] * 3
+            names = {"token_ids", "loss_mask", "logprobs", "advantages", "episode", "shaping"}
+            body = [row.model_dump(include=names) for row in rows]
+            job = await asyncio.to_thread(post_job, address, TOKEN, body, learning_rate=1e-5)
+            assert job["status"] == "completed", job
+            assert job["metrics"]["logprob_gap"] < 1e-5
+            assert job["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-5)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from factories import connected, digits_project, read_lines
 from fake_openai import FakeOpenAI
+from marks import slow_after
 from message_formats import ALL_FAMILIES, END, TOOLS
 from processes import run as run_command
 from processes import run_project, serving
@@ -221,10 +222,11 @@ def hermes(tmp_path_factory) -> Iterator[tuple[Taught, Taught, Path]]:
             yield Taught("hermes", family, plain), Taught("hermes", family, own), folder / "plain"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", slow_after(1, [False, True]))
 async def test_an_agent_of_a_tokenizer_with_a_response_template(hermes, streamed):
-    answers, _ = await run_agent(hermes[1], "chat", streamed)
-    assert [answer._replace(ids=[]) for answer in answers] == expected(hermes[1].family)
+    for dialect in ("chat", "responses", "messages"):
+        answers, _ = await run_agent(hermes[1], dialect, streamed)
+        assert [answer._replace(ids=[]) for answer in answers] == expected(hermes[1].family)
     (answer,), (call,) = await run_agent(hermes[1], "chat", streamed, BREAK, [Turn("", [], "", [])])
     assert (answer.calls, call.tool_call_malformed) == ([], True)
     assert "<tool_call>" in answer.content
@@ -288,6 +290,7 @@ def score(answer):
 """
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_calls_and_counts_the_malformed(hermes, tmp_path):
     project = digits_project(tmp_path, rows=2, model=str(hermes[2]))
     (tmp_path / "agent.py").write_text(AGENT)
@@ -315,7 +318,7 @@ def test_a_run_trains_on_calls_and_counts_the_malformed(hermes, tmp_path):
     assert [call["index"] for call in calls if call.get("tool_call_malformed")] == [3] * 8
 
 
-both_ways = pytest.mark.parametrize("streamed", [False, True])
+both_ways = pytest.mark.parametrize("streamed", slow_after(1, [False, True]))
 
 
 @both_ways
@@ -404,7 +407,7 @@ async def test_template_variables_reach_the_server_from_every_client(server: Fak
     assert not any("extra_body" in body for body in bodies)
 
 
-@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("thinking", slow_after(1, [True, False]))
 async def test_a_template_reads_its_variables(hermes, tmp_path, thinking):
     suffix = "{% if add_generation_prompt and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     (tmp_path / "thinks.jinja").write_text(HERMES + suffix)

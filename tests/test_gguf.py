@@ -57,6 +57,7 @@ def logits(folder: Path) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 def test_checkpoints_of_adapters_name_the_file_and_are_merged_into_its_weights(
     file: Path, loaded: LoadedModel, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from insitu.workflow.context import current_scope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
 Message = dict[str, Any]
-EPISODES, AT_ONCE = 120, 64
+EPISODES, AT_ONCE = 40, 32
 MARKS = {"system": "\x01", "user": "\x02", "assistant": "\x03", "tool": "\x04"}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from factories import digits_project, read_lines, write_rows
+from marks import slow_after
 from processes import HANGS, run_project, start_project, wait_until
 from test_external import running
 
@@ -77,11 +78,12 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
     block = {"_type": "command", "command": [sys.executable, "agent.py"], "timeout": 15, "max_output": 10**6}
     digits_project(tmp_path, workflow=block, rows=12)
     (tmp_path / "agent.py").write_text(HOSTILE)
-    code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1")
+    twice = ("-o", "trajectory_builders.episodes.num_generations", "2")
+    code, _, err = run_project(tmp_path, "--override", "finetuning.num_epochs", "1", *twice)
     assert code == 0, err
     reasons = {0: "exit code 1: no", 1: "printed more than max_output", 2: "within timeout", 3: "by SIGSEGV"}
     episodes = read_lines(tmp_path / "run/episodes.jsonl.gz")[1:]
-    assert len(episodes) == 48
+    assert len(episodes) == 24
     for episode in episodes:
         row = int(episode["row_id"])
         if row in reasons:
@@ -96,17 +98,17 @@ def test_hostile_episodes_are_told_apart(tmp_path: Path) -> None:
         assert episode["failed_requests"].keys() <= ({"CancelledError"} if row == 7 else set())
     (metrics,) = read_lines(tmp_path / "run/training_metrics.jsonl")
     dropped = Counter(metrics["dropped"])
-    assert (dropped["workflow_error"], dropped["timeout"]) == (12, 4)
-    assert metrics["num_trajectories"] == 32
+    assert (dropped["workflow_error"], dropped["timeout"]) == (6, 2)
+    assert metrics["num_trajectories"] == 16
     assert metrics["filtered_trajectories"] + sum(metrics["dropped"].values()) == len(episodes)
     assert metrics["policy_version"] == 1
     calls = read_lines(tmp_path / "run/calls.jsonl.gz")[1:]
     assert {call["messages"][0]["content"] for call in calls if call["error"]} <= {"Row 7"}
     whole = Counter(call["messages"][0]["content"] for call in calls if not call["error"])
     assert {who: n for who, n in whole.items() if who != "Row 7"} == {
-        f"Row {row}": 4 for row in (4, 5, 6, 8, 9, 10, 11)
+        f"Row {row}": 2 for row in (4, 5, 6, 8, 9, 10, 11)
     }
-    assert whole["Row 7"] >= 4
+    assert whole["Row 7"] >= 2
     assert "/1/8/" in err  # the late request is told, and was refused
     assert "which has ended" in err
 
@@ -124,7 +126,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", slow_after(1, [1, 2]))
 def test_an_interrupted_run_leaves_no_program(tmp_path: Path, signals: int) -> None:
     digits_project(tmp_path, workflow={"_type": "command", "command": [sys.executable, "agent.py"]}, rows=2)
     (tmp_path / "agent.py").write_text(SLEEPER)

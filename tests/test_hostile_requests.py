@@ -1,6 +1,6 @@
 """Generated requests to each of our servers: no 5xx, no hang, and no memory kept.
 
-`make test` sends a few hundred to each, `make test WITH=hostile` sends 10,000. INSITU_HOSTILE_REQUESTS sets the number,
+`make test` sends 40 to each, `make test WITH=hostile` sends 10,000. INSITU_HOSTILE_REQUESTS sets the number,
 INSITU_HOSTILE_SEED the seed.
 """
 
@@ -26,7 +26,7 @@ from test_art_protocol import groups
 from test_endpoint import openai_at
 from tiny_models import save_tiny_model
 
-COUNT = int(os.environ.get("INSITU_HOSTILE_REQUESTS", "300"))
+COUNT = int(os.environ.get("INSITU_HOSTILE_REQUESTS", "40"))
 SEED = int(os.environ.get("INSITU_HOSTILE_SEED", "1"))
 PER_EPISODE = 250
 MEASURED = COUNT >= 1000

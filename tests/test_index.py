@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import slow_after
 from test_inspection import Run, episode, failed, show
 from test_view import of_epoch, shown, write_run
 
@@ -97,7 +98,7 @@ os._exit(1)
     assert content(run)[1] == []
 
 
-@pytest.mark.parametrize("damage", [damaged, cut, of_another_release, not_closed])
+@pytest.mark.parametrize("damage", slow_after(2, [damaged, cut, of_another_release, not_closed]))
 def test_an_index_that_is_odd_is_built_again(tmp_path: Path, damage: Any) -> None:
     run = write(tmp_path / "run")
     kept = refreshed(run)
@@ -202,6 +203,7 @@ def test_a_file_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:
     assert content(run) == kept
 
 
+@pytest.mark.slow
 def test_one_of_several_readers_keeps_the_index_while_a_run_writes(tmp_path: Path) -> None:
     """Each has a connection of its own, as if it were a process, and sees what the run has written."""
     made = write_run(tmp_path / "run")
@@ -240,6 +242,7 @@ def test_one_of_several_readers_keeps_the_index_while_a_run_writes(tmp_path: Pat
     assert rebuilt(tmp_path / "run") == kept
 
 
+@pytest.mark.slow
 def test_another_process_keeps_its_index_meanwhile(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
     with closing(RunIndex(run)) as index:

@@ -1,5 +1,6 @@
 """`insitu init`: the project that it writes trains as it is, and passes its own tests."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,41 @@ def init(folder: Path, *arguments: str) -> tuple[int, str, str]:
         return process.wait(), out, err
 
 
+def test_a_project_passes_its_tests_before_and_after_an_epoch(tmp_path: Path) -> None:
+    """Of two rows, two attempts each; whether it learns takes longer."""
+    code, _, err = init(tmp_path, "desk")
+    assert (code, err) == (0, "")
+    project = tmp_path / "desk"
+    for name in ("train.jsonl", "held_out.jsonl"):
+        (project / name).write_text("".join((project / name).read_text().splitlines(keepends=True)[:2]))
+    short = (
+        "-o",
+        "finetuning.num_epochs",
+        "1",
+        "-o",
+        "finetuning.validation",
+        "null",
+        "-o",
+        "trajectory_builders.episodes.num_generations",
+        "2",
+    )
+    code, _, err = run_project(project, *short)
+    assert code == 0, err
+    assert [line["num_trajectories"] for line in read_lines(project / "runs/desk/training_metrics.jsonl")] == [4]
+    check_its_tests(project)
+
+
+def check_its_tests(project: Path) -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", "test_agent.py"]
+    code = f"import sys; sys.executable = {forked_python()!r}; import pytest; sys.exit(pytest.main({arguments}))"
+    tests = [forked_python(), "-c", code]  # everything is imported already, also in the backend
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of this environment take seconds
+    done = subprocess.run(tests, cwd=project, env=alone, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
     code, out, err = init(tmp_path, "desk")
     assert (code, err) == (0, "")
@@ -35,11 +71,7 @@ def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
     assert code == 0, err
     first, *_, last = read_lines(project / "runs/desk/training_metrics.jsonl")
     assert last["avg_reward"] > first["avg_reward"] + 0.15
-    code = "import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_agent.py']))"
-    tests = [forked_python(), "-c", code]  # with everything imported already
-    done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    check_its_tests(project)
 
 
 def test_there_is_a_project_for_every_framework() -> None:
@@ -134,9 +166,11 @@ def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
     config = yaml.safe_load((project / "config.yml").read_text())
     assert config["trainer_adapters"]["backend"]["model"] == "model"
     assert config["trainer_adapters"]["backend"]["training"]["learning_rate"] == 1e-5
-    code = "import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_agent.py']))"
-    tests = [forked_python(), "-c", code]  # with everything imported already
-    done = subprocess.run(tests, cwd=project, capture_output=True, text=True, timeout=HANGS)
+    arguments = ["-q", "-p", "no:cacheprovider", "test_agent.py"]
+    code = f"import sys; sys.executable = {forked_python()!r}; import pytest; sys.exit(pytest.main({arguments}))"
+    tests = [forked_python(), "-c", code]  # everything is imported already, also in the backend
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of this environment take seconds
+    done = subprocess.run(tests, cwd=project, env=alone, capture_output=True, text=True, timeout=HANGS)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     example = ROOT / "examples/real_model"
     for name in ("agent.py", "make_model.py", "train.jsonl", "held_out.jsonl"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from marks import slow_but_at
 from waiting import turns, until
 
 from insitu.errors import BackendUnavailable, ConfigError
@@ -45,7 +46,9 @@ async def workers(folder: Path, **options: Any) -> AsyncIterator[WorkerPool]:
             yield pool
 
 
-@pytest.mark.parametrize("answer", ["no JSON", "{}", "0", "null", '{"number": []}', "[" * 10**6, "0" * (2**26 + 1)])
+@pytest.mark.parametrize(
+    "answer", slow_but_at({0, 3, 6}, ["no JSON", "{}", "0", "null", '{"number": []}', "[" * 10**6, "0" * (2**26 + 1)])
+)
 async def test_a_worker_that_answers_what_cannot_be_read_is_replaced(tmp_path: Path, answer: str) -> None:
     """Its episodes fail, and wait no longer."""
     sent = repr(answer.encode()) if len(answer) < 100 else f"b'{answer[0]}' * {len(answer)}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from factories import MODEL
+from processes import forked_python
 
 from insitu.cli import main
 from insitu.runs.episodes import token_texts
@@ -377,7 +378,7 @@ def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_failure(run: Path) -> None:
-    command = f"{sys.executable} -m insitu trajectories show '{run}' | head -n 1"
+    command = f"{forked_python()} -m insitu trajectories show '{run}' | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("run_1/1/r 1/0/0  reward 0.5     3 calls   trained\n", "")
 
@@ -385,7 +386,7 @@ def test_a_reader_that_goes_away_is_no_failure(run: Path) -> None:
 def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -> None:
     def on_terminal(*options: str) -> str:
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "insitu", "trajectories", "show", str(run), *options]
+        command = [forked_python(), "-m", "insitu", "trajectories", "show", str(run), *options]
         with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL) as process:
             os.close(theirs)
             shown = b""
@@ -458,7 +459,7 @@ def test_a_damaged_run_json_is_named(run: Path, content: str) -> None:
 
 def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
     made = Run(tmp_path / "run")
-    for row in [*range(1100, 1300), 1999]:
+    for row in [*range(1250, 1300), 1999]:
         made.add(f"train-{row:05}", episode(0, f"train-{row:05}", calls=[]))
     named = call(0, [user("run_1/1/train-01999/0/0")], "run_1/1/train-01999/0/0", ([1], [2]))
     made.add("last", episode(0, "last", calls=[named]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import slow_after
 from test_learner import train
 from tiny_models import save_tiny_model
 
@@ -33,7 +34,7 @@ def cost(packer: Packer, rows: Sequence[int]) -> int:
     return 2 * packer.computed_tokens(rows)[0] if rows else 0
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", slow_after(1, [True, False]))
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("shape", [(40, 8, 30, 16), (8, 8, 70, 16), (1, 8, 70, 16), (2, 2, 3, 90), (64, 1, 8, 8)])
 def test_kl_costs_at_most_its_share_on_average(packed: bool, lora: bool, shape: tuple[int, int, int, int]) -> None:
@@ -73,6 +74,7 @@ def test_rows_without_gradient_are_worth_a_forward_pass() -> None:
     assert kl_budget(Sizes(computed_tokens=1000), 10, lora=True) == pytest.approx(30)
 
 
+@pytest.mark.slow
 def test_a_larger_model_measures_some_of_its_jobs(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama", hidden_size=128, intermediate_size=8192)
     learner = Learner(load_model(str(folder), "cpu"), tmp_path)

@@ -1,6 +1,7 @@
 """The house rules that a machine can hold: who may import whom, lengths, docstrings, errors, printing."""
 
 import ast
+import gc
 import json
 import re
 import shutil
@@ -57,7 +58,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     Any text that is the dotted name of a module of ours counts as an import by name, wherever it stands; of an
     f-string, the part before its first value.
     """
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -82,18 +83,26 @@ def file_of(module: str) -> Path | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_the_trees() -> Iterator[None]:
-    """A collection of garbage would visit each of their nodes in the tests of other files."""
+    """A collection of garbage would visit each of their nodes: here and in the tests of other files."""
+    gc.disable()
     yield
     parse.cache_clear()
+    nodes_of.cache_clear()
+    gc.enable()
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (n for n in nodes_of(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(tree)]
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -179,7 +188,7 @@ def test_there_is_no_import_cycle() -> None:
 
 def questions_from_outside(path: Path) -> Iterator[str]:
     """Each `getattr` that asks an object of ours for an attribute which its class may lack."""
-    for call in (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call) and len(node.args) == 3):
+    for call in (node for node in nodes_of(parse(path)) if isinstance(node, ast.Call) and len(node.args) == 3):
         name = call.args[1]
         is_attribute = isinstance(name, ast.Constant) and not str(name.value).startswith("__")
         if ast.unparse(call.func) == "getattr" and is_attribute and ast.unparse(call.args[0]) != "self":
@@ -248,6 +257,7 @@ def test_folders_are_at_most_two_deep() -> None:
     assert not deep
 
 
+@pytest.mark.slow
 def test_the_core_trains_without_the_integrations(tmp_path: Path) -> None:
     """A copy of the package without the folder trains the quickstart for one epoch."""
     shutil.copytree(PACKAGE, tmp_path / "insitu", ignore=shutil.ignore_patterns("__pycache__"))
@@ -316,7 +326,7 @@ def test_a_module_opens_with_one_sentence() -> None:
 
 def excepts_without_a_reason(path: Path) -> Iterator[str]:
     lines = path.read_text().splitlines()
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(parse(path)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         if node.type is None:
@@ -335,7 +345,7 @@ def test_broad_excepts_say_why() -> None:
 
 def prints(path: Path) -> Iterator[str]:
     if path.parent != PACKAGE / "cli":
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(parse(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 yield f"line {node.lineno}"
 
@@ -384,7 +394,7 @@ def test_our_own_classes_are_not_mocked() -> None:
 
 def defined_names(tree: ast.AST) -> Iterator[str]:
     """The names of functions and classes, and of the variables and attributes that are assigned."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -407,7 +417,7 @@ def test_tests_wait_for_conditions_and_use_the_public_surface() -> None:
             if isinstance(node, ast.Attribute) and node.attr in private:
                 if ast.unparse(node.value) not in ("self", "cls", "super()"):
                     reads.append(f"{path.name}: {ast.unparse(node)}")
-            elif isinstance(node, ast.Call) and re.search(r"\.setattr$", ast.unparse(node.func)):
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "setattr":
                 what = ast.unparse(node.args[0]).strip("'")
                 patches += [f"{path.name}: {what}"] if what.partition(".")[0] in ours else []
     assert len(sleeps) <= 51, "\n".join(sleeps)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from factories import disk_space
+from marks import slow_after, slow_but
 from model_families import tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
@@ -203,7 +204,7 @@ def test_metrics_at_the_first_step_compare_learner_and_sampler(llama, tmp_path):
 
 
 def test_two_runs_are_equal_bit_for_bit(llama, tmp_path):
-    rows = make_rows(llama.module, 40)
+    rows = make_rows(llama.module, 16)
     results = []
     for name in "ab":
         learner = Learner(llama, tmp_path / name)
@@ -217,7 +218,8 @@ def test_two_runs_are_equal_bit_for_bit(llama, tmp_path):
     assert not same(weights(first.module), weights(other.module))
 
 
-@pytest.mark.parametrize("loss_agg_mode", ["token", "sequence", "constant"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_agg_mode", slow_but(["constant"], ["token", "sequence", "constant"]))
 def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, loss_agg_mode):
     rows = make_rows(llama.module, 20)
     ends = []
@@ -236,7 +238,7 @@ def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, loss_agg_mod
             assert end.metrics[key] == pytest.approx(ends[0].metrics[key], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all", "lora"])
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]), ids=["all", "lora"])
 def test_recomputed_activations_change_nothing(llama, tmp_path, lora):
     rows = make_rows(llama.module, 16)
     kept, recomputed = (
@@ -280,7 +282,7 @@ def test_a_row_of_no_advantage_and_no_penalty_trains_nothing(llama, tmp_path):
     assert same(weights(result.module), weights(llama.module))
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_a_job_that_fails_leaves_everything_as_it_was(llama, tmp_path, lora):
     """At the first version and later; a job closed half-way too. The next job then goes as if nothing had been."""
     good, bad = make_rows(llama.module, 16), make_rows(llama.module, 16, advantage=math.inf)
@@ -299,7 +301,7 @@ def test_a_job_that_fails_leaves_everything_as_it_was(llama, tmp_path, lora):
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", slow_but(["gpt2"], ["llama", "gpt2"]))
 def test_a_checkpoint_is_a_model_and_training_goes_on_from_it(models, tmp_path, kind, lora):
     loaded = models[kind]
     rows = make_rows(loaded.module)
@@ -348,6 +350,7 @@ def test_adapters_share_the_base_with_what_is_served(llama, tmp_path):
     assert size < 200_000
 
 
+@pytest.mark.slow
 def test_the_first_job_fixes_the_adapters(llama, tmp_path):
     learner = Learner(llama, tmp_path)
     learner.check(TrainingSettings(lora=LORA))
@@ -386,7 +389,7 @@ def test_training_goes_on_in_another_folder_and_without_the_starting_model(tmp_p
         train(resumed, rows, kl={"beta": 0.1})
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", slow_but([LORA], [None, LORA]))
 def test_bfloat16_is_served_and_float32_trained(tmp_path, lora):
     loaded = load_model(str(save_tiny_model(tmp_path / "m")), "cpu", "bfloat16")
     learner = Learner(loaded, tmp_path / "out")
@@ -444,7 +447,7 @@ def test_the_learning_rate_over_a_run():
     assert rates(5, warmup=0.4, schedule="linear") == pytest.approx([0.5, 1, 1, 2 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_a_backend_started_again_continues_its_training(llama, tmp_path, lora):
     """As if it had never stopped; with the model it was told to load, or with the checkpoint it made last."""
     rows = make_rows(llama.module)
@@ -537,16 +540,19 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("harm", "says"), [(flip_a_bit, "damaged"), (Path.unlink, "missing")])
+@pytest.mark.parametrize(("harm", "says"), slow_after(1, [(flip_a_bit, "damaged"), (Path.unlink, "missing")]))
 @pytest.mark.parametrize(
     ("lora", "name"),
-    [
-        (None, "model.safetensors"),
-        (None, "config.json"),
-        (None, "tokenizer.json"),
-        (LORA, "adapter_model.safetensors"),
-        (LORA, "adapter_config.json"),
-    ],
+    slow_but(
+        [(None, "model.safetensors"), (LORA, "adapter_model.safetensors")],
+        [
+            (None, "model.safetensors"),
+            (None, "config.json"),
+            (None, "tokenizer.json"),
+            (LORA, "adapter_model.safetensors"),
+            (LORA, "adapter_config.json"),
+        ],
+    ),
 )
 def test_a_checkpoint_that_changed_on_the_disk_is_not_loaded(llama, tmp_path, lora, name, says, harm):
     """To be served or trained, by the process that made it or by another one."""
@@ -568,7 +574,9 @@ def test_a_checkpoint_that_changed_on_the_disk_is_not_loaded(llama, tmp_path, lo
     assert learner.version == 2
 
 
-@pytest.mark.parametrize(("harm", "says"), [(flip_a_bit, "damaged"), (Path.unlink, "missing")])
+@pytest.mark.parametrize(
+    ("harm", "says"), slow_but([(Path.unlink, "missing")], [(flip_a_bit, "damaged"), (Path.unlink, "missing")])
+)
 def test_training_does_not_continue_from_a_damaged_optimizer(llama, tmp_path, caplog, harm, says):
     """The weights can still be served, and training can begin anew with them."""
     learner = Learner(llama, tmp_path / "a")

@@ -121,7 +121,7 @@ def test_the_check_fails_on_a_wrong_file(tmp_path, damage, problem, capsys, monk
     assert problem in capsys.readouterr().out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(loss_settings, seeds)
 def test_gradient_is_the_finite_difference(config, seed):
     inputs = random_inputs(seed)
@@ -146,7 +146,7 @@ def test_gradient_is_the_finite_difference(config, seed):
         assert ((ahead - behind) / (2 * step)).item() == pytest.approx(slope.item(), abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(loss_settings, seeds, st.permutations(range(6)), st.integers(1, 5))
 def test_a_micro_batch_split_changes_nothing(config, seed, order, cut):
     inputs, episodes = random_inputs(seed), ["a", "a", "b", "", "b", ""]
@@ -156,7 +156,7 @@ def test_a_micro_batch_split_changes_nothing(config, seed, order, cut):
         assert (a + b).item() == pytest.approx(total.item(), abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     loss_settings.filter(lambda c: c.importance_sampling_level == "token" and c.sequence_mask is None),
     seeds,
@@ -178,7 +178,7 @@ def test_an_episode_weighs_the_same_however_it_is_cut(config, seed, cut):
     assert torch.allclose(rejoined, gradient_of(inputs, whole, config), atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(loss_settings, seeds, st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
 def test_what_is_masked_reaches_neither_value_nor_gradient(config, seed, poison):
     inputs = random_inputs(seed)
@@ -193,7 +193,7 @@ def test_what_is_masked_reaches_neither_value_nor_gradient(config, seed, poison)
     assert not gradient[~inputs["mask"]].any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(loss_settings, seeds)
 def test_rows_without_trained_tokens_are_not_counted(config, seed):
     inputs = random_inputs(seed)
@@ -286,7 +286,7 @@ def softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ratios, st.sampled_from([0.05, 0.5, 2.0]), st.sampled_from([0.0, 0.1, 0.4]))
 def test_preference_losses_are_their_formulas(drawn, beta, smoothing):
     chosen, rejected = (torch.tensor(side, dtype=torch.float64) for side in zip(*drawn, strict=True))
@@ -349,7 +349,7 @@ def test_a_kl_penalty_that_restrains_nothing_is_refused(kl, problem):
     assert LossSettings(kl={"estimator": "k1"}).kl.beta == 0  # measured only
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ratios, st.floats(0, 50), st.sampled_from([0.05, 0.5]))
 def test_kto_is_its_formula(drawn, kl, beta):
     config = KTOSettings(beta=beta, desirable_weight=1.3, undesirable_weight=0.6)

@@ -140,6 +140,7 @@ async def test_a_backend_that_is_ended_while_it_loads(small_group: Path, tmp_pat
         await starting
 
 
+@pytest.mark.slow
 async def test_a_backend_that_the_kernel_ends_is_started_again_once(
     small_group: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +169,7 @@ def exhaust(group: Path, process: BackendProcess, url: str) -> None:
         urllib.request.urlopen(request, timeout=300).read()
 
 
-async def test_another_sigkill_is_not_taken_for_it(tmp_path: Path) -> None:
+async def test_another_sigkill_is_not_taken_for_it(forked_backends: None, tmp_path: Path) -> None:
     process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 0, {})
     await process.start(300)
     assert process.pid is not None

@@ -213,6 +213,7 @@ def fresh(*arguments: Any, **variables: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
+@pytest.mark.slow
 def test_an_export_is_uploaded_to_the_hub(full: Path, adapters: Path, tmp_path: Path) -> None:
     token = "hf_secretsecretsecret"
     with FakeNeMo(lfs_bytes=20_000) as hub:
@@ -247,6 +248,7 @@ def test_an_export_is_uploaded_to_the_hub(full: Path, adapters: Path, tmp_path: 
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoints_and_its_scores_by_row_and_is_promoted(tmp_path: Path) -> None:
     """What was made up in the other tests is what a run writes."""
     digits_project(tmp_path)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from marks import slow_after
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = {
@@ -300,7 +301,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("place", ["beside ours", "in the same folder"])
+@pytest.mark.parametrize("place", slow_after(1, ["beside ours", "in the same folder"]))
 def test_an_installed_original_wins_and_the_command_line_says_so(original: Path, tmp_path: Path, place: str) -> None:
     folder = original
     if place == "in the same folder":
@@ -326,6 +327,7 @@ def test_an_installed_original_wins_and_the_command_line_says_so(original: Path,
     )
 
 
+@pytest.mark.slow
 def test_a_plugin_may_have_a_folder_of_its_own_below_nat(tmp_path: Path) -> None:
     (tmp_path / "nat" / "plugins" / "theirs").mkdir(parents=True)
     (tmp_path / "nat" / "plugins" / "theirs" / "steps.py").write_text("from nat.plugin_api import Trainer\n")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from factories import ROOT
 from processes import HANGS, forked_python, install_forked_command
 
@@ -20,6 +21,7 @@ nbformat.write(notebook, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_the_notebook_trains(tmp_path: Path) -> None:
     notebook = Path(shutil.copy(ROOT / "examples/notebook.ipynb", tmp_path))
     (startup := tmp_path / "ipython/profile_default/startup").mkdir(parents=True)

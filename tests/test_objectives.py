@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_after, slow_but
 from test_learner import LORA, same, train, weights
 from tiny_models import save_tiny_model
 
@@ -74,8 +75,8 @@ def likelihood(module, rows: list[Row], preferred: bool) -> float:
     return LogprobComputer(loaded)(module, batch).logprobs_N.mean().item()
 
 
-@each_method
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("method", slow_but(("dpo", "kto", "sft"), METHODS))
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_a_job_moves_probabilities_as_its_method_says(llama, tmp_path, method, lora):
     rows = sides(method)
     result, events = train(
@@ -102,7 +103,8 @@ def test_a_job_moves_probabilities_as_its_method_says(llama, tmp_path, method, l
     assert "clip_fraction" not in metrics
 
 
-@each_method
+@pytest.mark.slow
+@pytest.mark.parametrize("method", slow_after(1, METHODS))
 def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, method):
     """Pairs and episodes split over micro-batches included, and several steps, each with its own shuffling."""
     ends, own = [], {"seconds", "computed_tokens"}
@@ -116,8 +118,9 @@ def test_the_size_of_micro_batches_changes_nothing(llama, tmp_path, method):
         assert end == pytest.approx(ends[0], rel=1e-4, abs=1e-5)
 
 
-@each_method
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", slow_after(1, METHODS))
+@pytest.mark.parametrize("lora", slow_but([LORA], [None, LORA]))
 def test_a_backend_started_again_continues_to_the_bit(llama, tmp_path, method, lora):
     rows, changes = sides(method), {"lora": lora, "mini_batch_size": 9, **METHODS[method]}
     never_stopped = Learners(Learner(llama, tmp_path / "a")).default
@@ -129,7 +132,8 @@ def test_a_backend_started_again_continues_to_the_bit(llama, tmp_path, method, l
     assert one.metrics | {"seconds": 0} == other.metrics | {"seconds": 0}
 
 
-@each_method
+@pytest.mark.slow
+@pytest.mark.parametrize("method", slow_but(("dpo", "job start"), METHODS))
 def test_a_reference_is_computed_once_and_only_where_it_is_needed(llama, tmp_path, method):
     tokens: Counter[int] = Counter()
 
@@ -165,8 +169,9 @@ def test_a_job_does_without_the_model_that_training_started_from_unless_it_is_th
         train(resumed, sides(method), **METHODS[method])
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", slow_after(1, ["dpo", "kto"]))
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_both_references_are_the_same_in_the_first_job(llama, tmp_path, method, lora):
     """The first steps know their reference without computing it; later passes meet it in other batches."""
     ends = []
@@ -178,6 +183,7 @@ def test_both_references_are_the_same_in_the_first_job(llama, tmp_path, method, 
     assert ends[0] == pytest.approx(ends[1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_second_job(llama, tmp_path):
     """At the start of the job it has no margin yet to `job_start`, and one to `initial`."""
     margins = {}
@@ -192,7 +198,9 @@ def test_the_reference_of_a_second_job(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("dpo", {"dpo": {"beta": 1e-300, "loss_type": "ipo"}}), ("dpo", {"dpo": {"sft_loss_weight": 1e308}})],
+    slow_after(
+        1, [("dpo", {"dpo": {"beta": 1e-300, "loss_type": "ipo"}}), ("dpo", {"dpo": {"sft_loss_weight": 1e308}})]
+    ),
 )
 def test_an_infinite_loss_fails_the_job_and_keeps_the_weights(llama, tmp_path, method, changes):
     learner, quiet = Learner(llama, tmp_path / "a"), Learner(llama, tmp_path / "b")
@@ -206,7 +214,7 @@ def test_an_infinite_loss_fails_the_job_and_keeps_the_weights(llama, tmp_path, m
 rows_of_prompts = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows_of_prompts, st.integers(4, 12))
 def test_completions_after_other_prompts(drawn, max_length):
     """Every completion is used once, and none after its own prompt unless one prompt has more than half of the rows."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
+from marks import slow_but, slow_but_at
 from processes import HANGS, run_project, start_project
 from test_finetune import backend_of
 from test_jobs import JOBS, lines, row, serving
@@ -80,11 +81,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", slow_but_at({0, 5, 9, 10}, SETTINGS), ids=str)
 def test_an_open_job_trains_the_weights_of_one_that_is_sent_whole(
     loaded: LoadedModel, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    parts = parts_of(make_rows(loaded.module, 30))
+    parts = parts_of(make_rows(loaded.module, 16))
     ahead = {"logprobs_ahead": settings.get("logprobs_ahead", False)}
     settings = {key: value for key, value in settings.items() if key not in ahead}
     whole = train(Learner(loaded, tmp_path / "whole"), PartedRows.whole(parts, **ahead), **settings)
@@ -296,8 +297,10 @@ def differences_from(run: Path, other: Path, *expected: str) -> list[str]:
     return [line for line in lines if not line.startswith(("events.jsonl: event resumed", *expected))]
 
 
-def test_a_streamed_run_is_an_unstreamed_run(unstreamed: Path, tmp_path: Path) -> None:
-    run = whole_run(project(tmp_path / "project"), *ONE_STEP, *STREAM)
+def test_a_streamed_run_is_an_unstreamed_run(tmp_path: Path) -> None:
+    options = (*ONE_STEP, "-o", "finetuning.num_epochs", "1")
+    unstreamed = whole_run(project(tmp_path / "unstreamed", rows=16), *options)
+    run = whole_run(project(tmp_path / "project", rows=16), *options, *STREAM)
     assert differences_from(unstreamed, run) == []
     assert json.loads((run / "run.json").read_text())["stream"] is True
     assert min(seconds_ahead(run)) > 0
@@ -324,14 +327,18 @@ def progress_of(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
-    [
-        ("finetuning.curriculum_learning.enabled", "true", "finetuning.curriculum_learning"),
-        ("trajectory_builders.episodes.rows_per_epoch", "8", "an epoch of 32 episodes is trained in one part"),
-        ("trainer_adapters.backend.training.old_logprobs", "rollout", "several optimizer steps, whose loss"),
-        ("trajectory_builders.episodes.budget.replace", "1", "trajectory_builders.episodes.budget: which rows"),
-    ],
+    slow_but(
+        [("trajectory_builders.episodes.rows_per_epoch", "8", "an epoch of 32 episodes is trained in one part")],
+        [
+            ("finetuning.curriculum_learning.enabled", "true", "finetuning.curriculum_learning"),
+            ("trajectory_builders.episodes.rows_per_epoch", "8", "an epoch of 32 episodes is trained in one part"),
+            ("trainer_adapters.backend.training.old_logprobs", "rollout", "several optimizer steps, whose loss"),
+            ("trajectory_builders.episodes.budget.replace", "1", "trajectory_builders.episodes.budget: which rows"),
+        ],
+    ),
 )
 def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path, option: str, value: str, reason: str) -> None:
     run = whole_run(project(tmp_path / "project"), *STREAM, "-o", option, value, "-o", "finetuning.num_epochs", "1")
@@ -339,7 +346,12 @@ def test_the_header_says_why_an_epoch_is_not_streamed(tmp_path: Path, option: st
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(0.2, marks=pytest.mark.slow), 0.5, pytest.param(0.8, marks=pytest.mark.slow)]
+    "moment",
+    [
+        pytest.param(0.2, marks=pytest.mark.slow),
+        pytest.param(0.5, marks=pytest.mark.slow),
+        pytest.param(0.8, marks=pytest.mark.slow),
+    ],
 )
 def test_a_streamed_run_that_is_killed_is_resumed_to_the_bit(unstreamed: Path, tmp_path: Path, moment: float) -> None:
     folder = project(tmp_path / "project")
@@ -352,6 +364,7 @@ def test_a_streamed_run_that_is_killed_is_resumed_to_the_bit(unstreamed: Path, t
     assert differences_from(unstreamed, run, "backend/jobs/") == []
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_killed_while_a_job_is_open_gets_it_whole(unstreamed: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     log = folder / "run/journal.jsonl"

@@ -16,6 +16,7 @@ import click
 import httpx
 import pytest
 from factories import digits_project, read_lines, recorded_run, write_rows
+from marks import slow_after
 from processes import HANGS, run, run_project, serving, start
 
 from insitu.cli import insitu
@@ -82,6 +83,7 @@ def test_a_run_is_monitored_on_its_port(tmp_path: Path) -> None:
     assert values[("insitu_dropped_episodes_total", "run", "workflow_error")] >= failed > 0
 
 
+@pytest.mark.slow
 def test_the_port_of_a_run_with_a_token_is_probed_by_any_name(tmp_path: Path) -> None:
     """Its refusals name what exists for it: variables and keys, no options."""
     project = digits_project(tmp_path, rows=2)
@@ -157,7 +159,8 @@ shutil.disk_usage = lambda path: usage(0, 0, int(pathlib.Path("free").read_text(
 """
 
 
-@pytest.mark.parametrize(("checkpoints", "warns"), [(1.9, True), (2.1, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpoints", "warns"), slow_after(1, [(1.9, True), (2.1, False)]))
 def test_a_disk_with_less_than_two_checkpoints_left_is_a_warning(
     tmp_path: Path, checkpoints: float, warns: bool, size: int
 ) -> None:
@@ -227,6 +230,7 @@ def test_the_container_file_has_commands_that_exist(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, *check], capture_output=True).returncode == 1
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_run_have_times_and_may_be_json(tmp_path: Path) -> None:
     project = digits_project(tmp_path, plugin="logging_plugin", rows=4)
     (project / "logging_plugin.py").write_text(

@@ -110,6 +110,7 @@ def test_a_part_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
     assert "'rigth' does not exist (did you mean 'right'?)" in scores["part"]["fine"]["error"]
 
 
+@pytest.mark.slow
 def test_step_rewards_are_credited_to_calls_and_failures_are_never_zero(tmp_path: Path) -> None:
     project(tmp_path, ["fine", "fails"])
     done = run("finetune", "--config_file", "config.yml", folder=tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from factories import digits_project, read_lines
 from fake_openai import FakeOpenAI
+from marks import slow_after, slow_but_at
 from processes import run_project
 
 from insitu.builder import Builder
@@ -168,20 +169,27 @@ def test_what_cannot_be_imported_is_refused(
 
 @pytest.mark.parametrize(
     ("workflow", "score", "problem"),
-    [
-        ({"model": None}, {}, "workflow.model is missing: my_agent:answer takes a model; available under llms: player"),
-        (
-            {"arguments": {"size": 3}},
-            {},
-            "(my_agent:answer): the parameter 'size' does not exist; available: ",
-        ),
-        (
-            {},
-            {"function": "my_agent:score_with_reason"},
-            "evaluators.score (my_agent:score_with_reason): nothing is given for the parameter weight",
-        ),
-        ({"framework": "langchains"}, {}, "'langchains' does not exist (did you mean 'langchain'?)"),
-    ],
+    slow_but_at(
+        {0, 3},
+        [
+            (
+                {"model": None},
+                {},
+                "workflow.model is missing: my_agent:answer takes a model; available under llms: player",
+            ),
+            (
+                {"arguments": {"size": 3}},
+                {},
+                "(my_agent:answer): the parameter 'size' does not exist; available: ",
+            ),
+            (
+                {},
+                {"function": "my_agent:score_with_reason"},
+                "evaluators.score (my_agent:score_with_reason): nothing is given for the parameter weight",
+            ),
+            ({"framework": "langchains"}, {}, "'langchains' does not exist (did you mean 'langchain'?)"),
+        ],
+    ),
 )
 def test_parameters_that_nobody_fills_are_refused(
     tmp_path: Path, workflow: dict[str, Any], score: dict[str, Any], problem: str
@@ -196,21 +204,26 @@ def test_parameters_that_nobody_fills_are_refused(
 
 @pytest.mark.parametrize(
     ("workflow", "problem"),
-    [
-        (
-            {"function": "my_agent:yielding"},
-            "workflow: my_agent:yielding is a generator; return the answer, or declare",
-        ),
-        (
-            {"function": "my_agent:with_llm"},
-            "the parameter 'model' does not exist; available: question, llm; the model is given to the parameter `mo",
-        ),
-        (
-            {"function": "my_agent:with_llm", "model": None},
-            "nothing is given for the parameter llm; set arguments.llm; the model is given to the parameter `model`",
-        ),
-        ({"model": None}, "workflow.model is missing: my_agent:answer takes a model"),
-    ],
+    slow_after(
+        3,
+        [
+            (
+                {"function": "my_agent:yielding"},
+                "workflow: my_agent:yielding is a generator; return the answer, or declare",
+            ),
+            (
+                {"function": "my_agent:with_llm"},
+                "the parameter 'model' does not exist; available: question, llm; the model is given to the parameter `"
+                "mo",
+            ),
+            (
+                {"function": "my_agent:with_llm", "model": None},
+                "nothing is given for the parameter llm; set arguments.llm; the model is given to the parameter "
+                "`model`",
+            ),
+            ({"model": None}, "workflow.model is missing: my_agent:answer takes a model"),
+        ],
+    ),
 )
 def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
     tmp_path: Path, workflow: dict[str, Any], problem: str
@@ -225,10 +238,13 @@ def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize(
     ("function", "problem"),
-    [
-        ("silent", "before the first epoch: the workflow returned None; is a `return` missing?"),
-        ("raising", "before the first epoch: workflow_error: KeyError: 'price' ("),
-    ],
+    slow_but_at(
+        {0},
+        [
+            ("silent", "before the first epoch: the workflow returned None; is a `return` missing?"),
+            ("raising", "before the first epoch: workflow_error: KeyError: 'price' ("),
+        ],
+    ),
 )
 def test_an_agent_that_fails_says_so_before_the_first_epoch(tmp_path: Path, function: str, problem: str) -> None:
     project(tmp_path, ANSWER | {"function": f"my_agent:{function}"}, {"function": "my_agent:score_of_anything"})

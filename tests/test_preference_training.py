@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from factories import read_lines
+from marks import slow_after
 from rich.console import Console
 from test_inspection import show
 from test_preference_builders import file
@@ -41,6 +42,7 @@ async def train(path: Path, *overrides: tuple[str, str]) -> tuple[list[dict[str,
     return read_lines(path.parent / "run/training_metrics.jsonl"), console.file.getvalue()
 
 
+@pytest.mark.slow
 async def test_each_round_of_dpo_collects_with_the_newest_weights(write: Any, served: Served) -> None:
     lines, printed = await train(project(write, served, "dpo", {"_type": "dpo_traj_builder"}))
     assert [line["policy_version"] - lines[0]["policy_version"] for line in lines] == [0, 1]
@@ -129,7 +131,9 @@ async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Se
 
 @pytest.mark.parametrize(
     ("method", "builder", "expected"),
-    [("kto", {"num_generations": 3}, 6), ("sft", {"num_generations": 3}, 2), ("sft", {"num_generations": 1}, 2)],
+    slow_after(
+        2, [("kto", {"num_generations": 3}, 6), ("sft", {"num_generations": 3}, 2), ("sft", {"num_generations": 1}, 2)]
+    ),
 )
 async def test_episodes_are_trained_without_pairs(
     write: Any, served: Served, method: str, builder: dict[str, Any], expected: int

@@ -63,7 +63,7 @@ def brute_force(candidates: list[CandidateStep], options: PairOptions) -> list[t
     return found
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(candidate_sets, pair_options)
 def test_pairs_are_those_found_by_brute_force_and_every_other_pair_has_a_reason(
     drawn: list[tuple[str, str, str, float | None]], options: PairOptions

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_after, slow_but_at
 from model_families import FAMILIES, MLA, Family, tiny_config
 from test_learner import train
 from tiny_models import byte_tokenizer, save_tiny_model
@@ -83,6 +84,7 @@ def test_a_token_of_a_tree_sees_its_own_sequence_up_to_itself(drawn: list[np.nda
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@settings(max_examples=3)
 @given(sequences(), st.sampled_from([1, 2, 6]))
 def test_flex_attention_has_the_same_mask(drawn: list[np.ndarray], heads: int) -> None:
     nodes = tree_of(drawn)[1].nodes
@@ -100,9 +102,9 @@ def test_what_is_worth_sharing_is_shared(drawn: list[np.ndarray]) -> None:
         assert 0 <= common_prefix(first, second) - shared < MIN_SHARED
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("kind", slow_after(1, ["llama", "gpt2", "qwen2"]))
 def test_a_tree_changes_neither_values_nor_gradients(models: dict[str, LoadedModel], kind: str, data: Any) -> None:
     rows, loaded = data.draw(rows_of()), models[kind]
     compute_logprobs = LogprobComputer(loaded)
@@ -117,7 +119,7 @@ def test_a_tree_changes_neither_values_nor_gradients(models: dict[str, LoadedMod
     assert norm([one - two for one, two in zip(gradients, summed, strict=True)]) <= 1e-5 * norm(summed)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", slow_after(1, ["llama", "qwen2"]))
 def test_a_tree_in_bfloat16_is_as_close_to_float32_as_padded_rows(tmp_path: Path, kind: str) -> None:
     folder = str(save_tiny_model(tmp_path, kind))
     rng = np.random.default_rng(0)
@@ -194,9 +196,11 @@ def make(parameters, settings):
 """
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(rows_of())
-@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: "-".join(map(str, changes.values())))
+@pytest.mark.parametrize(
+    "changes", slow_but_at({0, 6, 9, 12}, SETTINGS), ids=lambda changes: "-".join(map(str, changes.values()))
+)
 def test_three_steps_of_a_method_are_those_of_padded_rows(
     models: dict[str, LoadedModel], folder: Path, changes: dict[str, Any], rows: list[Row]
 ) -> None:
@@ -277,9 +281,9 @@ def test_kl_is_measured_on_many_episodes(models: dict[str, LoadedModel], tmp_pat
     """Although a single one has more tokens than the sample."""
     rng = np.random.default_rng(0)
     rows = []
-    for number in range(400):
+    for number in range(160):
         tokens, advantages = rng.integers(0, 256, 12).astype(np.int32), np.ones(10, np.float32)
-        rows.append(Row(tokens, np.arange(2, 12), np.full(10, -5, np.float32), advantages, episode=str(number // 100)))
+        rows.append(Row(tokens, np.arange(2, 12), np.full(10, -5, np.float32), advantages, episode=str(number // 40)))
     result, _ = train(Learner(models["llama"], tmp_path), rows)
     assert result.metrics["kl"] > result.metrics["kl_stderr"] > 0
     assert train(Learner(models["llama"], tmp_path / "one"), rows, kl_rows=1)[0].metrics["kl_stderr"] is None

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from factories import model_client
 from fake_openai import FakeOpenAI, encode, texts_of
+from marks import slow_after
 from processes import HANGS
 from test_gateway import ask, claude, gateway_to, plain, post, text_by
 from waiting import until
@@ -257,7 +258,7 @@ async def pieces(body: bytes) -> AsyncIterator[bytes]:
         yield body[start : start + 2**20]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", slow_after(1, [False, True]))
 async def test_the_limit_is_exact(server: Watched, chunked: bool) -> None:
     async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope(training=True) as scope, gateway.endpoint(scope) as door:
@@ -400,7 +401,7 @@ async def test_a_stream_that_brings_nothing(server: Watched) -> None:
     assert [call.index for call in scope.calls] == [0]
 
 
-@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("dialect", slow_after(1, ["chat", "responses", "messages"]))
 @pytest.mark.parametrize("text", GARBLED)
 async def test_what_a_server_garbles_is_nobodys_answer(server: Watched, text: str, dialect: str) -> None:
     stream = GARBLED[text].startswith(b"data")

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
+from marks import slow_but
 from processes import HANGS, Process, forked_python, run, run_project, start_project, wait_until
 
 SEEDS = range(int(os.environ.get("KILL_SEEDS", "1")))
-KILLS = 3
+KILLS = int(os.environ.get("KILLS", "1"))
 """Of each run."""
 VALIDATION = ("--validation_dataset", "validation.jsonl", "--validation_interval", "2")
 EPOCHS = ("-o", "finetuning.num_epochs", "3", "-o", "trainer_adapters.backend.keep.optimizer", "3")
@@ -115,9 +116,7 @@ def is_exercised(method: str, ended: Outcome) -> bool:
     }[method]
 
 
-PARAMETERS = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("curriculum", "credit by step"))) for name in METHODS
-]
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) for name in METHODS]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -188,10 +187,15 @@ def check_resumed(project: Path, options: Any, expected: Outcome) -> None:
         assert getattr(ended, name) == value, name
 
 
+@pytest.mark.slow
 @only_grpo
 @pytest.mark.parametrize(
     ("number", "patient"),
-    [(signal.SIGINT, True), (signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],
+    [
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.slow),
+    ],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
 )
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
@@ -216,8 +220,9 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
 FOLDERS = {"run": "run", "backend": "run/backend"}
 
 
+@pytest.mark.slow
 @only_grpo
-@pytest.mark.parametrize("full", FOLDERS)
+@pytest.mark.parametrize("full", slow_but(["backend"], FOLDERS))
 def test_a_run_whose_disk_was_full_continues_when_there_is_room(
     uninterrupted: tuple[Any, ...], tmp_path: Path, full: str
 ) -> None:
@@ -246,6 +251,7 @@ JUMPING_CLOCK = """if True:
     main()"""
 
 
+@pytest.mark.slow
 @only_grpo
 def test_a_clock_that_jumps_changes_nothing(uninterrupted: tuple[Any, ...], tmp_path: Path) -> None:
     project, options, expected, _ = uninterrupted
@@ -325,6 +331,7 @@ def other_file_system() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_a_fork_on_another_file_system_of_a_run_that_was_warmed_up(tmp_path: Path, other_file_system: Path) -> None:
     digits_project(tmp_path, rows=4, held_out=3)
     shown = {"messages": [{"role": "user", "content": "Row 1"}, {"role": "assistant", "content": "99"}]}
@@ -360,6 +367,7 @@ def project(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_with_more_epochs(project: Path) -> None:
     run_id = json.loads((project / "run/run.json").read_text())["run_id"]
     (project / "elsewhere").mkdir()
@@ -387,7 +395,7 @@ def test_a_finished_run_is_not_continued(project: Path) -> None:
 
 
 def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -> None:
-    write_rows(project, [{"say": f"Row {i}", "mark": "played"} for i in range(20)])
+    write_rows(project, [{"say": f"Row {i}", "mark": "played"} for i in range(8)])
     played = project / "played"
     with start_project(project, "-o", "eval.general.max_concurrency", "1") as process:
         process.wait_until(lambda: played.exists() and played.stat().st_size > 20)
@@ -401,10 +409,11 @@ def test_a_run_that_was_interrupted_continues_with_its_episodes(project: Path) -
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "1", "--resume")
     assert code == 0, err
     assert f"continues after epoch 0 and {finished} episodes of epoch 1" in out
-    assert played.stat().st_size == before + 80 - finished
-    assert len(read_lines(project / "run/episodes.jsonl.gz")) == 1 + 80
+    assert played.stat().st_size == before + 32 - finished
+    assert len(read_lines(project / "run/episodes.jsonl.gz")) == 1 + 32
 
 
+@pytest.mark.slow
 def test_without_a_run_to_resume_one_is_started(tmp_path: Path) -> None:
     digits_project(tmp_path)
     write_rows(tmp_path, [{"say": "a"}])
@@ -455,6 +464,7 @@ def test_a_run_that_cannot_continue_says_why(project: Path, prepare: Any, option
     assert not (project / "run.1").exists()
 
 
+@pytest.mark.slow
 def test_serious_changes_are_forced(project: Path) -> None:
     code, out, err = run_project(project, *RATE, "--resume", "--force")
     assert code == 0, err
@@ -490,6 +500,7 @@ def test_changed_inputs_are_noticed_when_a_run_continues(tmp_path: Path) -> None
     assert scored == hashlib.sha256((project / "validation.jsonl").read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_validation_that_is_added_to_a_copied_run_names_the_epoch_and_weights_that_it_scores(project: Path) -> None:
     write_rows(project, [{"say": f"Held out {i}"} for i in range(3)], "validation.jsonl")
     rate = ("-o", "trainer_adapters.backend.training.learning_rate", "0")
@@ -502,6 +513,7 @@ def test_validation_that_is_added_to_a_copied_run_names_the_epoch_and_weights_th
     assert (best["epoch"], best["checkpoint"]) == (1, "backend/checkpoints/step_000001")
 
 
+@pytest.mark.slow
 def test_the_best_version_may_be_that_of_the_warm_up(tmp_path: Path) -> None:
     digits_project(tmp_path, held_out=3)
     write_rows(tmp_path, [{"say": f"Row {i}", "score": 0.5} for i in range(3)])  # an epoch that teaches nothing

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from factories import MODEL, digits_project, read_lines
+from marks import slow_but_at
 from processes import HANGS, run, run_project, serving, start_project
 from tiny_backend import Served
 
@@ -150,6 +151,7 @@ def killed_after_its_job(run_dir: Path) -> None:
     (run_dir / "progress.json").write_text(json.dumps(progress | earlier))
 
 
+@pytest.mark.slow
 def test_a_run_whose_episodes_are_not_reported_continues_while_it_collects(project: Path) -> None:
     with start_project(project, *QUIET, "--resume") as process:
         process.wait_until(lambda: "resumed" in (project / "run/events.jsonl").read_text())
@@ -186,6 +188,7 @@ def test_a_job_that_ended_with_the_process_is_submitted_again(project: Path) -> 
     assert [m["policy_version"] for m in read_lines(project / "run/training_metrics.jsonl")] == [1]
 
 
+@pytest.mark.slow
 def test_on_a_remote_backend_the_job_may_still_be_running(served: Served, tmp_path: Path) -> None:
     new_project(tmp_path, url=served.address, api_key=served.token)
     options = (*QUIET, "-o", "finetuning.num_epochs", "1")
@@ -201,7 +204,8 @@ def test_on_a_remote_backend_the_job_may_still_be_running(served: Served, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("trainer", "continues"), [("Scratch", False), ("OwnRun", False), ("OwnResume", True), ("OwnEpoch", True)]
+    ("trainer", "continues"),
+    slow_but_at({1, 2}, [("Scratch", False), ("OwnRun", False), ("OwnResume", True), ("OwnEpoch", True)]),
 )
 def test_a_trainer_with_its_own_run_has_to_say_that_it_continues(project: Path, trainer: str, continues: bool) -> None:
     (project / "go").touch()
@@ -216,6 +220,7 @@ def test_a_trainer_with_its_own_run_has_to_say_that_it_continues(project: Path, 
         assert os.listdir(project) == before
 
 
+@pytest.mark.slow
 def test_a_builder_that_passes_meta_on_records_its_episodes(tmp_path: Path) -> None:
     new_project(tmp_path)
     passing = (*OPTIONS, "-o", "trajectory_builders.episodes._type", "passing", "-o", "finetuning.num_epochs", "1")
@@ -228,6 +233,7 @@ def test_a_builder_that_passes_meta_on_records_its_episodes(tmp_path: Path) -> N
     assert advantages == {name for group in groups for name in group["episodes"]}
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_run_again_waits_for_the_backend_of_a_killed_run(project: Path) -> None:
     folder = project / "run/backend"
     with serving("backend", "--model", MODEL, "--port", 0, "--output_dir", folder) as (orphan, _):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import slow_after
 from tiny_models import save_tiny_model
 from waiting import turns
 
@@ -97,6 +98,7 @@ def test_no_policy_deletes_the_latest_or_what_it_names(
     assert expired(versions - {*deleted}, Retention(last=last, every=every, versions=named, after=after)) == []
 
 
+@pytest.mark.slow
 async def test_a_backend_without_further_instructions_does_not_fill_the_disk(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +117,7 @@ async def test_a_backend_without_further_instructions_does_not_fill_the_disk(
         assert kept(tmp_path) == [4, 6]
 
 
+@pytest.mark.slow
 async def test_a_job_says_what_is_kept_of_its_run(loaded: LoadedModel, tmp_path: Path) -> None:
     async with running(loaded, tmp_path, keep_every=1) as (_, client):
         for _ in range(3):
@@ -126,7 +129,7 @@ async def test_a_job_says_what_is_kept_of_its_run(loaded: LoadedModel, tmp_path:
         assert kept(tmp_path) == [1, 2, 4, 7, 8]
 
 
-@pytest.mark.parametrize(("keep", "with_optimizer"), [({}, [4, 5]), ({"optimizer": 3}, [3, 4, 5])])
+@pytest.mark.parametrize(("keep", "with_optimizer"), slow_after(1, [({}, [4, 5]), ({"optimizer": 3}, [3, 4, 5])]))
 async def test_a_job_says_how_many_optimizer_states_are_kept(
     loaded: LoadedModel, tmp_path: Path, keep: dict[str, int], with_optimizer: list[int]
 ) -> None:

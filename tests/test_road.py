@@ -26,12 +26,14 @@ def roads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(figures.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", MAX_FILES)
 def test_an_episode_passes_few_files(roads: dict[str, Any], process: str) -> None:
     files = roads[process]["files"]
     assert len(files) <= MAX_FILES[process], "\n".join(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", MAX_CALLS)
 def test_an_episode_makes_few_calls(roads: dict[str, Any], process: str) -> None:
     road = roads[process]

@@ -239,6 +239,7 @@ def test_equal_groups_end_between_waves_and_are_replaced(tmp_path: Path) -> None
     assert len({(line["epoch"], line["replaced_by"]) for line in lines}) == len(lines)
 
 
+@pytest.mark.slow
 def test_the_console_counts_what_was_saved(tmp_path: Path) -> None:
     code, out, err = run_project(project(tmp_path / "project", **ALL))
     assert code == 0, err
@@ -248,6 +249,7 @@ def test_the_console_counts_what_was_saved(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["synchronous", "stale"])
 def test_a_repeated_run_plays_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
     first = whole_run(project(tmp_path / "a", **ALL), *options)
@@ -257,6 +259,7 @@ def test_a_repeated_run_plays_the_same(tmp_path: Path, options: tuple[str, ...])
     assert [line for line in differences(first, second, {"digest"}) if "max_concurrency" not in line] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["synchronous", "stale"])
 def test_a_killed_run_is_resumed_to_the_bit(tmp_path: Path, options: tuple[str, ...]) -> None:
     whole = whole_run(project(tmp_path / "whole", **ALL), *options)
@@ -285,6 +288,7 @@ def changed(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_budget_that_saves_nothing_changes_nothing(tmp_path: Path) -> None:
     """Neither does the block without keys, nor is a key written without the block."""
     saving = project(tmp_path / "budget")
@@ -309,6 +313,7 @@ def test_a_fork_plans_the_same_rows(tmp_path: Path) -> None:
     assert check_accounts(first)[-1]["skipped_rows"] == check_accounts(second)[-1]["skipped_rows"] > 0
 
 
+@pytest.mark.slow
 def test_validation_plays_all_of_its_rows(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", **ALL)
     write_rows(folder, [{"say": "Held out", "score": 1}] * 3, "validation.jsonl")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories import digits_project, read_lines
+from marks import slow_after
 from processes import run, run_project
 
 from insitu.disk.files import readable_bytes
@@ -95,17 +96,23 @@ def garble(name: str, content: str) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [
-        (cut("episodes.jsonl.gz", 13), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
-        (cut("run.json", 40), "run.json is not JSON"),
-        (cut("progress.json", 40), "progress.json is not the progress of a run"),
-        (garble("progress.json", "[]"), "progress.json is not the progress of a run"),
-        (garble("run.json", '{"run_id": "x", "config": {"finetuning": 3}}'), "has another form"),
-        (garble("validation_history.json", "[3]"), "has another form"),
-        (garble("validation_history.json", "{"), "validation_history.json is not a list of validations"),
-        (garble("events.jsonl", "no\n"), "events.jsonl, line 1 is not JSON"),
-        (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing: the run cannot continue"),
-    ],
+    slow_after(
+        9,
+        [
+            (
+                cut("episodes.jsonl.gz", 13),
+                "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged",
+            ),
+            (cut("run.json", 40), "run.json is not JSON"),
+            (cut("progress.json", 40), "progress.json is not the progress of a run"),
+            (garble("progress.json", "[]"), "progress.json is not the progress of a run"),
+            (garble("run.json", '{"run_id": "x", "config": {"finetuning": 3}}'), "has another form"),
+            (garble("validation_history.json", "[3]"), "has another form"),
+            (garble("validation_history.json", "{"), "validation_history.json is not a list of validations"),
+            (garble("events.jsonl", "no\n"), "events.jsonl, line 1 is not JSON"),
+            (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing: the run cannot continue"),
+        ],
+    ),
 )
 def test_a_damaged_run_is_listed_with_what_is_wrong(project: Path, damage: Any, problem: str) -> None:
     damage(project / "run")
@@ -264,7 +271,7 @@ def pruned(folder: Path, *arguments: Any) -> str:
 
 def test_pruning_keeps_what_later_commands_need(tmp_path: Path) -> None:
     """Of five checkpoints: the best, the last two, which have an optimizer state, and one that another run uses."""
-    project = digits_project(tmp_path, rows=8, held_out=3)
+    project = digits_project(tmp_path, rows=3, held_out=3)
     keep = ("-o", "trainer_adapters.backend.keep.every", "1")
     code, _, err = run_project(project, *keep, *VALIDATION, "-o", "finetuning.num_epochs", "6")
     assert code == 0, err

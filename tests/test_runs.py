@@ -16,6 +16,7 @@ from typing import Any
 import duo_plugin
 import pytest
 from factories import power_failures
+from marks import slow_after
 from rich.console import Console
 from tiny_backend import Served
 from tiny_models import byte_tokenizer
@@ -71,12 +72,15 @@ async def train(path: Path, *overrides: tuple[str, str], console: Console | None
 
 @pytest.mark.parametrize(
     ("framework", "functions", "model", "trained"),
-    [
-        (None, ["move"], "player", {"player moves"}),
-        ("langchain", ["move"], "policy@7", {"player moves", "judge moves"}),
-        (None, ["<workflow>"], "judge", {"judge plans", "judge moves"}),
-        ("langchain", ["plan", "move"], None, {"player plans", "player moves"}),
-    ],
+    slow_after(
+        2,
+        [
+            (None, ["move"], "player", {"player moves"}),
+            ("langchain", ["move"], "policy@7", {"player moves", "judge moves"}),
+            (None, ["<workflow>"], "judge", {"judge plans", "judge moves"}),
+            ("langchain", ["plan", "move"], None, {"player plans", "player moves"}),
+        ],
+    ),
     ids=["key", "name at a step", "everywhere", "default"],
 )
 async def test_the_trained_rows_are_what_the_targeted_calls_sampled(
@@ -135,7 +139,8 @@ async def test_targets_that_are_never_called_are_told_with_what_was_called(
     with pytest.raises(TrajectoryError) as caught:
         await train(path, ("workflow.functions", functions))
     message = str(caught.value)
-    assert message.startswith(f"epoch 1: no episode can be trained on; dropped: 6 {reason}; most often {reason}: ")
+    dropped = f"{ROWS * GENERATIONS} {reason}"
+    assert message.startswith(f"epoch 1: no episode can be trained on; dropped: {dropped}; most often {reason}: ")
     assert f"the model calls of judge in move are trained; it called {called} (all of them: " in message
 
 
@@ -153,11 +158,11 @@ async def test_step_rewards_are_those_of_the_trained_calls(write: Any, served: S
 
 
 async def test_credit_by_steps_without_step_rewards_trains_nothing_and_says_so(write: Any, served: Served) -> None:
-    with pytest.raises(TrajectoryError, match=r"no epoch trained anything: .*: 6 no_step_rewards"):
+    with pytest.raises(TrajectoryError, match=rf"no epoch trained anything: .*: {ROWS * GENERATIONS} no_step_rewards"):
         await train(project(write, served, {}), ("trainers.t.credit", "step"))
 
 
-@pytest.mark.parametrize(("name", "negative"), [("score", False), ("other", True)])
+@pytest.mark.parametrize(("name", "negative"), slow_after(1, [("score", False), ("other", True)]))
 async def test_the_named_evaluator_gives_the_reward(write: Any, served: Served, name: str, negative: bool) -> None:
     await train(project(write, served, {"reward_function": {"name": name}}))
     (collection,) = duo_plugin.collections
@@ -304,7 +309,8 @@ async def test_what_episodes_leave_behind_is_counted(
 
 
 async def test_a_token_id_beyond_the_vocabulary_costs_its_episode(write: Any, served: Served) -> None:
-    says = r"6 capture_error; most often capture_error: .*'policy' returned the token id \d+; the vocabulary ends at 9 "
+    dropped = f"{ROWS * GENERATIONS} capture_error"
+    says = rf"{dropped}; most often capture_error: .*'policy' returned the token id \d+; the vocabulary ends at 9 "
     with pytest.raises(TrajectoryError, match=says):
         await train(project(write, served, {}), ("trainer_adapters.a.vocab_size", "10"))
 

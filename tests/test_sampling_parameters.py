@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import slow_after, slow_but
 from test_engine import asks, pairs, params, running
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import (
@@ -89,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SHAPING)
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize("temperature", slow_but([1.6], [1.0, 1.6]))
 async def test_log_probabilities_are_those_of_transformers_processors(model, name, temperature):
     options, processors = SHAPING[name]
     async with running(model) as engine:
@@ -166,6 +167,7 @@ async def test_tokens_that_are_left_out_are_not_sampled(model):
             assert not each.top_k or token.id in [v for v, _ in token.top[: each.top_k]]
 
 
+@pytest.mark.slow
 async def test_parameters_do_not_affect_other_requests(model):
     """Each gets what it gets alone, and again by its seed."""
     rng = random.Random(3)
@@ -208,8 +210,8 @@ def test_bad_words_are_tokenized_as_by_vllm():
     assert bad_word_ids(["no", " not so"], Words()) == [(1,), (2,), (3, 4)]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [7, 10_000])
+@pytest.mark.parametrize("packed", slow_but([True], [False, True]))
+@pytest.mark.parametrize("chunk_tokens", slow_after(1, [7, 10_000]))
 async def test_the_learner_has_the_log_probabilities_that_were_sampled(model, packed, chunk_tokens):
     """Of rows with several completions, with and without parameters, in one micro-batch."""
     grammar = Grammar("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 3}')

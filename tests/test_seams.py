@@ -14,6 +14,7 @@ import openai
 import pytest
 import yaml
 from factories import MODEL, ROOT, pip_install, read_lines
+from marks import slow_after
 from processes import run, serving
 from tiny_models import byte_tokenizer, save_tiny_model
 
@@ -114,6 +115,7 @@ def test_functions_beside_the_file(tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "run/training_metrics.jsonl")) == 3
 
 
+@pytest.mark.slow
 def test_functions_of_an_installed_package(tmp_path: Path) -> None:
     site = pip_install(PLUGIN, tmp_path / "pip")
     names = {
@@ -151,6 +153,7 @@ print(json.dumps(["".join(p.reasoning for p in pieces), "".join(p.content for p 
 """
 
 
+@pytest.mark.slow
 def test_formats_of_an_installed_package(tmp_path: Path) -> None:
     """Recognized from the template, parsed and streamed, and written by a model that knows nothing."""
     site = pip_install(PLUGIN, tmp_path / "pip")
@@ -242,12 +245,15 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("body", "problem"),
-    [
-        ("return batch.new_BT[:, :0]", "allowed: a tensor of shape"),
-        ("return None", "NoneType"),
-        ("return batch.advantage_BT", "has no gradient"),
-        ("return batch.nothing", "AttributeError"),
-    ],
+    slow_after(
+        1,
+        [
+            ("return batch.new_BT[:, :0]", "allowed: a tensor of shape"),
+            ("return None", "NoneType"),
+            ("return batch.advantage_BT", "has no gradient"),
+            ("return batch.nothing", "AttributeError"),
+        ],
+    ),
 )
 def test_a_loss_that_cannot_be_trained_is_refused_before_the_first_episode(
     tmp_path: Path, body: str, problem: str

@@ -4,6 +4,7 @@
 """
 
 import ast
+import gc
 import gzip
 import html
 import json
@@ -25,6 +26,7 @@ import pytest
 import torch
 import yaml
 from factories import digits_project, model_client, read_lines, write_rows
+from marks import slow_after
 from processes import HANGS, forked_python
 from pydantic import ConfigDict, SecretStr
 from rich.table import Table
@@ -87,21 +89,24 @@ def test_a_token_is_compared_in_constant_time(scheme: str) -> None:
             policy.check({"authorization": scheme.format(wrong)})
 
 
-def nodes(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """The syntax of a source, each node with its place for messages."""
-    name = path.relative_to(ROOT)
-    for node in ast.walk(ast.parse(path.read_text())):
-        yield node, f"{name}, line {getattr(node, 'lineno', 0)}"
+@pytest.fixture(scope="module")
+def nodes() -> dict[Path, list[ast.AST]]:
+    """The syntax of each source, which no collection of garbage visits."""
+    gc.disable()
+    found = {path: [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+    gc.freeze()
+    gc.enable()
+    return found
 
 
-def test_nothing_that_is_called_a_token_is_compared_as_text() -> None:
+def test_nothing_that_is_called_a_token_is_compared_as_text(nodes: dict[Path, list[ast.AST]]) -> None:
     secret = re.compile(r"(^|_)(token|secret|password|api_key|authorization|credentials)$")
     for path in SOURCES:
-        for node, place in nodes(path):
+        for node in nodes[path]:
             if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
                 sides = [node.left, *node.comparators]
                 names = [getattr(side, "attr", getattr(side, "id", "")) for side in sides]
-                assert not any(map(secret.search, names)), f"{place}: {ast.unparse(node)}"
+                assert not any(map(secret.search, names)), f"{path}, line {node.lineno}: {ast.unparse(node)}"
 
 
 def wrong_headers(token: str) -> Iterator[dict[str, Any]]:
@@ -174,9 +179,10 @@ PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "ma
 CODE = {"eval", "exec", "compile", "__import__"}
 
 
-def test_no_source_reads_pickles_or_runs_text() -> None:
+def test_no_source_reads_pickles_or_runs_text(nodes: dict[Path, list[ast.AST]]) -> None:
     for path in SOURCES:
-        for node, place in nodes(path):
+        for node in nodes[path]:
+            place = path, getattr(node, "lineno", 0)
             match node:
                 case ast.Import(names=names):
                     assert not {name.name.partition(".")[0] for name in names} & PICKLING, place
@@ -486,7 +492,7 @@ def variables(**more: str) -> dict[str, str]:
     return VALUES | fixed | more
 
 
-@pytest.mark.parametrize("how", ["api_key", "url", "wrong", "gone"])
+@pytest.mark.parametrize("how", slow_after(1, ["api_key", "url", "wrong", "gone"]))
 def test_no_secret_is_printed_logged_or_written(harmless: Path, tmp_path: Path, how: str) -> None:
     """A run with a workflow that leaks them all, at the level of logs that shows everything; also one that fails."""
     token = httpx.URL(f"http://any:{VALUES['BACKEND'].replace('/', '%2F').replace('@', '%40')}@h").userinfo.decode()
@@ -735,7 +741,7 @@ def test_what_goes_to_another_program_is_secret_whatever_its_key(
     assert "4711" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["command", "http"])
+@pytest.mark.parametrize("kind", slow_after(1, ["command", "http"]))
 def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp_path: Path, kind: str) -> None:
     digits_project(tmp_path, model=str(harmless / "model"))
     config = yaml.safe_load((tmp_path / "config.yml").read_text())
@@ -754,6 +760,7 @@ def test_what_goes_to_another_program_is_in_no_file_of_a_run(harmless: Path, tmp
     check_no_leaks(tmp_path, done.stdout + shown.stdout, done.stderr + shown.stderr)
 
 
+@pytest.mark.slow
 def test_ordinary_words_that_go_to_another_program_are_not_hidden(harmless: Path, tmp_path: Path) -> None:
     """Nor names of models, which are in many texts; where the settings are shown, they are hidden."""
     words = {"MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "MODE": "production", "SHOP": "https://shop.example/v1/2024-07-18"}
@@ -822,6 +829,7 @@ def test_what_looks_like_a_secret_among_values_for_another_program(value: str, h
     assert ("***" in redact(f"it said {value}.")) is hidden
 
 
+@pytest.mark.slow
 def test_a_run_may_keep_no_token_ids(harmless: Path, tmp_path: Path) -> None:
     """They decode to what is hidden in texts. It trains as without."""
     trained = []

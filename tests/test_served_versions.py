@@ -162,6 +162,7 @@ def test_what_is_sampled_is_what_is_trained(version: int | None, model: str, all
             check_sampled(trainer, collection, served, 2)
 
 
+@pytest.mark.slow
 def test_metrics_of_what_overlaps(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     plain = read_lines(whole_run(folder, *stale(0, 2))[0] / "training_metrics.jsonl")
@@ -188,6 +189,7 @@ def test_metrics_of_what_overlaps(tmp_path: Path) -> None:
     assert tracked["time/groups_in_flight"] == lines[1]["seconds"]["groups_in_flight"]
 
 
+@pytest.mark.slow
 def test_attempts_in_another_process_count_as_calls(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", 0.5)
     here, _ = whole_run(folder, *stale(1, 2))
@@ -283,6 +285,7 @@ def test_versions_that_do_not_fit_into_memory_are_refused(tmp_path: Path) -> Non
     assert "each of these alone makes it fit: staleness: 0 (" in err
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_the_last_versions_are_kept(tmp_path: Path) -> None:
     run, _ = whole_run(project(tmp_path / "project"), *stale(3, 8))
     names = sorted(path.name for path in (run / "backend/checkpoints").iterdir())
@@ -303,6 +306,7 @@ def test_after_a_warm_up_its_version_is_the_first(tmp_path: Path) -> None:
     assert [line["age"] for line in read_lines(run / "training_metrics.jsonl")] == [{str(n): 16} for n in (0, 1, 2, 2)]
 
 
+@pytest.mark.slow
 def test_a_running_backend_may_have_been_trained_before(tmp_path: Path) -> None:
     options = {"model": MODEL, "port": 0, "output_dir": tmp_path / "backend"}
     arguments = [text for key, value in options.items() for text in (f"--{key}", value)]

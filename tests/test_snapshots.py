@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from marks import slow_after
 from test_learner import LORA, make_rows, same, weights
 from test_open_jobs import parts_of
 from test_retention import ROW, kept, running
@@ -65,7 +66,8 @@ def logged(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "job_log").iterdir())
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
 def test_training_goes_on_from_a_snapshot_and_the_jobs_since(
     loaded: LoadedModel, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_damaged_job_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
         opened(loaded, tmp_path).load_version(1)
 
 
+@pytest.mark.slow
 def test_snapshots_follow_from_bytes_and_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
     """Equal runs have equal ones, also one that was killed."""
     rows, settings, written = make_rows(loaded.module), TrainingSettings(), dict[str, list[int]]()

@@ -4,8 +4,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,11 @@ import pytest
 import yaml
 from equal_runs import differences
 from factories import digits_project, read_lines, write_rows
+from marks import slow_after
 from processes import HANGS, Process, run, run_project, start_project, wait_until
 from test_resume import SEEDS
 
-EPOCHS = 5
+EPOCHS = 3
 ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
 
 
@@ -52,9 +51,7 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
         epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
     ]
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as load:
-        slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
-        load.kill()
+    slow = whole_run(project(tmp_path / "b"), *stale(staleness), "-o", "eval.general.max_concurrency", "3")
     assert [line for line in differences(first, slow, {"digest"}) if "max_concurrency" not in line] == []
 
 
@@ -94,6 +91,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
+@pytest.mark.slow
 def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
     first = whole_run(folder, *stale(1))
@@ -123,6 +121,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
     masks = ("-o", "trainer_adapters.backend.training.token_mask", "[0.5, 2]")
     run = whole_run(project(tmp_path / "project"), *stale(2)[:-3], *masks)
@@ -133,7 +132,8 @@ def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path
     assert metrics[-1]["effective_sample_size"] < 1 - 1e-4
 
 
-@pytest.mark.parametrize("trainer", ["insitu_dpo_trainer", "insitu_kto_trainer", "insitu_sft_trainer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", slow_after(1, ["insitu_dpo_trainer", "insitu_kto_trainer", "insitu_sft_trainer"]))
 def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
     folder = project(tmp_path / "project")
     method = trainer.split("_")[1]

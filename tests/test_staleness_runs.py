@@ -40,6 +40,7 @@ def planned(staleness: int, epochs: int = EPOCHS) -> dict[int, set[int]]:
     return {epoch: {max(epoch - 1 - staleness, 0)} for epoch in range(1, epochs + 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("block", marks=pytest.mark.slow), "--endpoint"])
 def test_episodes_in_a_service_are_those_of_this_process(tmp_path: Path, kind: str) -> None:
     here = whole_run(project(tmp_path / "here"), *stale(1))
@@ -51,6 +52,7 @@ def test_episodes_in_a_service_are_those_of_this_process(tmp_path: Path, kind: s
     assert [line for line in lines if "executor" not in line] == []
 
 
+@pytest.mark.slow
 def test_commands_are_sampled_from_planned_versions(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
@@ -61,6 +63,7 @@ def test_commands_are_sampled_from_planned_versions(tmp_path: Path) -> None:
     assert versions_by_epoch(whole_run(folder, *stale(1, epochs=3))) == planned(1, epochs=3)
 
 
+@pytest.mark.slow
 def test_adapters_on_vllm_are_sampled_from_planned_versions(tmp_path: Path) -> None:
     with start_blocking_portal() as portal:
         module = load_model(str(MODEL), "cpu").module

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from marks import slow_after
 
 from insitu.algorithms.statistics import mean_ci95, student_t975
 
@@ -56,7 +57,7 @@ def test_an_interval_of_other_values_is_not_cut_off() -> None:
     assert mean_ci95([0.0, 0.1, 9.0]).low < 0
 
 
-@pytest.mark.parametrize("size", [4, 10, 40])
+@pytest.mark.parametrize("size", slow_after(1, [4, 10, 40]))
 def test_nineteen_of_twenty_intervals_of_shares_hold_the_mean(size: int) -> None:
     """The values are often 1 and otherwise anything, as scores are."""
     chance, held = random.Random(size), 0
@@ -66,7 +67,7 @@ def test_nineteen_of_twenty_intervals_of_shares_hold_the_mean(size: int) -> None
     assert 0.935 <= held / 4000 <= 0.985
 
 
-@pytest.mark.parametrize("size", [3, 8, 40])
+@pytest.mark.parametrize("size", slow_after(1, [3, 8, 40]))
 def test_nineteen_of_twenty_intervals_hold_the_mean(size: int) -> None:
     chance = random.Random(size)
     held = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from factories import MODEL, digits_project, read_lines, write_rows
+from marks import slow_but_at
 from processes import run_project
 from safetensors.torch import load_file, save_file
 from test_inspection import Run, episode
@@ -178,7 +179,7 @@ TRAINERS = [
 ]
 
 
-@pytest.mark.parametrize(("trainer", "builder", "method"), TRAINERS)
+@pytest.mark.parametrize(("trainer", "builder", "method"), slow_but_at({0, 3}, TRAINERS))
 async def test_trainers_train_recorded_episodes(
     write: Any, served: Served, tmp_path: Path, trainer: str, builder: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ async def test_trainers_train_recorded_episodes(
     assert settings["targets"] == {"functions": ["<workflow>"], "model": "player", "llms": ["player"]}
 
 
+@pytest.mark.slow
 def test_episodes_of_other_weights_with_the_same_version_are_refused(tmp_path: Path) -> None:
     """Those that differ where no digest looks are trained, with a warning."""
     digits_project(tmp_path)

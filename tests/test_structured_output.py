@@ -182,6 +182,7 @@ async def test_what_is_not_supported_is_refused_before_anything_is_sampled(model
         assert engine.num_completed == 0
 
 
+@pytest.mark.slow
 async def test_a_grammar_beyond_the_limits_of_the_library_fails_its_own_completion_only(model):
     grammar = Grammar("regex", "((x|y){1,300}){1,300}")
     async with running(model, schedulers=1) as engine:

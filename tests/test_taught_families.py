@@ -4,6 +4,8 @@ import pytest
 from taught_families import *  # noqa: F403
 from taught_families import taught_family
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["hermes", "gpt_oss"])
 def taught(request, tmp_path_factory):

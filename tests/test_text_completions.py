@@ -9,6 +9,7 @@ import orjson
 import pytest
 from factories import connected, digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI, encode, logprob
+from marks import slow_but
 from processes import FORK_SERVER, forked_python, run_project
 from test_backend_inference import TOKEN, backend
 from test_inspection import show
@@ -206,7 +207,7 @@ print(ask(openai.OpenAI(), "gpt-3.5-turbo-instruct", json.load(sys.stdin)["quest
 """
 
 
-@pytest.mark.parametrize("way", ["in process", "through the gateway"])
+@pytest.mark.parametrize("way", slow_but(["through the gateway"], ["in process", "through the gateway"]))
 def test_text_completions_are_trained(tmp_path: Path, way: str) -> None:
     """Two prompts an episode, the second of which goes on from the first answer, against a log of what was sampled."""
     program = {"_type": "command", "command": [forked_python(), "agent.py"], "pass_env": [FORK_SERVER]}

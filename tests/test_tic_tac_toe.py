@@ -27,8 +27,7 @@ WINS = [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {0, 3, 6}, {1, 4, 7}, {2, 5, 8}, {0, 4,
 def brute_force() -> dict[tuple[int, ...], int]:
     """The outcome under best play (1: X wins, 0: draw, -1: O wins) of every reachable position.
 
-    Written without the example's code: a position is nine numbers (1, -1, 0) and every line of play is followed anew,
-    nothing is cached while searching.
+    Written without the example's code: a position is nine numbers (1, -1, 0), and all lines of play are followed.
     """
     outcomes: dict[tuple[int, ...], int] = {}
 
@@ -36,6 +35,8 @@ def brute_force() -> dict[tuple[int, ...], int]:
         return any(all(cells[i] == side for i in line) for line in WINS)
 
     def search(cells: tuple[int, ...], side: int) -> int:
+        if cells in outcomes:
+            return outcomes[cells]
         if has_won(cells, -side):
             result = -side
         elif 0 not in cells:
@@ -43,7 +44,7 @@ def brute_force() -> dict[tuple[int, ...], int]:
         else:
             replies = [search((*cells[:i], side, *cells[i + 1 :]), -side) for i in range(9) if cells[i] == 0]
             result = side * max(side * reply for reply in replies)
-        assert outcomes.setdefault(cells, result) == result
+        outcomes[cells] = result
         return result
 
     search((0,) * 9, 1)
@@ -80,6 +81,7 @@ def test_solver_agrees_with_brute_force_everywhere(exact: dict[str, int]) -> Non
         assert solver.values("O", 1.0)[board] == pytest.approx((1 - outcome) / 2)
 
 
+@pytest.mark.slow
 def test_value_lost_is_seen_from_the_side_that_moves(exact: dict[str, int]) -> None:
     for board in exact:
         if rules.is_over(board):
@@ -202,9 +204,9 @@ async def test_random_play_scores_what_the_solver_says() -> None:
     async def player(dialogue: list[dict[str, str]], board: str) -> str:
         return prompts.write(int(rng.choice(free_in(dialogue))) - 1)
 
-    games = [await play_game(Start(mark="XO"[seed % 2]), 0.5, player, 0, seed) for seed in range(4000)]
+    games = [await play_game(Start(mark="XO"[seed % 2]), 0.5, player, 0, seed) for seed in range(1500)]
     exactly = both_sides(random_move, lambda board: solver.moves(board, 0.5))
-    assert sum(game.score for game in games) / len(games) == pytest.approx(exactly, abs=0.025)
+    assert sum(game.score for game in games) / len(games) == pytest.approx(exactly, abs=0.04)
 
 
 @pytest.mark.parametrize("board", ["XXXOO....", "XOX", "OOO......", "XXX...OOO"])
@@ -294,11 +296,12 @@ def test_an_extended_dialogue_begins_with_the_tokens_of_what_it_extends() -> Non
             assert after[: len(before) + len(said)] == before + said
 
 
+@pytest.mark.slow
 def test_a_prompt_and_an_answer_are_short() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "model")
-    for board in solver.positions():
+    for board in [*solver.positions()][::10]:
         if not rules.is_over(board):
             dialogue = [{"role": "user", "content": prompts.ask(board, rules.to_move(board))}]
             tokens = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True)["input_ids"]
@@ -309,7 +312,7 @@ def test_a_prompt_and_an_answer_are_short() -> None:
 def test_the_starting_model_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model = importlib.import_module("make_model")
     for name in ("a", "b"):
-        monkeypatch.setattr(sys, "argv", ["make_model.py", "--output_dir", str(tmp_path / name), "--steps", "3"])
+        monkeypatch.setattr(sys, "argv", ["make_model.py", "--output_dir", str(tmp_path / name), "--steps", "1"])
         make_model.main()
     for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

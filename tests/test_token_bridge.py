@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from factories import ROOT
+from marks import slow_but
 from message_formats import END, FAMILIES, TOOLS, completion, message
 from processes import run
 from tiny_backend import tiny_backend
@@ -38,7 +39,7 @@ def bridge(
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss"])
-@pytest.mark.parametrize("calls", [[], [CALL], [CALL, CALL]])
+@pytest.mark.parametrize("calls", slow_but(([CALL, CALL],), [[], [CALL], [CALL, CALL]]))
 def test_it_equals_a_template_that_keeps_everything(family, calls):
     reasoning = "Hm." if FAMILIES[family].around else ""
     _, bridged, rendered = bridge(

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import yaml
 from factories import digits_project
+from marks import slow_after
 from message_formats import ALL_FAMILIES, TOOLS
 from processes import run_project, serving
 from tiny_models import save_tiny_model
@@ -39,7 +40,9 @@ def post(address: str, path: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{address}/v1/{path}", json={"model": "policy", **body}, headers=headers, timeout=60)
 
 
-@pytest.mark.parametrize("more", [{}, {"tool_format": "hermes"}, {"tool_choice": "required"}, {"stream": True}])
+@pytest.mark.parametrize(
+    "more", slow_after(2, [{}, {"tool_format": "hermes"}, {"tool_choice": "required"}, {"stream": True}])
+)
 def test_tools_that_the_prompt_would_not_have_are_refused(address: str, more: dict[str, Any]) -> None:
     response = post(address, "chat/completions", messages=HELLO, tools=TOOLS, max_tokens=2, **more)
     error = response.json()["error"]

@@ -12,6 +12,7 @@ from factories import pip_install, read_lines
 from fake_nemo import CONFIG as CUSTOMIZATION_CONFIG
 from fake_nemo import FakeNeMo
 from fake_openai import FakeOpenAI
+from marks import slow_after
 from processes import run, serving
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,7 @@ def test_the_package_knows_nothing_of_insitu() -> None:
     assert not [path.name for path in sources if "insitu" in path.read_text()]
 
 
+@pytest.mark.slow
 def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
     write({"llms": clerk(server), **DESK})
     rows = [
@@ -109,6 +111,7 @@ def test_eval(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -
     assert len({c["data"]["turn_id"] for c in candidates}) == 1
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_tool(installed: Path, server: FakeOpenAI, write: Any, tmp_path: Path) -> None:
     functions = {
         **DESK["functions"],
@@ -238,7 +241,8 @@ def training_file(clerk: dict[str, Any], adapter: dict[str, Any]) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("llm", ["policy", "openai"])
+@pytest.mark.slow
+@pytest.mark.parametrize("llm", slow_after(1, ["policy", "openai"]))
 def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None:
     backend = serving("backend", "--model", MODEL, "--port", "0")
     with backend if llm == "openai" else nullcontext((None, "")) as (_, address):
@@ -262,6 +266,7 @@ def test_finetune(installed: Path, write: Any, tmp_path: Path, llm: str) -> None
     assert {c["policy_version"] for c in calls} == {0, 1}
 
 
+@pytest.mark.slow
 def test_preferences_on_customizer(installed: Path, write: Any, tmp_path: Path) -> None:
     """The documented three `_type`s with the package's own steps; `nat eval` runs the same file."""
     with FakeNeMo() as nemo, serving("backend", "--model", MODEL, "--port", "0") as (_, address):
@@ -351,21 +356,24 @@ def test_broken_packages_break_only_what_needs_them(
 
 @pytest.mark.parametrize(
     ("name", "code", "message"),
-    [
-        ("younger", 0, "younger"),  # comes after the clash in its package
-        ("guest", 0, "a guest in nat's own folder"),
-        ("twin", 1, r"failed: two components of functions are called 'twin': .*; uninstall one of the packages"),
-        (
-            "half",
-            2,
-            r"workflow: _type 'half' does not exist.*could not be imported: 'halved' \(halved\): ModuleNotFound",
-        ),
-        (
-            "sour",
-            1,
-            r"failed: workflow \(_type: sour\) could not be built: ZeroDivisionError: division by zero .*sour\.py",
-        ),
-    ],
+    slow_after(
+        3,
+        [
+            ("younger", 0, "younger"),  # comes after the clash in its package
+            ("guest", 0, "a guest in nat's own folder"),
+            ("twin", 1, r"failed: two components of functions are called 'twin': .*; uninstall one of the packages"),
+            (
+                "half",
+                2,
+                r"workflow: _type 'half' does not exist.*could not be imported: 'halved' \(halved\): ModuleNotFound",
+            ),
+            (
+                "sour",
+                1,
+                r"failed: workflow \(_type: sour\) could not be built: ZeroDivisionError: division by zero .*sour\.py",
+            ),
+        ],
+    ),
 )
 def test_what_needs_a_broken_package_is_told(
     others: Path, write: Any, tmp_path: Path, name: str, code: int, message: str

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from factories import pip_install, read_lines
 from fake_openai import FakeOpenAI, encode, logprob
+from marks import slow_after, slow_but_at
 from processes import run
 from tiny_models import save_tiny_model
 from toolkit_project import OPTIONS, OWN, PROJECT, ROWS
@@ -40,6 +41,7 @@ def nat(tmp_path: Path, site: str, write: Any) -> Any:
     return command
 
 
+@pytest.mark.slow
 def test_eval(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
     code, out, err = nat(server, "eval", {})
     assert code == 0, err + out
@@ -77,7 +79,11 @@ def test_what_can_be_honoured_is(nat: Any, server: FakeOpenAI, tmp_path: Path) -
     assert [item["id"] for item in items] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("refused", [(), OPTIONS[:1], OPTIONS], ids=["everything", "no token ids", "text"])
+@pytest.mark.parametrize(
+    "refused",
+    [pytest.param((), marks=pytest.mark.slow), pytest.param(OPTIONS[:1], marks=pytest.mark.slow), OPTIONS],
+    ids=["everything", "no token ids", "text"],
+)
 def test_its_own_training_gets_what_the_endpoint_gives(nat: Any, tmp_path: Path, refused: tuple[str, ...]) -> None:
     """Needing text only, it trains at any endpoint; the tokens of one that sends them arrive as they were sent."""
     with FakeOpenAI(refuses=refused) as server:
@@ -111,6 +117,7 @@ def test_its_own_training_gets_what_the_endpoint_gives(nat: Any, tmp_path: Path,
             assert item["logprobs"].get("token_ids") == (encode(text) if not refused else None)
 
 
+@pytest.mark.slow
 def test_a_plugin_writes_to_what_it_was_given_and_to_nothing_else(nat: Any, server: FakeOpenAI, tmp_path: Path) -> None:
     """The run has the file's two epochs, whatever its trainer makes of its copy."""
     code, _, err = nat(server, "finetune", OWN)
@@ -120,14 +127,18 @@ def test_a_plugin_writes_to_what_it_was_given_and_to_nothing_else(nat: Any, serv
     assert notes == [{"epoch": 1, "patience": 2, **seen}, {"epoch": 2, "patience": 1, **seen}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "server",
-    [
-        FakeOpenAI(refuses=OPTIONS),
-        FakeOpenAI(refuses=OPTIONS[1:]),
-        FakeOpenAI(logprobs=False),
-        FakeOpenAI(token_ids=False, tokens_as_ids=True),
-    ],
+    slow_after(
+        1,
+        [
+            FakeOpenAI(refuses=OPTIONS),
+            FakeOpenAI(refuses=OPTIONS[1:]),
+            FakeOpenAI(logprobs=False),
+            FakeOpenAI(token_ids=False, tokens_as_ids=True),
+        ],
+    ),
     ids=["text", "no logprobs", "logprobs left out", "no prompt"],
 )
 def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path: Path, server: FakeOpenAI) -> None:
@@ -149,6 +160,7 @@ def test_the_built_in_trainer_with_an_adapter_that_needs_text(nat: Any, tmp_path
     assert all(any(line["advantages"].values()) for line in lines)
 
 
+@pytest.mark.slow
 def test_the_built_in_trainer_on_a_model(nat: Any, tmp_path: Path) -> None:
     """Only the blocks of training and the llm's address are others."""
     model = save_tiny_model(tmp_path / "model", max_position_embeddings=4096)
@@ -173,7 +185,7 @@ def test_the_built_in_trainer_on_a_model(nat: Any, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("redact", [[], ["token_ids"]])
+@pytest.mark.parametrize("redact", slow_but_at({1}, [[], ["token_ids"]]))
 def test_what_was_sent_is_recorded_unless_tokens_are_not(
     nat: Any, server: FakeOpenAI, tmp_path: Path, redact: Any
 ) -> None:
@@ -204,6 +216,7 @@ def test_an_adapter_that_is_not_healthy_is_told_before_the_first_epoch(nat: Any,
     assert "trainer_adapters.desk: the backend is not healthy; is_healthy() returned false" in err
 
 
+@pytest.mark.slow
 def test_the_page_for_those_who_switch_shows_lines_that_are_printed(nat: Any, tmp_path: Path) -> None:
     page = (ROOT / "docs/guides/from-nat.md").read_text()
     rows = [*ROWS, {"id": "c", "question": "status 404", "topic": "none"}]

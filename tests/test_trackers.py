@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from factories import digits_project, read_lines, write_rows
+from marks import slow_after, slow_but
 from processes import HANGS, run, start
 from waiting import until
 
@@ -200,7 +201,8 @@ def made_up(folder: Path, epoch: int, status: str = "running") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["hanging", "hanging_at_the_end"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_after(1, ["hanging", "hanging_at_the_end"]))
 async def test_a_tracker_that_hangs_is_ended_with_the_run(
     tmp_path: Path, site: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +216,7 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     assert f"finetuning.report_to: {name} did not end within 0.3 s after the run" in record.getMessage()
 
 
+@pytest.mark.slow
 async def test_a_run_that_cannot_be_followed_is_a_warning(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +243,7 @@ def test_epochs_that_may_be_run_again_are_not_logged(tmp_path: Path) -> None:
     assert files.run.settings == {"finetuning.num_epochs": 5}
 
 
+@pytest.mark.slow
 def test_a_tracker_ends_when_the_run_is_killed(project: Path, site: Path, tmp_path: Path) -> None:
     write_rows(digits_project(tmp_path), [{"say": "Row"}])
     command = ["finetune", "--config_file", "config.yml", "-o", "finetuning.report_to", "recording"]
@@ -296,7 +300,7 @@ async def test_a_tracker_that_was_killed_says_why(
     assert said in record.getMessage()
 
 
-@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("reached", slow_but([False], [True, False]))
 async def test_a_server_that_cannot_be_reached_is_named_at_the_start(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reached: bool
 ) -> None:

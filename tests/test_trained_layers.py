@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import slow_but
 from peft.tuners.lora.layer import Linear
 from pydantic import ValidationError
 from test_learner import train
@@ -61,7 +62,7 @@ def trained_layers(module: nn.Module) -> list[Linear]:
     return [layer for layer in module.modules() if isinstance(layer, Linear) and type(layer) is not Linear]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", slow_but([True], [False, True]))
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("qwen2", "float32"), ("qwen2", "bfloat16")])
 def test_adapters_are_trained_as_by_peft(tmp_path: Path, kind: str, dtype: str, recomputes: bool) -> None:
     policy = with_adapters(tmp_path, kind, dtype)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from marks import slow_but, slow_but_at
 from tiny_models import save_tiny_model
 
 from insitu.backend.learner.batches import Row, collate, optimizer_steps
@@ -71,10 +72,10 @@ def rows(module, seed: int = 0) -> list[Row]:
 
 
 def preferences(seed: int = 0) -> list[Row]:
-    """The sides of six pairs (episodes, for KTO) of one to three rows, some with a common prompt."""
+    """The sides of four pairs (episodes, for KTO) of one to three rows, some with a common prompt."""
     rng = np.random.default_rng(seed)
     made = []
-    for pair in range(6):
+    for pair in range(4):
         prompt = rng.integers(0, 300, int(rng.integers(2, 40)))
         for side in (True, False):
             for _ in range(int(rng.integers(1, 4))):
@@ -264,22 +265,25 @@ def agrees(got, wanted, since) -> bool:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"loss_agg_mode": "sequence"},
-        {"loss_agg_mode": "constant", "loss_scale_factor": 7.0, "kl": {"beta": 0.3, "estimator": "k1_in_loss"}},
-        {"kl": {"beta": 0.3, "estimator": "k2"}},
-        {"kl": {"beta": 0.3, "estimator": "k1", "in_reward": True}},
-        {
-            "kl": {"beta": 0.3, "estimator": "k2", "in_reward": True},
-            "old_logprobs": "rollout",
-            "truncated_importance": None,
-        },
-        {"token_mask": [0.85, 1.2]},
-        {"truncated_importance": None, "kl": {"beta": 0}, "sequence_mask": [0.95, 1.05], "token_mask": [0.8, 1.3]},
-        {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
-        {"old_logprobs": "rollout", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
-    ],
+    slow_but_at(
+        {0, 2, 8},
+        [
+            {},
+            {"loss_agg_mode": "sequence"},
+            {"loss_agg_mode": "constant", "loss_scale_factor": 7.0, "kl": {"beta": 0.3, "estimator": "k1_in_loss"}},
+            {"kl": {"beta": 0.3, "estimator": "k2"}},
+            {"kl": {"beta": 0.3, "estimator": "k1", "in_reward": True}},
+            {
+                "kl": {"beta": 0.3, "estimator": "k2", "in_reward": True},
+                "old_logprobs": "rollout",
+                "truncated_importance": None,
+            },
+            {"token_mask": [0.85, 1.2]},
+            {"truncated_importance": None, "kl": {"beta": 0}, "sequence_mask": [0.95, 1.05], "token_mask": [0.8, 1.3]},
+            {"objective": "cispo", "dual_clip": None, "cispo_floor": 0.98, "cispo_cap": 1.02},
+            {"old_logprobs": "rollout", "truncated_importance": None, "clip_low": 0.2, "clip_high": 0.2},
+        ],
+    ),
     ids=[
         "token",
         "sequence",
@@ -294,12 +298,12 @@ def agrees(got, wanted, since) -> bool:
     ],
 )
 def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes):
-    """With a row in each pass, all in one, and something between."""
+    """With a row in each pass, all in one, and something between; the variants with something between only."""
     settings = TrainingSettings(**(EVERYTHING | changes))
     data = rows(loaded.module)
     plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
     plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
-    for tokens in (1, 16384) if changes else (1, 100, 16384):
+    for tokens in (100,) if changes else (1, 100, 16384):
         trained = learnt(
             loaded, tmp_path / str(tokens), data, settings.model_copy(update={"micro_batch_tokens": tokens})
         )
@@ -307,7 +311,8 @@ def test_a_job_changes_weights_as_plain_loops_do(loaded, tmp_path, changes):
         assert agrees(trained.module, plain, since=loaded.module), tokens
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 16384])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch_tokens", slow_but([16384], [1, 16384]))
 def test_logits_are_divided_by_the_temperature_of_each_row(loaded, tmp_path, micro_batch_tokens):
     """Rows with the same tokens and other temperatures among them; the KL divergence is that of tempered policies."""
     settings = TrainingSettings(**EVERYTHING, micro_batch_tokens=micro_batch_tokens)
@@ -335,6 +340,7 @@ def test_logits_are_divided_by_the_temperature_of_each_row(loaded, tmp_path, mic
     assert metrics["entropy"] == pytest.approx(torch.cat([d.entropy() for d in distributions]).mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
     settings = TrainingSettings(**EVERYTHING, lora={"rank": 3, "alpha": 6}, micro_batch_tokens=100)
     data = rows(loaded.module)
@@ -349,15 +355,18 @@ def test_a_job_changes_adapters_as_plain_loops_do(loaded, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"dpo": {"beta": 0.5}},
-        {"dpo": {"beta": 0.5, "label_smoothing": 0.2, "average_logprobs": True}},
-        {"dpo": {"beta": 0.2, "loss_type": "ipo", "average_logprobs": True}},
-        {"dpo": {"beta": 0.3, "loss_type": "hinge", "preference_loss_weight": 0.3, "sft_loss_weight": 0.4}},
-        {"dpo": {"beta": 0.4, "loss_type": "robust", "label_smoothing": 0.1}},
-        {"kto": {"beta": 0.5, "desirable_weight": 0.8, "undesirable_weight": 1.3}},
-        {},
-    ],
+    slow_but_at(
+        {0, 5},
+        [
+            {"dpo": {"beta": 0.5}},
+            {"dpo": {"beta": 0.5, "label_smoothing": 0.2, "average_logprobs": True}},
+            {"dpo": {"beta": 0.2, "loss_type": "ipo", "average_logprobs": True}},
+            {"dpo": {"beta": 0.3, "loss_type": "hinge", "preference_loss_weight": 0.3, "sft_loss_weight": 0.4}},
+            {"dpo": {"beta": 0.4, "loss_type": "robust", "label_smoothing": 0.1}},
+            {"kto": {"beta": 0.5, "desirable_weight": 0.8, "undesirable_weight": 1.3}},
+            {},
+        ],
+    ),
     ids=["sigmoid", "smoothed-average", "ipo", "hinge-sft", "robust", "kto", "sft"],
 )
 def test_other_methods_change_weights_as_plain_loops_do(loaded, tmp_path, changes):
@@ -368,7 +377,7 @@ def test_other_methods_change_weights_as_plain_loops_do(loaded, tmp_path, change
         data = [replace(row, pair="") for row in data]
     plain = load_model(loaded.source, "cpu").module.requires_grad_(True)
     plain_training(plain, list(plain.parameters()), loaded.module, data, settings)
-    for tokens in (1, 16384):
+    for tokens in (1, 100) if changes and "dpo" in changes else (100,):
         trained = learnt(
             loaded, tmp_path / str(tokens), data, settings.model_copy(update={"micro_batch_tokens": tokens})
         )

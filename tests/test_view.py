@@ -19,6 +19,7 @@ import httpx
 import processes
 import pytest
 from factories import MODEL, recorded_run
+from marks import slow_after, slow_but
 from test_inspection import Run, call, episode, failed, user
 from waiting import until
 
@@ -356,18 +357,21 @@ async def test_a_damaged_file_hides_what_is_damaged_only(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "line",
-    [
-        {"epoch": 1},
-        {"epoch": 1, "row_id": "x", "num_episodes": 1, "rewards": [10**400], "dropped": {}, "blocks": {}},
-        {"rewards": [{}], "blocks": [0, 1]},
-        {"rewards": None},
-        {"epoch": 2**70},
-        {"dropped": ["x"]},
-        {"blocks": {"episodes.jsonl.gz": [-5, 10], "calls.jsonl.gz": [0, 1]}},
-        {"blocks": {"episodes.jsonl.gz": [10**12, 10**12], "calls.jsonl.gz": [0, 1]}},
-        {"blocks": {"episodes.jsonl.gz": [10, 20], "calls.jsonl.gz": [10**15, 10**15]}},
-        {"episodes": 7},
-    ],
+    slow_after(
+        7,
+        [
+            {"epoch": 1},
+            {"epoch": 1, "row_id": "x", "num_episodes": 1, "rewards": [10**400], "dropped": {}, "blocks": {}},
+            {"rewards": [{}], "blocks": [0, 1]},
+            {"rewards": None},
+            {"epoch": 2**70},
+            {"dropped": ["x"]},
+            {"blocks": {"episodes.jsonl.gz": [-5, 10], "calls.jsonl.gz": [0, 1]}},
+            {"blocks": {"episodes.jsonl.gz": [10**12, 10**12], "calls.jsonl.gz": [0, 1]}},
+            {"blocks": {"episodes.jsonl.gz": [10, 20], "calls.jsonl.gz": [10**15, 10**15]}},
+            {"episodes": 7},
+        ],
+    ),
 )
 async def test_lines_of_another_form(tmp_path: Path, line: dict[str, Any]) -> None:
     write_run(tmp_path).store.close()
@@ -403,7 +407,7 @@ def damage(folder: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_but((0, 2), range(8)))
 async def test_whatever_is_damaged_no_page_breaks(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for number in range(5):

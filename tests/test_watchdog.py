@@ -33,6 +33,7 @@ OWN_CODE = rf"\(started {SECONDS} ago; no model call in flight: its own code or 
 EVALUATOR = rf"\(started {SECONDS} ago; its evaluator score has run for {SECONDS}\)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("question", "doing"),
     [
@@ -64,6 +65,7 @@ def test_a_run_that_hangs_gives_up_and_can_continue(tmp_path: Path, question: di
     assert len(read_lines(tmp_path / "run/episodes.jsonl.gz")) == 1 + 6
 
 
+@pytest.mark.slow
 def test_what_is_waited_for_is_said_again_and_again_until_it_ends(tmp_path: Path) -> None:
     digits_project(tmp_path)
     write_rows(tmp_path, [*[{"say": "b", "hang": True}] * 2, {"say": "a"}])  # row 2 is rehearsed

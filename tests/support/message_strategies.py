@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from message_formats import ALL_FAMILIES, completion, message
 
-NUM_OUTPUTS = int(os.environ.get("INSITU_FORMAT_OUTPUTS", "30"))
+NUM_OUTPUTS = int(os.environ.get("INSITU_FORMAT_OUTPUTS", "8"))
 """Outputs of each family that are generated."""
 _TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>[]{}`|｜"), max_size=12)
 _PLAIN = st.from_regex(r"[A-Za-zäöü日🙂][A-Za-z äöü日🙂,.!]{0,12}[a-z.]", fullmatch=True)
