@@ -55,11 +55,7 @@ export async function runPage({ parameters, signal, go }) {
       fill(foot, about(run));
       for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
     }
-    void lists?.update(
-      runs[0].epochs.at(-1)?.epoch ?? 0,
-      Object.keys(runs[0].dropped ?? {}),
-      rewardRange(runs[0].epochs),
-    );
+    void lists?.update(Object.keys(runs[0].dropped ?? {}), rewardRange(runs[0].epochs));
   };
   draw();
   return {
