@@ -278,7 +278,10 @@ class MadeRun:
         self.store.append_group(
             made, epoch, EvalInputItem(id=row, input_obj="What is 17 * 3?", expected_output_obj="51")
         )
-        metrics = self._metrics(epoch, [float(each.reward) for each in made.trajectories])
+        metrics = self._metrics(epoch, [reward for _, reward in members])
+        implicit = {"margins": 0.4, "accuracies": 0.8, "chosen": 0.3, "rejected": -0.1}
+        metrics |= {f"rewards/{name}": value * epoch for name, value in implicit.items()}
+        metrics |= dict.fromkeys(("num_trajectories", "filtered_trajectories"), len(made.trajectories))
         self.store.append("advantages.jsonl", training_records(epoch, made.trajectories, {}, []))
         self.store.append("training_metrics.jsonl", [metrics | {"pairs": len(made.trajectories)}])
         self.progress("running", epoch)
@@ -319,6 +322,7 @@ class MadeRun:
             "frac_reward_zero_std": 0.05 + 0.2 * done,
             "scores": {"score": statistics.fmean(rewards)},
             "num_trajectories": len(rewards),
+            "num_episodes": len(rewards),
             "filtered_trajectories": len(rewards),
             "completions_mean_length": 120 + 40 * done,
             "completions_clipped_ratio": 0.02,

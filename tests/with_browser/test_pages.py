@@ -110,6 +110,21 @@ def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
     expect(page.get_by_text("No group has been completed yet.")).to_be_visible()
 
 
+def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page: Open) -> None:
+    page = open_page("/run", run="preferences")
+    titles = page.locator(".chart .title").all_inner_texts()
+    assert len({*titles}) == len(titles)
+    assert [title for title in titles if "eward" in title] == [
+        *("Training reward", "Implicit reward, margin", "Implicit reward, accuracy"),
+        *("Implicit reward, chosen", "Implicit reward, rejected", "Reward deviation within a group"),
+        "Episodes with a reward",
+    ]
+    expect(page.locator(".fact").filter(has_text="Training reward")).to_contain_text("0.500")
+    episode = open_page("/episode", run="preferences", episode="insitu_run_preferences/1/row-000/0/0")
+    expect(episode.locator(".fact").filter(has_text="Reward")).to_contain_text("1.000")
+    expect(episode.locator(".pair .cell.chosen").first).to_contain_text("reward 1.000")
+
+
 def test_a_failed_run_says_why(open_page: Open) -> None:
     page = open_page("/run", run="failed")
     expect(page.get_by_role("alert")).to_contain_text("the training job of epoch 2 failed: CUDA out of memory")
