@@ -1,11 +1,14 @@
 """What each page of `insitu view` shows, on runs that are finished, failed, not begun, and damaged."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import Open, save
-from made_runs import HOSTILE, HOSTILE_ROW
+from conftest import Open, save, view_server
+from made_runs import HOSTILE, HOSTILE_ROW, MadeRun
 from playwright.sync_api import expect
 
 EVERY = "insitu_run_every_kind/1"
@@ -89,6 +92,22 @@ def test_several_runs_are_compared(open_page: Open) -> None:
     expect(page.get_by_role("img", name=re.compile("^Loss. learning: .* epoch 15; failed: "))).to_be_visible()
     page.get_by_role("link", name="Remove failed").click()
     expect(page.get_by_role("heading", name="learning")).to_be_visible()
+
+
+def test_settings_that_are_the_same_by_default_do_not_differ(tmp_path: Path, open_page: Open) -> None:
+    """Of two runs, of which one states what is the default of the other."""
+    given: dict[str, dict[str, Any]] = {"one": {"validation": {"reps": 1}}, "two": {"curriculum": {"share": 0.5}}}
+    for name, stated in given.items():
+        epochs = {"one": 2, "two": 3}[name]
+        folder = MadeRun(tmp_path / name, epochs=epochs).end(epoch=0)
+        record = json.loads((folder / "run.json").read_text())
+        config = record["config"]["finetuning"] | {"validation": {"reps": 1, "interval": 1}} | stated
+        settings = {"given": {"finetuning": {"num_epochs": epochs} | stated}, "config": {"finetuning": config}}
+        (folder / "run.json").write_text(json.dumps(record | settings))
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="one", compare="two")
+        rows = page.get_by_role("region", name="Settings that differ").locator("tbody tr")
+        expect(rows).to_have_text(["finetuning.num_epochs23", "finetuning.curriculum.share–0.5"])
 
 
 def test_a_run_says_how_it_does(open_page: Open) -> None:
