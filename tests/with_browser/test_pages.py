@@ -149,6 +149,17 @@ def test_a_failed_run_says_why(open_page: Open) -> None:
     expect(page.get_by_role("alert")).to_contain_text("the training job of epoch 2 failed: CUDA out of memory")
 
 
+def test_a_run_that_collected_nothing_has_no_empty_chart(tmp_path: Path, open_page: Open) -> None:
+    """Nor one whose validation failed."""
+    run = MadeRun(tmp_path / "run", epochs=3)
+    run.store.write("validation_history.json", [{"epoch": 0, "error": "no example could be scored", "seconds": 1.0}])
+    run.end("failed", "TrajectoryError: epoch 1: no episode can be trained on", epoch=0)
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run")
+        expect(page.get_by_role("alert")).to_contain_text("no episode can be trained on")
+        expect(page.locator(".chart").filter(visible=True)).to_have_count(0)
+
+
 def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
     page = open_page("/run", run="corrupted")
     expect(page.get_by_role("alert")).to_contain_text("training_metrics.jsonl, line 3 is not JSON")

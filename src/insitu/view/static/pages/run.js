@@ -46,8 +46,6 @@ export async function runPage({ parameters, signal, go }) {
       const adding = compareWith(name, compared, others.runs, go);
       fill(head, compared.length ? comparison(runs, adding) : header(run, adding, progress));
       fill(progress, withinEpoch(run, collected));
-      const empty = !runs.some((each) => each.epochs.length || each.validations.length);
-      curves.node.hidden = curves.further.hidden = empty;
       curves.update(runs);
       fill(dropped, compared.length ? differences(runs) : leftOut(run));
       if (compared.length) return;
@@ -161,7 +159,7 @@ function header(run, adding, progress) {
               ),
               `epoch ${last.epoch}`,
             ]
-          : "no epoch is complete yet",
+          : "no epoch is complete",
       ),
       fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [
         bar(summary.epoch ?? 0, summary.epochs ?? 0),
