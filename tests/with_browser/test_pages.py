@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import Open, save, view_server
-from made_runs import HOSTILE, HOSTILE_ROW, MadeRun
+from made_runs import HOSTILE, HOSTILE_ROW, MadeRun, short
 from playwright.sync_api import expect
 
 EVERY = "insitu_run_every_kind/1"
@@ -165,7 +165,7 @@ def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
     expect(page.get_by_role("alert")).to_contain_text("training_metrics.jsonl, line 3 is not JSON")
     expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible()
     page.get_by_role("group", name="List").get_by_role("button", name="Episodes").click()
-    page.get_by_role("link", name="row-000 #").first.click()
+    page.get_by_role("link", name="row-000, episode").first.click()
     expect(page.get_by_role("heading", name="row-000")).to_be_visible()
 
 
@@ -174,12 +174,12 @@ def test_groups_lead_to_their_episodes(open_page: Open) -> None:
     page.get_by_role("combobox", name="Epoch").select_option("3")
     expect(page.locator(".table-note")).to_have_text("4 rows")
     page.get_by_role("link", name="row-001").click()
-    expect(page.get_by_role("heading", name="row-001 epoch 3")).to_be_visible()
+    expect(page.get_by_role("heading", name="row-001, epoch 3")).to_be_visible()
     expect(
         page.get_by_role("group", name="The rewards of this row through the epochs").get_by_role("link")
     ).to_have_count(15)
     page.locator(".episodes tbody a").first.click()
-    expect(page.get_by_role("heading", name="row-001 #")).to_be_visible()
+    expect(page.get_by_role("heading", name="row-001, episode")).to_be_visible()
 
 
 @pytest.mark.parametrize(("run", "newest"), [("learning", 15), ("failed", 1), ("bad", 1), ("not_begun", 0)])
@@ -207,7 +207,38 @@ def test_a_long_list_is_read_as_it_scrolls(open_page: Open) -> None:
     expect(table).to_have_attribute("aria-rowcount", "241")
     assert table.locator(".tbody .tr").count() < 60
     page.locator(".scroller").evaluate("element => element.scrollTop = element.scrollHeight")
-    expect(table.locator("[aria-rowindex='241']")).to_contain_text("row-000 #0")
+    expect(table.locator("[aria-rowindex='241']")).to_contain_text("row-000, episode 0")
+
+
+def test_titles_and_labels_read_as_a_person_would_write_them(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "run")
+    run.group(1, "3", [(short(run.chance, each), float(each)) for each in range(2)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run", list="episodes")
+        heads = page.get_by_role("table", name="Episodes").get_by_role("columnheader")
+        expect(heads).to_have_text(
+            [
+                "Row",
+                "Epoch",
+                "Question",
+                "Answer",
+                "Reward",
+                "Outcome",
+                "Calls",
+                "Prompt tokens",
+                "Sampled tokens",
+                "Time",
+            ]
+        )
+        page.get_by_role("link", name="3, episode 1").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Row 3, episode 1")
+        expect(page.get_by_role("navigation").first).to_contain_text("row 3")
+        expect(page.locator(".about-row dt")).to_have_text(["Question", "Expected"])
+        page.get_by_role("link", name="row 3").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Row 3, epoch 1")
+        expect(page.locator(".column-head a")).to_have_text(["episode 1", "episode 0"])
 
 
 def test_what_differs_between_the_episodes_of_a_group(open_page: Open) -> None:
@@ -312,14 +343,20 @@ def test_an_address_that_does_not_exist_lists_what_does(open_page: Open) -> None
 
 @pytest.mark.parametrize(
     ("key", "heading"),
-    [("j", "row-001 #2"), ("k", "row-001 #0"), ("]", "row-001 #1"), ("J", "row-002 #1"), ("u", "row-001 epoch 3")],
+    [
+        ("j", "row-001, episode 2"),
+        ("k", "row-001, episode 0"),
+        ("]", "row-001, episode 1"),
+        ("J", "row-002, episode 1"),
+        ("u", "row-001, epoch 3"),
+    ],
 )
 def test_keys_lead_to_neighbours(open_page: Open, key: str, heading: str) -> None:
     page = open_page("/episode", run="learning", episode="insitu_run_learning/3/row-001/1/0")
     page.keyboard.press(key)
     expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
     page.go_back()
-    expect(page.get_by_role("heading", level=1, name="row-001 #1")).to_be_visible()
+    expect(page.get_by_role("heading", level=1, name="row-001, episode 1")).to_be_visible()
 
 
 def test_the_keys_are_listed(open_page: Open) -> None:

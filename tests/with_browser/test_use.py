@@ -119,7 +119,7 @@ def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:
     expect(page.locator(".table-note")).to_have_text("77 rows")
     page.get_by_label("Search").fill("NO SUCH hotel")
     expect(page.locator(".table-note")).to_have_text("1 row")
-    expect(page.locator(".tbody .tr").first).to_contain_text("tools #1")
+    expect(page.locator(".tbody .tr").first).to_contain_text("tools, episode 1")
     assert "text=NO+SUCH+hotel" in page.url
     page.get_by_role("button", name="Groups").click()
     expect(page.locator(".table-note")).to_have_text("1 row")
@@ -174,7 +174,7 @@ def test_pairs_are_shown_side_by_side(open_page: Open) -> None:
     expect(first.locator(".cell.chosen")).to_contain_text("51, because")
     expect(first.locator(".cell.rejected")).to_contain_text("53, because")
     first.locator(".cell.rejected").get_by_role("link").click()
-    expect(page.get_by_role("heading", level=1)).to_contain_text("row-000 #2")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("row-000, episode 2")
     expect(page.locator(".message.sampled header")).to_contain_text("rejected")
     expect(page.locator(".message.sampled header")).not_to_contain_text("not trained")
     expect(page.get_by_role("region", name="Preference pairs").get_by_role("article")).to_have_count(3)
@@ -190,8 +190,8 @@ def test_the_lowest_advantage_is_the_worst(tmp_path: Path, open_page: Open) -> N
     run.end()
     with view_server(tmp_path / "run") as url:
         page = open_page("/group", url=url, refused=True, run=".", epoch=1, row="row")
-        expect(page.locator(".episodes tbody tr").last).to_contain_text("#2 worst")
-        expect(page.locator(".column-head").last).to_contain_text("#2")
+        expect(page.locator(".episodes tbody tr").last).to_contain_text("episode 2 worst")
+        expect(page.locator(".column-head").last).to_contain_text("episode 2")
 
 
 def test_row_and_expected_answer_are_at_the_head(open_page: Open) -> None:

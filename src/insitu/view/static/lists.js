@@ -228,7 +228,7 @@ export class Lists {
       href: (/** @type {Row} */ row) => toGroup(run, /** @type {any} */ (row)),
       columns: [
         { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => row.row_id },
-        { title: "Prompt", width: "minmax(8rem, 4fr)", rank: 2, cell: (row) => quoted(row.question) },
+        { title: "Question", width: "minmax(8rem, 4fr)", rank: 2, cell: (row) => quoted(row.question) },
         { title: "Epoch", width: "5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
         {
           title: "Rewards",
@@ -280,14 +280,14 @@ export class Lists {
           title: "Row",
           width: "minmax(7rem, 2fr)",
           sort: "row",
-          cell: (row) => [row.row_id, " ", h("span", { class: "muted" }, episodeLabel(/** @type {any} */ (row)))],
+          cell: (row) => [row.row_id, h("span", { class: "muted" }, `, ${episodeLabel(/** @type {any} */ (row))}`)],
         },
         { title: "Epoch", width: "4.5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
-        { title: "Prompt", width: "minmax(7rem, 3fr)", rank: 3, cell: (row) => quoted(row.question) },
+        { title: "Question", width: "minmax(7rem, 3fr)", rank: 3, cell: (row) => quoted(row.question) },
         { title: "Answer", width: "minmax(7rem, 3fr)", rank: 2, cell: (row) => quoted(row.answer) },
         {
           title: "Reward",
-          width: "9.5rem",
+          width: "8rem",
           sort: "reward",
           number: true,
           cell: (row) => [
@@ -301,22 +301,20 @@ export class Lists {
         { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => [outcomeBadge(row), " ", sideTags(row.sides?.split(", "))] },
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         {
-          title: "Prompt",
-          width: "6rem",
+          title: "Prompt tokens",
+          width: "7rem",
           sort: "prompt_tokens",
           number: true,
           rank: 3,
           cell: (row) => count(row.prompt_tokens),
-          help: "tokens",
         },
         {
-          title: "Sampled",
-          width: "6rem",
+          title: "Sampled tokens",
+          width: "7.5rem",
           sort: "sampled_tokens",
           number: true,
           rank: 3,
           cell: (row) => count(row.sampled_tokens),
-          help: "tokens",
         },
         {
           title: "Time",

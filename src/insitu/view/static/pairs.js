@@ -53,7 +53,7 @@ function drawn(run, pair, here) {
 function side(run, name, of, compared, here) {
   const [call] = of.calls;
   const generation = of.episode.split("/").at(-2);
-  const label = [here === of.episode ? null : `#${generation}`, call == null ? null : `call ${of.calls.join(", ")}`];
+  const label = [here === of.episode ? null : `episode ${generation}`, call == null ? null : `call ${of.calls.join(", ")}`];
   return h(
     "div",
     { class: `cell ${name}` },
@@ -62,7 +62,7 @@ function side(run, name, of, compared, here) {
       { class: "role" },
       h("span", { class: `tag ${name}` }, name),
       " ",
-      link(toEpisode(run, of.episode, { call }), {}, label.filter(Boolean).join(" ") || "this episode"),
+      link(toEpisode(run, of.episode, { call }), {}, label.filter(Boolean).join(", ") || "this episode"),
       h("span", { class: "num muted" }, ` ${compared} ${score(of.score)}`),
     ),
     of.messages.length
@@ -92,5 +92,5 @@ export function aboutRow(row) {
           h("dt", {}, name),
           h("dd", { class: "pre" }, text.length > 400 ? h("details", {}, h("summary", {}, oneLine(text, 200)), text) : text),
         );
-  return h("dl", { class: "about-row" }, entry("Row", row.question), entry("Expected", row.expected));
+  return h("dl", { class: "about-row" }, entry("Question", row.question), entry("Expected", row.expected));
 }
