@@ -401,10 +401,11 @@ def preferences(folder: Path) -> Path:
 def bad(folder: Path) -> Path:
     """A run that hardly learns."""
     run = MadeRun(folder, epochs=10)
-    run.group(1, "row-000", [(short(run.chance, each), float(each % 2)) for each in range(7)])
     said = ["3 x timeout: EpisodeTimeout: no answer within 60 s"]
-    run.end_epoch(1, filtered_trajectories=1, completions_clipped_ratio=1.0, warnings=said)
-    return run.end("interrupted", epoch=1)
+    for epoch in (1, 2):
+        run.group(epoch, "row-000", [(short(run.chance, each), float(each % 2)) for each in range(7)])
+        run.end_epoch(epoch, filtered_trajectories=1, completions_clipped_ratio=1.0, warnings=said)
+    return run.end("interrupted", epoch=2)
 
 
 SIZE = 10_000_000

@@ -182,7 +182,7 @@ def test_groups_lead_to_their_episodes(open_page: Open) -> None:
     expect(page.get_by_role("heading", name="row-001, episode")).to_be_visible()
 
 
-@pytest.mark.parametrize(("run", "newest"), [("learning", 15), ("failed", 1), ("bad", 1), ("not_begun", 0)])
+@pytest.mark.parametrize(("run", "newest"), [("learning", 15), ("failed", 1), ("bad", 2), ("not_begun", 0)])
 def test_the_epochs_to_choose_are_those_with_episodes(open_page: Open, run: str, newest: int) -> None:
     options = open_page("/run", run=run).get_by_role("combobox", name="Epoch").get_by_role("option")
     expect(options).to_have_text(["all", *map(str, range(1, newest + 1))])

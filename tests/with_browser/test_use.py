@@ -211,9 +211,29 @@ def test_bad_figures_are_marked(open_page: Open) -> None:
     expect(marked).to_have_count(2)
     expect(marked.first).to_contain_text("14 %")
     expect(marked.last).to_contain_text("100 %")
-    warned = page.get_by_text("What the last epochs warn of").locator("..")
-    expect(warned).to_contain_text("epoch 1: 3 x timeout: EpisodeTimeout")
-    expect(open_page("/runs").get_by_role("row").filter(has_text="bad")).to_contain_text("14 % of what has a reward")
+    warned = page.locator(".callout.warn")
+    expect(warned.get_by_role("listitem")).to_have_text(
+        ["epochs 1 and 2: 3 x timeout: EpisodeTimeout: no answer within 60 s"]  # and not what is marked
+    )
+    top = [each.bounding_box() for each in (page.locator(".facts"), warned, page.locator(".lead"))]
+    heights = [box["y"] for box in top if box is not None]
+    assert heights == sorted(heights)
+    row = open_page("/runs").get_by_role("row").filter(has_text="bad")
+    expect(row).to_contain_text("epoch 2: 14 % of the episodes with a reward were trained")
+
+
+def test_an_epoch_is_warned_of_once(tmp_path: Path, open_page: Open) -> None:
+    """Groups with equal rewards and how much was trained are one fact; an epoch without training says why itself."""
+    nothing = "nothing to train on; every group was dropped: 4 no_variance"
+    for name, metrics in (("few", {}), ("none", {"filtered_trajectories": 0, "warnings": [nothing]})):
+        run = MadeRun(tmp_path / name)
+        run.group(1, "row-000", [(short(run.chance, each), float(each == 0)) for each in range(4)])
+        run.end_epoch(1, **({"filtered_trajectories": 1, "frac_reward_zero_std": 0.9, "greedy_groups": 0} | metrics))
+        run.end()
+    with view_server(tmp_path) as url:
+        for name, text in (("few", "90 % of the groups have equal rewards, which teach nothing"), ("none", nothing)):
+            page = open_page("/run", url=url, refused=True, run=name)
+            expect(page.locator(".callout.warn").get_by_role("listitem")).to_have_text([f"epoch 1: {text}"])
 
 
 def test_progress_within_an_epoch_and_the_planned_epochs(tmp_path: Path, open_page: Open) -> None:

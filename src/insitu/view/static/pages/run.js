@@ -107,7 +107,7 @@ function withinEpoch(run, collected) {
 function header(run, adding, progress) {
   const { summary } = run;
   const last = run.epochs.at(-1);
-  const warned = warnings(run.epochs);
+  const warned = warnings(run.epochs, false);
   const cut = last?.completions_clipped_ratio;
   const origin = [
     summary.method,
@@ -131,18 +131,6 @@ function header(run, adding, progress) {
       ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`)
       : null,
     problems(run.problems, summary.run_dir),
-    warned.length
-      ? h(
-          "div",
-          { class: "callout warn", role: "status" },
-          h("strong", {}, "What the last epochs warn of"),
-          h(
-            "ul",
-            {},
-            warned.map((text) => h("li", { class: "pre" }, text)),
-          ),
-        )
-      : null,
     h(
       "dl",
       { class: "facts" },
@@ -180,6 +168,18 @@ function header(run, adding, progress) {
         ? marked(cut >= OFTEN_CUT, fact("Cut off", percent(cut), `of the answers, epoch ${last?.epoch}`))
         : null,
     ),
+    warned.length
+      ? h(
+          "div",
+          { class: "callout warn", role: "status" },
+          h("strong", {}, "What the last epochs warn of"),
+          h(
+            "ul",
+            {},
+            warned.map((text) => h("li", { class: "pre" }, text)),
+          ),
+        )
+      : null,
   ];
 }
 
