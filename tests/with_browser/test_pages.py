@@ -70,6 +70,26 @@ def test_the_runs_of_a_folder(open_page: Open) -> None:
     expect(page.get_by_role("row").filter(has_text="not_begun")).to_contain_text("†died")
 
 
+def test_the_list_of_runs_is_read_on_a_phone(tmp_path: Path, open_page: Open) -> None:
+    """Each figure is beside its name, and a long name of a run leaves its state readable."""
+    run = MadeRun(tmp_path / "tic_tac_toe_with_a_judge_and_curriculum_learning_of_rows_2026_11_27", epochs=3)
+    for epoch, score in enumerate((0.31, 0.9, 0.8)):
+        run.validate(epoch, score)
+    run.end("failed", f"BackendError: {'the disk is full, ' * 20}", epoch=2)
+    with view_server(tmp_path) as url:
+        page = open_page("/runs", width=390, url=url, refused=True)
+        row = page.locator(".runs tbody tr")
+        expect(row.locator(".c-score")).to_contain_text("best, epoch 1")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        name, state = row.locator(".c-name a").bounding_box(), row.locator(".c-state").bounding_box()
+        assert name is not None
+        assert state is not None
+        assert name["x"] + name["width"] <= state["x"]
+        lefts = [row.locator(f"{cell} .num").bounding_box()["x"] for cell in (".c-score", ".c-reward", ".c-epochs")]  # type: ignore[index]
+        assert len({*lefts}) == 1, "the figures are in a column"
+        save(page, "runs-390-long")
+
+
 def test_runs_are_sorted_and_filtered_in_the_address(open_page: Open) -> None:
     page = open_page("/runs")
     names = page.locator("tbody th a")
