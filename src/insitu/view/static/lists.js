@@ -287,7 +287,7 @@ export class Lists {
         { title: "Answer", width: "minmax(7rem, 3fr)", rank: 2, cell: (row) => quoted(row.answer) },
         {
           title: "Reward",
-          width: "8rem",
+          width: "9.5rem",
           sort: "reward",
           number: true,
           cell: (row) => [
@@ -302,7 +302,7 @@ export class Lists {
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         {
           title: "Prompt tokens",
-          width: "7rem",
+          width: "8rem",
           sort: "prompt_tokens",
           number: true,
           rank: 3,
@@ -310,7 +310,7 @@ export class Lists {
         },
         {
           title: "Sampled tokens",
-          width: "7.5rem",
+          width: "8.5rem",
           sort: "sampled_tokens",
           number: true,
           rank: 3,
