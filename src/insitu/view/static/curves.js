@@ -104,7 +104,7 @@ export class Curves {
     if (hasRewards(runs) && (several || !hasScores(runs)))
       lead.push(
         this.card("reward", "Training reward", {
-          help: "mean over the episodes of an epoch",
+          help: "mean over the episodes of an epoch; over its pairs if these are candidates of a turn, which have scores",
           format: score,
           tall: true,
         }),
