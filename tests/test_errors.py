@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from insitu.errors import WorkflowError, describe_error, exception_chain, format_error, memory_problem
+from insitu.errors import (
+    RequestRefused,
+    WorkflowError,
+    describe_error,
+    exception_chain,
+    format_error,
+    memory_problem,
+)
+from insitu.view.episode_lists import number
 
 
 class Wordless(Exception):
@@ -32,6 +40,17 @@ def test_the_place_is_never_in_the_code_of_insitu() -> None:
     with pytest.raises(AttributeError) as caught:
         describe_error(None)  # type: ignore[arg-type]
     assert describe_error(caught.value).endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
+
+
+def test_an_error_of_insitu_has_no_place_unless_code_of_the_user_raised_it() -> None:
+    with pytest.raises(RequestRefused) as caught:
+        number({"epoch": "one"}, "epoch", int)
+    message = "RequestRefused: epoch is 'one'; expected an integer"
+    assert describe_error(caught.value.with_traceback(caught.tb.tb_next)) == message  # without this test
+    with pytest.raises(WorkflowError) as caught_here:
+        raise WorkflowError("no")
+    line = caught_here.traceback[0].lineno + 1
+    assert describe_error(caught_here.value) == f"WorkflowError: no ({__file__}, line {line})"
 
 
 def test_the_cause_is_told_where_it_says_more() -> None:

@@ -178,6 +178,9 @@ async def test_the_lists_of_groups_and_episodes(page: Page) -> None:
     assert first["rewards"] == [0.5, -1.0]
     assert (first["mean"], first["num_episodes"]) == (-0.25, 2)
     assert first["std"] == pytest.approx(1.0606601717798212)  # statistics.stdev
+    left_out = {row["row_id"]: row["dropped"] for row in (await page.get("groups", epoch=1))["groups"]}
+    assert left_out == {"r 1": {}, "r2": {"no_variance": 2}, "r/10": {"single_member": 1, "timeout": 1}}
+    assert (await page.groups(sort="dropped", descending=1))[:2] == [(1, "r2"), (1, "r/10")]
     assert await page.episodes(epoch=1, row="r2") == ["1/r2/0/0", "1/r2/1/0"]
     assert await page.episodes(min_reward=-2, max_reward=0) == ["1/r 1/1/2"]
     assert (await page.episodes(sort="reward"))[0] == "1/r 1/1/2"

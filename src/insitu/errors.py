@@ -40,12 +40,15 @@ def install_command(extra: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """One-line summary of a foreign exception and its last user frame.
+    """One-line summary of an exception and its last user frame.
 
     A user frame is in neither insitu nor a library. Without any, the frames of the first installed package that
-    insitu called count as the user's.
+    insitu called count as the user's, but not for an error of insitu, whose message is complete.
     """
-    place = users_place((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    if isinstance(error, InsituError):
+        frames = [frame for frame in frames if not frame[0].startswith(_OURS) and _LIBRARY not in frame[0]]
+    place = users_place(frames)
     return format_error(error) + (f" ({place})" if place else "")
 
 

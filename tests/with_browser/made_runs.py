@@ -278,7 +278,10 @@ class MadeRun:
         self.store.append_group(
             made, epoch, EvalInputItem(id=row, input_obj="What is 17 * 3?", expected_output_obj="51")
         )
-        metrics = self._metrics(epoch, [float(each.reward) for each in made.trajectories])
+        metrics = self._metrics(epoch, [reward for _, reward in members])
+        implicit = {"margins": 0.4, "accuracies": 0.8, "chosen": 0.3, "rejected": -0.1}
+        metrics |= {f"rewards/{name}": value * epoch for name, value in implicit.items()}
+        metrics |= dict.fromkeys(("num_trajectories", "filtered_trajectories"), len(made.trajectories))
         self.store.append("advantages.jsonl", training_records(epoch, made.trajectories, {}, []))
         self.store.append("training_metrics.jsonl", [metrics | {"pairs": len(made.trajectories)}])
         self.progress("running", epoch)
@@ -319,6 +322,7 @@ class MadeRun:
             "frac_reward_zero_std": 0.05 + 0.2 * done,
             "scores": {"score": statistics.fmean(rewards)},
             "num_trajectories": len(rewards),
+            "num_episodes": len(rewards),
             "filtered_trajectories": len(rewards),
             "completions_mean_length": 120 + 40 * done,
             "completions_clipped_ratio": 0.02,
@@ -397,10 +401,11 @@ def preferences(folder: Path) -> Path:
 def bad(folder: Path) -> Path:
     """A run that hardly learns."""
     run = MadeRun(folder, epochs=10)
-    run.group(1, "row-000", [(short(run.chance, each), float(each % 2)) for each in range(7)])
     said = ["3 x timeout: EpisodeTimeout: no answer within 60 s"]
-    run.end_epoch(1, filtered_trajectories=1, completions_clipped_ratio=1.0, warnings=said)
-    return run.end("interrupted", epoch=1)
+    for epoch in (1, 2):
+        run.group(epoch, "row-000", [(short(run.chance, each), float(each % 2)) for each in range(7)])
+        run.end_epoch(epoch, filtered_trajectories=1, completions_clipped_ratio=1.0, warnings=said)
+    return run.end("interrupted", epoch=2)
 
 
 SIZE = 10_000_000

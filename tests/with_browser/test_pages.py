@@ -1,11 +1,14 @@
 """What each page of `insitu view` shows, on runs that are finished, failed, not begun, and damaged."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import Open, save
-from made_runs import HOSTILE, HOSTILE_ROW
+from conftest import Open, save, view_server
+from made_runs import HOSTILE, HOSTILE_ROW, MadeRun, short
 from playwright.sync_api import expect
 
 EVERY = "insitu_run_every_kind/1"
@@ -67,6 +70,30 @@ def test_the_runs_of_a_folder(open_page: Open) -> None:
     expect(page.get_by_role("row").filter(has_text="not_begun")).to_contain_text("†died")
 
 
+def test_the_list_of_runs_is_read_on_a_phone(tmp_path: Path, open_page: Open) -> None:
+    """Each figure is beside its name, and a long name of a run leaves its state readable."""
+    run = MadeRun(tmp_path / "tic_tac_toe_with_a_judge_and_curriculum_learning_of_rows_2026_11_27", epochs=3)
+    for epoch, score in enumerate((0.31, 0.9, 0.8)):
+        run.validate(epoch, score)
+    run.end("failed", f"BackendError: {'the disk is full, ' * 20}", epoch=2)
+    with view_server(tmp_path) as url:
+        page = open_page("/runs", width=390, url=url, refused=True)
+        row = page.locator(".runs tbody tr")
+        expect(row.locator(".c-score")).to_contain_text("best, epoch 1")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        name, state = row.locator(".c-name a").bounding_box(), row.locator(".c-state").bounding_box()
+        assert name is not None
+        assert state is not None
+        assert name["x"] + name["width"] <= state["x"]
+        lefts = [row.locator(f"{cell} .num").bounding_box()["x"] for cell in (".c-score", ".c-reward", ".c-epochs")]  # type: ignore[index]
+        assert len({*lefts}) == 1, "the figures are in a column"
+        save(page, "runs-390-long")
+        MadeRun(tmp_path / "other").end(epoch=0)
+        page = open_page("/run", width=390, url=url, refused=True, run="other")
+        expect(page.get_by_label("Compare with")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_runs_are_sorted_and_filtered_in_the_address(open_page: Open) -> None:
     page = open_page("/runs")
     names = page.locator("tbody th a")
@@ -91,6 +118,22 @@ def test_several_runs_are_compared(open_page: Open) -> None:
     expect(page.get_by_role("heading", name="learning")).to_be_visible()
 
 
+def test_settings_that_are_the_same_by_default_do_not_differ(tmp_path: Path, open_page: Open) -> None:
+    """Of two runs, of which one states what is the default of the other."""
+    given: dict[str, dict[str, Any]] = {"one": {"validation": {"reps": 1}}, "two": {"curriculum": {"share": 0.5}}}
+    for name, stated in given.items():
+        epochs = {"one": 2, "two": 3}[name]
+        folder = MadeRun(tmp_path / name, epochs=epochs).end(epoch=0)
+        record = json.loads((folder / "run.json").read_text())
+        config = record["config"]["finetuning"] | {"validation": {"reps": 1, "interval": 1}} | stated
+        settings = {"given": {"finetuning": {"num_epochs": epochs} | stated}, "config": {"finetuning": config}}
+        (folder / "run.json").write_text(json.dumps(record | settings))
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="one", compare="two")
+        rows = page.get_by_role("region", name="Settings that differ").locator("tbody tr")
+        expect(rows).to_have_text(["finetuning.num_epochs23", "finetuning.curriculum.share–0.5"])
+
+
 def test_a_run_says_how_it_does(open_page: Open) -> None:
     page = open_page("/run", run="learning")
     expect(page.locator(".lead-fact")).to_contain_text("best, epoch 15 · +0.500 since epoch 0")
@@ -110,9 +153,35 @@ def test_a_run_that_has_not_begun_has_no_numbers(open_page: Open) -> None:
     expect(page.get_by_text("No group has been completed yet.")).to_be_visible()
 
 
+def test_the_rewards_of_pairs_and_of_episodes_have_names_of_their_own(open_page: Open) -> None:
+    page = open_page("/run", run="preferences")
+    titles = page.locator(".chart .title").all_inner_texts()
+    assert len({*titles}) == len(titles)
+    assert [title for title in titles if "eward" in title] == [
+        *("Training reward", "Implicit reward, margin", "Implicit reward, accuracy"),
+        *("Implicit reward, chosen", "Implicit reward, rejected", "Reward deviation within a group"),
+        "Episodes with a reward",
+    ]
+    expect(page.locator(".fact").filter(has_text="Training reward")).to_contain_text("0.500")
+    episode = open_page("/episode", run="preferences", episode="insitu_run_preferences/1/row-000/0/0")
+    expect(episode.locator(".fact").filter(has_text="Reward")).to_contain_text("1.000")
+    expect(episode.locator(".pair .cell.chosen").first).to_contain_text("reward 1.000")
+
+
 def test_a_failed_run_says_why(open_page: Open) -> None:
     page = open_page("/run", run="failed")
     expect(page.get_by_role("alert")).to_contain_text("the training job of epoch 2 failed: CUDA out of memory")
+
+
+def test_a_run_that_collected_nothing_has_no_empty_chart(tmp_path: Path, open_page: Open) -> None:
+    """Nor one whose validation failed."""
+    run = MadeRun(tmp_path / "run", epochs=3)
+    run.store.write("validation_history.json", [{"epoch": 0, "error": "no example could be scored", "seconds": 1.0}])
+    run.end("failed", "TrajectoryError: epoch 1: no episode can be trained on", epoch=0)
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run")
+        expect(page.get_by_role("alert")).to_contain_text("no episode can be trained on")
+        expect(page.locator(".chart").filter(visible=True)).to_have_count(0)
 
 
 def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
@@ -120,7 +189,7 @@ def test_a_damaged_run_shows_the_rest(open_page: Open) -> None:
     expect(page.get_by_role("alert")).to_contain_text("training_metrics.jsonl, line 3 is not JSON")
     expect(page.get_by_role("img", name=re.compile("^Loss"))).to_be_visible()
     page.get_by_role("group", name="List").get_by_role("button", name="Episodes").click()
-    page.get_by_role("link", name="row-000 #").first.click()
+    page.get_by_role("link", name="row-000, episode").first.click()
     expect(page.get_by_role("heading", name="row-000")).to_be_visible()
 
 
@@ -129,12 +198,18 @@ def test_groups_lead_to_their_episodes(open_page: Open) -> None:
     page.get_by_role("combobox", name="Epoch").select_option("3")
     expect(page.locator(".table-note")).to_have_text("4 rows")
     page.get_by_role("link", name="row-001").click()
-    expect(page.get_by_role("heading", name="row-001 epoch 3")).to_be_visible()
+    expect(page.get_by_role("heading", name="row-001, epoch 3")).to_be_visible()
     expect(
         page.get_by_role("group", name="The rewards of this row through the epochs").get_by_role("link")
     ).to_have_count(15)
     page.locator(".episodes tbody a").first.click()
-    expect(page.get_by_role("heading", name="row-001 #")).to_be_visible()
+    expect(page.get_by_role("heading", name="row-001, episode")).to_be_visible()
+
+
+@pytest.mark.parametrize(("run", "newest"), [("learning", 15), ("failed", 1), ("bad", 2), ("not_begun", 0)])
+def test_the_epochs_to_choose_are_those_with_episodes(open_page: Open, run: str, newest: int) -> None:
+    options = open_page("/run", run=run).get_by_role("combobox", name="Epoch").get_by_role("option")
+    expect(options).to_have_text(["all", *map(str, range(1, newest + 1))])
 
 
 def test_episodes_are_filtered_by_outcome_and_reward(open_page: Open) -> None:
@@ -156,7 +231,28 @@ def test_a_long_list_is_read_as_it_scrolls(open_page: Open) -> None:
     expect(table).to_have_attribute("aria-rowcount", "241")
     assert table.locator(".tbody .tr").count() < 60
     page.locator(".scroller").evaluate("element => element.scrollTop = element.scrollHeight")
-    expect(table.locator("[aria-rowindex='241']")).to_contain_text("row-000 #0")
+    expect(table.locator("[aria-rowindex='241']")).to_contain_text("row-000, episode 0")
+
+
+def test_titles_and_labels_read_as_a_person_would_write_them(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "run")
+    run.group(1, "3", [(short(run.chance, each), float(each)) for each in range(2)])
+    run.end_epoch(1)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, refused=True, run="run", list="episodes")
+        heads = page.get_by_role("table", name="Episodes").get_by_role("columnheader").all_inner_texts()
+        assert heads[:5] == ["Row", "Epoch", "Question", "Answer", "Reward"]
+        assert heads[5:] == ["Outcome", "Calls", "Prompt tokens", "Sampled tokens", "Time"]
+        cut = "cells => cells.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+        assert page.locator(".th .td, .tbody .td.n").evaluate_all(cut) == []
+        page.get_by_role("link", name="3, episode 1").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Row 3, episode 1")
+        expect(page.get_by_role("navigation").first).to_contain_text("row 3")
+        expect(page.locator(".about-row dt")).to_have_text(["Question", "Expected"])
+        page.get_by_role("link", name="row 3").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Row 3, epoch 1")
+        expect(page.locator(".column-head a")).to_have_text(["episode 1", "episode 0"])
 
 
 def test_what_differs_between_the_episodes_of_a_group(open_page: Open) -> None:
@@ -261,14 +357,20 @@ def test_an_address_that_does_not_exist_lists_what_does(open_page: Open) -> None
 
 @pytest.mark.parametrize(
     ("key", "heading"),
-    [("j", "row-001 #2"), ("k", "row-001 #0"), ("]", "row-001 #1"), ("J", "row-002 #1"), ("u", "row-001 epoch 3")],
+    [
+        ("j", "row-001, episode 2"),
+        ("k", "row-001, episode 0"),
+        ("]", "row-001, episode 1"),
+        ("J", "row-002, episode 1"),
+        ("u", "row-001, epoch 3"),
+    ],
 )
 def test_keys_lead_to_neighbours(open_page: Open, key: str, heading: str) -> None:
     page = open_page("/episode", run="learning", episode="insitu_run_learning/3/row-001/1/0")
     page.keyboard.press(key)
     expect(page.get_by_role("heading", level=1, name=heading)).to_be_visible()
     page.go_back()
-    expect(page.get_by_role("heading", level=1, name="row-001 #1")).to_be_visible()
+    expect(page.get_by_role("heading", level=1, name="row-001, episode 1")).to_be_visible()
 
 
 def test_the_keys_are_listed(open_page: Open) -> None:

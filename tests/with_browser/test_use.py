@@ -119,7 +119,7 @@ def test_episodes_are_found_by_what_they_say(open_page: Open) -> None:
     expect(page.locator(".table-note")).to_have_text("77 rows")
     page.get_by_label("Search").fill("NO SUCH hotel")
     expect(page.locator(".table-note")).to_have_text("1 row")
-    expect(page.locator(".tbody .tr").first).to_contain_text("tools #1")
+    expect(page.locator(".tbody .tr").first).to_contain_text("tools, episode 1")
     assert "text=NO+SUCH+hotel" in page.url
     page.get_by_role("button", name="Groups").click()
     expect(page.locator(".table-note")).to_have_text("1 row")
@@ -169,11 +169,12 @@ def test_pairs_are_shown_side_by_side(open_page: Open) -> None:
     pairs = page.get_by_role("region", name="Preference pairs")
     expect(pairs.get_by_role("article")).to_have_count(5)
     first = pairs.get_by_role("article", name="pair 0")
-    expect(first).to_contain_text("margin +1.000")
+    expect(first).to_contain_text("difference in reward +1.000")
+    expect(first.locator(".cell.chosen")).to_contain_text("reward 1.000")
     expect(first.locator(".cell.chosen")).to_contain_text("51, because")
     expect(first.locator(".cell.rejected")).to_contain_text("53, because")
     first.locator(".cell.rejected").get_by_role("link").click()
-    expect(page.get_by_role("heading", level=1)).to_contain_text("row-000 #2")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("row-000, episode 2")
     expect(page.locator(".message.sampled header")).to_contain_text("rejected")
     expect(page.locator(".message.sampled header")).not_to_contain_text("not trained")
     expect(page.get_by_role("region", name="Preference pairs").get_by_role("article")).to_have_count(3)
@@ -189,8 +190,8 @@ def test_the_lowest_advantage_is_the_worst(tmp_path: Path, open_page: Open) -> N
     run.end()
     with view_server(tmp_path / "run") as url:
         page = open_page("/group", url=url, refused=True, run=".", epoch=1, row="row")
-        expect(page.locator(".episodes tbody tr").last).to_contain_text("#2 worst")
-        expect(page.locator(".column-head").last).to_contain_text("#2")
+        expect(page.locator(".episodes tbody tr").last).to_contain_text("episode 2 worst")
+        expect(page.locator(".column-head").last).to_contain_text("episode 2")
 
 
 def test_row_and_expected_answer_are_at_the_head(open_page: Open) -> None:
@@ -210,9 +211,29 @@ def test_bad_figures_are_marked(open_page: Open) -> None:
     expect(marked).to_have_count(2)
     expect(marked.first).to_contain_text("14 %")
     expect(marked.last).to_contain_text("100 %")
-    warned = page.get_by_text("What the last epochs warn of").locator("..")
-    expect(warned).to_contain_text("epoch 1: 3 x timeout: EpisodeTimeout")
-    expect(open_page("/runs").get_by_role("row").filter(has_text="bad")).to_contain_text("14 % of what has a reward")
+    warned = page.locator(".callout.warn")
+    expect(warned.get_by_role("listitem")).to_have_text(
+        ["epochs 1 and 2: 3 x timeout: EpisodeTimeout: no answer within 60 s"]  # and not what is marked
+    )
+    top = [each.bounding_box() for each in (page.locator(".facts"), warned, page.locator(".lead"))]
+    heights = [box["y"] for box in top if box is not None]
+    assert heights == sorted(heights)
+    row = open_page("/runs").get_by_role("row").filter(has_text="bad")
+    expect(row).to_contain_text("epoch 2: 14 % of the episodes with a reward were trained")
+
+
+def test_an_epoch_is_warned_of_once(tmp_path: Path, open_page: Open) -> None:
+    """Groups with equal rewards and how much was trained are one fact; an epoch without training says why itself."""
+    nothing = "nothing to train on; every group was dropped: 4 no_variance"
+    for name, metrics in (("few", {}), ("none", {"filtered_trajectories": 0, "warnings": [nothing]})):
+        run = MadeRun(tmp_path / name)
+        run.group(1, "row-000", [(short(run.chance, each), float(each == 0)) for each in range(4)])
+        run.end_epoch(1, **({"filtered_trajectories": 1, "frac_reward_zero_std": 0.9, "greedy_groups": 0} | metrics))
+        run.end()
+    with view_server(tmp_path) as url:
+        for name, text in (("few", "90 % of the groups have equal rewards, which teach nothing"), ("none", nothing)):
+            page = open_page("/run", url=url, refused=True, run=name)
+            expect(page.locator(".callout.warn").get_by_role("listitem")).to_have_text([f"epoch 1: {text}"])
 
 
 def test_progress_within_an_epoch_and_the_planned_epochs(tmp_path: Path, open_page: Open) -> None:

@@ -51,11 +51,20 @@ class _Lines(NamedTuple):
 
 _FILTERS: dict[str, tuple[str, type]] = {"epoch": ("epoch = ?", int), "row": ("row_id = ?", str)}
 _SORTS = {"recorded": "id", "epoch": "epoch", "row": "row_key"}
+_UNTRAINED = (
+    "SELECT json_group_array(a.dropped) FROM episodes e JOIN advantages a ON a.episode = e.episode "
+    "WHERE e.group_id = groups.id AND a.dropped IS NOT NULL"
+)
+"""Why episodes of a group were not trained after it was collected, a reason for each."""
 _GROUPS = _Lines(
     table="groups",
     name="id",
-    source="SELECT * FROM groups",
-    sorts={**_SORTS, "mean": "mean", "std": "std", "num_episodes": "num_episodes", "dropped": "num_dropped"},
+    source=f"SELECT *, ({_UNTRAINED}) AS untrained FROM groups",
+    sorts={
+        **_SORTS,
+        **{name: name for name in ("mean", "std", "num_episodes")},
+        "dropped": "num_dropped + json_array_length(untrained)",
+    },
     filters=_FILTERS,
 )
 _EPISODES = _Lines(
@@ -149,15 +158,7 @@ class Lists:
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/groups`."""
         total, rows = self._page(_GROUPS, asked)
-        groups = [
-            {
-                **{key: row[key] for key in _GROUP_KEYS},
-                "rewards": orjson.loads(row["rewards"]),
-                "dropped": orjson.loads(row["dropped"]),
-            }
-            for row in rows
-        ]
-        return {**self._about(total, asked), "groups": groups}
+        return {**self._about(total, asked), "groups": [*map(_group_line, rows)]}
 
     def episodes(self, asked: Mapping[str, str]) -> dict[str, Any]:
         """The answer of `/api/episodes`."""
@@ -211,7 +212,14 @@ _EPISODE_KEYS = (
     *("episode", "epoch", "row_id", "generation", "attempt", "outcome", "reason", "dropped", "status", "reward"),
     *("seconds", "calls", "prompt_tokens", "sampled_tokens", "sides", "question", "answer"),
 )
-_GROUP_KEYS = ("epoch", "row_id", "num_episodes", "mean", "std", "num_dropped", "question", "expected")
+_GROUP_KEYS = ("epoch", "row_id", "num_episodes", "mean", "std", "question", "expected")
+
+
+def _group_line(row: sqlite3.Row) -> dict[str, Any]:
+    """A group in a list; `dropped` counts the reasons for which its episodes were left out."""
+    dropped = Counter(orjson.loads(row["dropped"])) + Counter(orjson.loads(row["untrained"]))
+    line = {key: row[key] for key in _GROUP_KEYS}
+    return line | {"rewards": orjson.loads(row["rewards"]), "dropped": dropped, "num_dropped": dropped.total()}
 
 
 def episode_line(row: sqlite3.Row) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 /** Several runs beside one another: how each does, and the settings in which they differ. */
 
 import { h } from "./dom.js";
-import { compact, count, duration, score } from "./format.js";
+import { ABSENT, compact, count, duration, score } from "./format.js";
 import { link, runName, toRun } from "./links.js";
 import { arrow, problems, section, select, stateBadge } from "./parts.js";
+import { flatten } from "./settings.js";
 
 /** @typedef {import("./curves.js").Details} Details */
 
@@ -56,10 +57,13 @@ export function comparison(runs, adding) {
   ];
 }
 
-/** @param {Details[]} runs */
+/** The settings with different values, defaults included, unless no file states them and a run has no such part. @param {Details[]} runs */
 export function differences(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))].filter(
-    (key) => new Set(runs.map((run) => JSON.stringify(run.settings?.[key]))).size > 1,
+  const values = runs.map((run) => new Map(flatten(run.config ?? run.settings ?? {}).map(([key, value]) => [key, JSON.stringify(value)])));
+  const keys = [...new Set(values.flatMap((each) => [...each.keys()]))].filter(
+    (key) =>
+      new Set(values.map((each) => each.get(key))).size > 1 &&
+      (runs.some((run) => key in (run.settings ?? {})) || values.every((each) => each.has(key))),
   );
   if (!keys.length) return null;
   return section(
@@ -88,9 +92,7 @@ export function differences(runs) {
               "tr",
               {},
               h("th", { scope: "row", class: "mono" }, key),
-              runs.map((run) =>
-                h("td", { class: "mono" }, key in (run.settings ?? {}) ? JSON.stringify(run.settings[key]) : "default"),
-              ),
+              values.map((each) => h("td", { class: "mono" }, each.get(key) ?? ABSENT)),
             ),
           ),
         ),

@@ -56,10 +56,12 @@ export class Curves {
   update(runs) {
     const several = runs.length > 1;
     const groups = metricGroups(runs.flatMap((run) => run.epochs));
+    this.node.hidden = this.further.hidden = !(groups.length || hasScores(runs) || hasRewards(runs));
     const layout = JSON.stringify([
       runs.map((run) => run.run),
       groups.map(([name, metrics]) => [name, metrics.map(({ key }) => key)]),
       hasScores(runs),
+      hasRewards(runs),
     ]);
     if (layout !== this.layout) this.build(layout, runs, groups);
     this.draw("score", runs, several ? heldOut(runs) : scoreAndReward(runs[0]));
@@ -93,16 +95,16 @@ export class Curves {
     const lead = [];
     if (hasScores(runs))
       lead.push(
-        this.card("score", several ? "Held-out score" : "Held-out score and training reward", {
+        this.card("score", several || !hasRewards(runs) ? "Held-out score" : "Held-out score and training reward", {
           help: "The band is the 95 % confidence interval of the held-out score.",
           format: score,
           tall: true,
         }),
       );
-    if (several || !hasScores(runs))
+    if (hasRewards(runs) && (several || !hasScores(runs)))
       lead.push(
         this.card("reward", "Training reward", {
-          help: "mean over the episodes of an epoch",
+          help: "mean over the episodes of an epoch; over its pairs if these are candidates of a turn, which have scores",
           format: score,
           tall: true,
         }),
@@ -185,6 +187,11 @@ function hasScores(runs) {
   return runs.some((run) => run.validations.some((/** @type {any} */ each) => isNumber(each.avg_reward)));
 }
 
+/** @param {Details[]} runs */
+function hasRewards(runs) {
+  return runs.some((run) => run.epochs.some((/** @type {any} */ line) => isNumber(line.avg_reward)));
+}
+
 /** @param {Details} run @returns {Series} */
 function scores(run) {
   const scored = run.validations.filter((/** @type {any} */ each) => isNumber(each.avg_reward));
@@ -230,7 +237,7 @@ function scoreLegend(run) {
     "p",
     { class: "legend" },
     entry("--blue", "held-out score, with its 95 % interval"),
-    entry("--amber", "training reward"),
+    hasRewards([run]) ? entry("--amber", "training reward") : null,
   );
 }
 

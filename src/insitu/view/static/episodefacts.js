@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { ABSENT, count, duration, isNumber, plain, plural, score, signed } from "./format.js";
-import { episodeLabel, link, toEpisode, toGroup } from "./links.js";
+import { episodeLabel, link, rowLabel, toEpisode, toGroup } from "./links.js";
 import { longText } from "./longtext.js";
 import { aboutRow, sideTags } from "./pairs.js";
 import { definitions, fact, failure, outcomeBadge, problems } from "./parts.js";
@@ -23,7 +23,7 @@ export function head(run, answer) {
     h(
       "div",
       { class: "title-line" },
-      h("h1", {}, record.row_id, " ", h("span", { class: "muted" }, episodeLabel(record))),
+      h("h1", {}, rowLabel(record.row_id, "Row"), h("span", { class: "muted" }, `, ${episodeLabel(record)}`)),
       h(
         "nav",
         { class: "steps", "aria-label": "Other episodes" },

@@ -10,22 +10,31 @@ export const [FEW_TRAINED, OFTEN_CUT] = [0.5, 0.1];
 /** The share of an epoch's episodes, or pairs, that were trained. @param {Line | undefined} line */
 export const trainedShare = (line) => (line?.num_trajectories ? line.filtered_trajectories / line.num_trajectories : null);
 
-/** What is wrong with the figures of an epoch, a sentence each. @param {Line | undefined} line @returns {string[]} */
-function badFigures(line) {
-  if (!line) return [];
+/**
+ * What is wrong with the figures of an epoch, a sentence each. Warnings of an epoch that trained nothing say why.
+ * @param {Line | undefined} line @param {boolean} marked with those that the page of a run marks @returns {string[]}
+ */
+function badFigures(line, marked) {
+  if (!line || (line.filtered_trajectories === 0 && line.warnings?.length)) return [];
   const found = [];
-  const [trained, cut] = [trainedShare(line), line.completions_clipped_ratio];
-  if (isNumber(trained) && trained < FEW_TRAINED) found.push(`${percent(trained)} of what has a reward was trained`);
-  if (isNumber(cut) && cut >= OFTEN_CUT) found.push(`${percent(cut)} of the answers were cut off at max_tokens or the model's limit`);
-  if (isNumber(line.frac_reward_zero_std) && line.frac_reward_zero_std > 0.5)
-    found.push(`${percent(line.frac_reward_zero_std)} of the groups have equal rewards, which teach nothing`);
+  const [trained, cut, equal] = [trainedShare(line), line.completions_clipped_ratio, line.frac_reward_zero_std];
+  if (isNumber(equal) && equal > 0.5) found.push(`${percent(equal)} of the groups have equal rewards, which teach nothing`);
+  else if (marked && isNumber(trained) && trained < FEW_TRAINED)
+    found.push(`${percent(trained)} of the ${line.pairs == null ? "episodes with a reward" : "pairs"} were trained`);
+  if (marked && isNumber(cut) && cut >= OFTEN_CUT) found.push(`${percent(cut)} of the answers were cut off at max_tokens or the model's limit`);
   if (line.greedy_groups) found.push(`${count(line.greedy_groups)} of ${count(line.num_groups)} groups were sampled at temperature 0`);
   return found;
 }
 
-/** Those of the last epoch, and what the console said of it and the one before. @param {Line[]} epochs @returns {string[]} */
-export function warnings(epochs) {
-  const said = epochs.slice(-2).flatMap((line) => (line.warnings ?? []).map((/** @type {string} */ text) => `epoch ${line.epoch}: ${text}`));
+/**
+ * Those of the last epoch, and what the console said of it and the one before, each once.
+ * @param {Line[]} epochs @param {boolean} [marked] @returns {string[]}
+ */
+export function warnings(epochs, marked = true) {
   const last = epochs.at(-1);
-  return [...badFigures(last).map((text) => `epoch ${last?.epoch}: ${text}`), ...said];
+  /** @type {Map<string, number[]>} */
+  const found = new Map(badFigures(last, marked).map((text) => [text, [last?.epoch]]));
+  for (const line of epochs.slice(-2))
+    for (const text of line.warnings ?? []) found.set(text, [...(found.get(text) ?? []), line.epoch]);
+  return [...found].map(([text, of]) => `${of.length > 1 ? "epochs" : "epoch"} ${of.join(" and ")}: ${text}`);
 }

@@ -48,7 +48,9 @@ export function link(href, attributes, ...children) {
   return h("a", { href, ...attributes }, ...children);
 }
 
-/** The last part of an episode's name that tells it from others of its group. @param {{generation: number, attempt?: number}} record */
-export function episodeLabel(record) {
-  return `#${record.generation}${record.attempt ? ` (attempt ${record.attempt + 1})` : ""}`;
-}
+/** `row 3`; the id alone if it says that it is a row. @param {string} id @param {string} [word] */
+export const rowLabel = (id, word = "row") => (/^row/i.test(id) ? id : `${word} ${id}`);
+
+/** What tells an episode from others of its group. @param {{generation: number, attempt?: number}} record */
+export const episodeLabel = (record) =>
+  `episode ${record.generation}${record.attempt ? `, attempt ${record.attempt + 1}` : ""}`;

@@ -30,7 +30,8 @@ export class Lists {
     this.run = run;
     this.onCollected = onCollected;
     this.signal = signal;
-    this.epochs = 0;
+    /** The newest epoch of which a group is recorded. */
+    this.newest = 0;
     this.timer = 0;
     /** @type {[number, number]} */
     this.range = [0, 1];
@@ -74,12 +75,18 @@ export class Lists {
     void this.table.refresh();
   }
 
-  /** @param {number} epochs the last complete one @param {string[]} reasons @param {[number, number]} range of rewards */
-  update(epochs, reasons, range) {
-    const changed = epochs !== this.epochs || reasons.join() !== this.reasons.join();
-    [this.epochs, this.reasons, this.range] = [epochs, reasons, range];
-    if (changed && !this.controls.contains(document.activeElement)) this.drawControls();
+  /** @param {string[]} reasons @param {[number, number]} range of rewards */
+  update(reasons, range) {
+    this.range = range;
+    this.offer(this.newest, reasons);
     return this.table?.refresh();
+  }
+
+  /** What can be chosen. @param {number} newest @param {string[]} reasons */
+  offer(newest, reasons) {
+    const changed = newest !== this.newest || reasons.join() !== this.reasons.join();
+    [this.newest, this.reasons] = [newest, reasons];
+    if (changed && !this.controls.contains(document.activeElement)) this.drawControls();
   }
 
   /** Shows one epoch. @param {string} epoch */
@@ -114,6 +121,7 @@ export class Lists {
     const asked = { run: this.run, ...filters, sort, descending: Number(descending), offset, limit };
     const answer = await get(list, asked, this.signal);
     this.onCollected(answer.collected);
+    this.offer(answer.collected.epoch ?? 0, this.reasons);
     return { ...answer, rows: answer[list] };
   }
 
@@ -146,9 +154,7 @@ export class Lists {
       );
       return h("label", { class: "field" }, h("span", {}, label), element);
     };
-    const epochs = Array.from({ length: Math.max(this.epochs + 1, Number(view.epoch) || 0) }, (_, index) =>
-      String(index + 1),
-    );
+    const epochs = Array.from({ length: Math.max(this.newest, Number(view.epoch) || 0) }, (_, index) => String(index + 1));
     const outcomes = [
       ...new Set([
         "ok",
@@ -222,7 +228,7 @@ export class Lists {
       href: (/** @type {Row} */ row) => toGroup(run, /** @type {any} */ (row)),
       columns: [
         { title: "Row", width: "minmax(7rem, 2fr)", sort: "row", cell: (row) => row.row_id },
-        { title: "Prompt", width: "minmax(8rem, 4fr)", rank: 2, cell: (row) => quoted(row.question) },
+        { title: "Question", width: "minmax(8rem, 4fr)", rank: 2, cell: (row) => quoted(row.question) },
         { title: "Epoch", width: "5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
         {
           title: "Rewards",
@@ -274,10 +280,10 @@ export class Lists {
           title: "Row",
           width: "minmax(7rem, 2fr)",
           sort: "row",
-          cell: (row) => [row.row_id, " ", h("span", { class: "muted" }, episodeLabel(/** @type {any} */ (row)))],
+          cell: (row) => [row.row_id, h("span", { class: "muted" }, `, ${episodeLabel(/** @type {any} */ (row))}`)],
         },
         { title: "Epoch", width: "4.5rem", sort: "epoch", number: true, cell: (row) => count(row.epoch) },
-        { title: "Prompt", width: "minmax(7rem, 3fr)", rank: 3, cell: (row) => quoted(row.question) },
+        { title: "Question", width: "minmax(7rem, 3fr)", rank: 3, cell: (row) => quoted(row.question) },
         { title: "Answer", width: "minmax(7rem, 3fr)", rank: 2, cell: (row) => quoted(row.answer) },
         {
           title: "Reward",
@@ -295,22 +301,20 @@ export class Lists {
         { title: "Outcome", width: "minmax(7rem, 2fr)", sort: "outcome", rank: 2, cell: (row) => [outcomeBadge(row), " ", sideTags(row.sides?.split(", "))] },
         { title: "Calls", width: "4.5rem", sort: "calls", number: true, rank: 2, cell: (row) => count(row.calls) },
         {
-          title: "Prompt",
-          width: "6rem",
+          title: "Prompt tokens",
+          width: "8rem",
           sort: "prompt_tokens",
           number: true,
           rank: 3,
           cell: (row) => count(row.prompt_tokens),
-          help: "tokens",
         },
         {
-          title: "Sampled",
-          width: "6rem",
+          title: "Sampled tokens",
+          width: "8.5rem",
           sort: "sampled_tokens",
           number: true,
           rank: 3,
           cell: (row) => count(row.sampled_tokens),
-          help: "tokens",
         },
         {
           title: "Time",

@@ -12,13 +12,19 @@ const perSecond = (value) => `${compact(value)}/s`;
 /** @param {any} value */
 const inTokens = (value) => number(value);
 
+const IMPLICIT = "beta x log-ratio of the policy to the reference, mean over the pairs; not the reward that the evaluator gave";
+
 /** @type {[string, [string, string, string, ((value: any) => string)?, boolean?][]][]} */
 const GROUPS = [
   [
     "Training",
     [
       ["loss", "Loss", "mean over the optimizer steps of the epoch's job"],
-      ["kl", "KL to the start, nats per token", "divergence from the reference policy, by the configured estimator"],
+      [
+        "kl",
+        "KL to the start, nats per token",
+        "divergence from the reference policy, by the configured estimator. In the first epochs of a run that learns well it may be in the tens: a few tokens that the starting weights held impossible dominate the mean",
+      ],
       ["teacher_kl", "KL to the teacher, nats per token", "rollout minus teacher, mean over the trained tokens"],
       ["entropy", "Entropy, nats per token", "of the policy's distribution; towards 0 it stops exploring"],
       ["grad_norm", "Gradient norm", "before clipping, mean over the steps", number, true],
@@ -45,10 +51,16 @@ const GROUPS = [
   [
     "Preferences",
     [
-      ["rewards/margins", "Reward margin", "chosen minus rejected"],
-      ["rewards/accuracies", "Accuracy", "share of the pairs with the higher reward on the chosen side", percent, true],
-      ["rewards/chosen", "Reward, chosen", "beta x log-ratio, mean over the pairs"],
-      ["rewards/rejected", "Reward, rejected", "beta x log-ratio, mean over the pairs"],
+      ["rewards/margins", "Implicit reward, margin", "that of the chosen side minus that of the rejected side"],
+      [
+        "rewards/accuracies",
+        "Implicit reward, accuracy",
+        "share of the pairs whose chosen side has the higher implicit reward",
+        percent,
+        true,
+      ],
+      ["rewards/chosen", "Implicit reward, chosen", IMPLICIT],
+      ["rewards/rejected", "Implicit reward, rejected", IMPLICIT],
       ["logps/chosen", "Log-probability, chosen", "of a side, mean"],
       ["logps/rejected", "Log-probability, rejected", "of a side, mean"],
       ["sft_loss", "SFT loss", "per token of the chosen sides"],
@@ -97,6 +109,7 @@ const KNOWN = new Set([
   "avg_reward",
   "min_reward",
   "max_reward",
+  "num_trajectories",
   "num_groups",
   "greedy_groups",
   "stray_completions",

@@ -1,4 +1,4 @@
-/** Preference pairs: the chosen and the rejected completion side by side, and by how much the chosen one scored higher. */
+/** Preference pairs: the chosen and the rejected completion side by side, and by how much the chosen one is better. */
 
 import { h, style } from "./dom.js";
 import { plural, score, signed } from "./format.js";
@@ -28,6 +28,7 @@ export function pairList(run, pairs, here) {
 /** @param {string} run @param {Pair} pair @param {string} [here] */
 function drawn(run, pair, here) {
   const number = pair.pair.split("/").at(-1);
+  const compared = pair.chosen.episode === pair.rejected.episode ? "score" : "reward"; // candidates of a turn, or episodes
   return h(
     "article",
     { class: `pair${pair.dropped ? " left-out" : ""}`, id: pairId(pair.pair), "aria-label": number },
@@ -35,24 +36,24 @@ function drawn(run, pair, here) {
       "header",
       {},
       h("strong", {}, number),
-      h("span", { class: "num" }, `margin ${signed(pair.margin)}`),
+      h("span", { class: "num" }, `difference in ${compared} ${signed(pair.margin)}`),
       pair.dropped ? h("span", { class: "outcome left-out" }, `○ ${pair.dropped}`) : null,
     ),
     style(
       h("div", { class: "side-by-side", tabindex: "0", role: "region", "aria-label": `${number}, side by side` }, [
-        side(run, "chosen", pair.chosen, here),
-        side(run, "rejected", pair.rejected, here),
+        side(run, "chosen", pair.chosen, compared, here),
+        side(run, "rejected", pair.rejected, compared, here),
       ]),
       { "--count": 2 },
     ),
   );
 }
 
-/** @param {string} run @param {string} name @param {any} of @param {string} [here] */
-function side(run, name, of, here) {
+/** @param {string} run @param {string} name @param {any} of @param {string} compared what its score is @param {string} [here] */
+function side(run, name, of, compared, here) {
   const [call] = of.calls;
   const generation = of.episode.split("/").at(-2);
-  const label = [here === of.episode ? null : `#${generation}`, call == null ? null : `call ${of.calls.join(", ")}`];
+  const label = [here === of.episode ? null : `episode ${generation}`, call == null ? null : `call ${of.calls.join(", ")}`];
   return h(
     "div",
     { class: `cell ${name}` },
@@ -61,8 +62,8 @@ function side(run, name, of, here) {
       { class: "role" },
       h("span", { class: `tag ${name}` }, name),
       " ",
-      link(toEpisode(run, of.episode, { call }), {}, label.filter(Boolean).join(" ") || "this episode"),
-      h("span", { class: "num muted" }, ` score ${score(of.score)}`),
+      link(toEpisode(run, of.episode, { call }), {}, label.filter(Boolean).join(", ") || "this episode"),
+      h("span", { class: "num muted" }, ` ${compared} ${score(of.score)}`),
     ),
     of.messages.length
       ? of.messages.map((/** @type {any} */ message) => [reasoningOf(message), contentOf(message), toolCallsOf(message)])
@@ -91,5 +92,5 @@ export function aboutRow(row) {
           h("dt", {}, name),
           h("dd", { class: "pre" }, text.length > 400 ? h("details", {}, h("summary", {}, oneLine(text, 200)), text) : text),
         );
-  return h("dl", { class: "about-row" }, entry("Row", row.question), entry("Expected", row.expected));
+  return h("dl", { class: "about-row" }, entry("Question", row.question), entry("Expected", row.expected));
 }

@@ -65,7 +65,7 @@ function filtered(entries) {
 }
 
 /** Dotted keys. @param {any} value @param {string} [prefix] @returns {[string, any][]} */
-function flatten(value, prefix = "") {
+export function flatten(value, prefix = "") {
   if (value === null || typeof value !== "object" || Array.isArray(value) || !Object.keys(value).length)
     return [[prefix, value]];
   return Object.entries(value).flatMap(([key, inner]) => flatten(inner, prefix ? `${prefix}.${key}` : key));

@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { conversation, failedCalls } from "../chat.js";
 import { append, fill, h } from "../dom.js";
 import { head, side } from "../episodefacts.js";
-import { address, episodeLabel, toEpisode, toGroup, toRun } from "../links.js";
+import { address, episodeLabel, rowLabel, toEpisode, toGroup, toRun } from "../links.js";
 import { pairList } from "../pairs.js";
 import { loadParts } from "../longtext.js";
 import { choice } from "../parts.js";
@@ -92,7 +92,7 @@ export async function episodePage({ parameters, signal, go }) {
   );
   const calls = answer.calls.length;
   return {
-    title: `${record.row_id} ${episodeLabel(record)}`,
+    title: `${rowLabel(record.row_id, "Row")}, ${episodeLabel(record)}`,
     crumbs: crumbs(run, record),
     runs: [run],
     node: h(
@@ -161,7 +161,7 @@ function crumbs(run, record) {
     ["Runs", "/runs"],
     [run === "." ? "run" : run, toRun(run)],
     [`epoch ${record.epoch}`, address("/run", { run, epoch: record.epoch })],
-    [record.row_id, toGroup(run, record)],
+    [rowLabel(record.row_id), toGroup(run, record)],
     [episodeLabel(record), null],
   ];
 }

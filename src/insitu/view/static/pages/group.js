@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, score, signed } from "../format.js";
-import { address, episodeLabel, link, toEpisode, toGroup, toRun } from "../links.js";
+import { address, episodeLabel, link, rowLabel, toEpisode, toGroup, toRun } from "../links.js";
 import { loadParts } from "../longtext.js";
 import { contentText, oneLine } from "../messages.js";
 import { aboutRow, pairList, sideTags } from "../pairs.js";
@@ -67,12 +67,12 @@ export async function groupPage({ parameters, signal, go }) {
   };
   const to = (/** @type {any} */ target) => () => target && go(toGroup(run, target));
   return {
-    title: `${key.row_id}, epoch ${key.epoch}`,
+    title: `${rowLabel(key.row_id, "Row")}, epoch ${key.epoch}`,
     crumbs: [
       ["Runs", "/runs"],
       [run === "." ? "run" : run, toRun(run)],
       [`epoch ${key.epoch}`, address("/run", { run, epoch: key.epoch })],
-      [key.row_id, null],
+      [rowLabel(key.row_id), null],
     ],
     runs: [run],
     node: h("div", { class: "page" }, head, list, pairs, beside),
@@ -158,7 +158,7 @@ function header(run, key, answer) {
       h(
         "div",
         { class: "title-line" },
-        h("h1", {}, key.row_id, " ", h("span", { class: "muted" }, `epoch ${key.epoch}`)),
+        h("h1", {}, rowLabel(key.row_id, "Row"), h("span", { class: "muted" }, `, epoch ${key.epoch}`)),
         h(
           "nav",
           { class: "steps", "aria-label": "Other groups" },

@@ -46,8 +46,6 @@ export async function runPage({ parameters, signal, go }) {
       const adding = compareWith(name, compared, others.runs, go);
       fill(head, compared.length ? comparison(runs, adding) : header(run, adding, progress));
       fill(progress, withinEpoch(run, collected));
-      const empty = !runs.some((each) => each.epochs.length || each.validations.length);
-      curves.node.hidden = curves.further.hidden = empty;
       curves.update(runs);
       fill(dropped, compared.length ? differences(runs) : leftOut(run));
       if (compared.length) return;
@@ -55,11 +53,7 @@ export async function runPage({ parameters, signal, go }) {
       fill(foot, about(run));
       for (const id of opened) foot.querySelector(`#${id}`)?.setAttribute("open", "");
     }
-    void lists?.update(
-      runs[0].epochs.at(-1)?.epoch ?? 0,
-      Object.keys(runs[0].dropped ?? {}),
-      rewardRange(runs[0].epochs),
-    );
+    void lists?.update(Object.keys(runs[0].dropped ?? {}), rewardRange(runs[0].epochs));
   };
   draw();
   return {
@@ -113,7 +107,7 @@ function withinEpoch(run, collected) {
 function header(run, adding, progress) {
   const { summary } = run;
   const last = run.epochs.at(-1);
-  const warned = warnings(run.epochs);
+  const warned = warnings(run.epochs, false);
   const cut = last?.completions_clipped_ratio;
   const origin = [
     summary.method,
@@ -137,18 +131,6 @@ function header(run, adding, progress) {
       ? failure("The process of this run ended without recording why", `insitu finetune --resume: ${run.resume}`)
       : null,
     problems(run.problems, summary.run_dir),
-    warned.length
-      ? h(
-          "div",
-          { class: "callout warn", role: "status" },
-          h("strong", {}, "What the last epochs warn of"),
-          h(
-            "ul",
-            {},
-            warned.map((text) => h("li", { class: "pre" }, text)),
-          ),
-        )
-      : null,
     h(
       "dl",
       { class: "facts" },
@@ -165,7 +147,7 @@ function header(run, adding, progress) {
               ),
               `epoch ${last.epoch}`,
             ]
-          : "no epoch is complete yet",
+          : "no epoch is complete",
       ),
       fact("Epochs", `${count(summary.epoch ?? (last ? last.epoch : null))} / ${count(summary.epochs)}`, [
         bar(summary.epoch ?? 0, summary.epochs ?? 0),
@@ -186,6 +168,18 @@ function header(run, adding, progress) {
         ? marked(cut >= OFTEN_CUT, fact("Cut off", percent(cut), `of the answers, epoch ${last?.epoch}`))
         : null,
     ),
+    warned.length
+      ? h(
+          "div",
+          { class: "callout warn", role: "status" },
+          h("strong", {}, "What the last epochs warn of"),
+          h(
+            "ul",
+            {},
+            warned.map((text) => h("li", { class: "pre" }, text)),
+          ),
+        )
+      : null,
   ];
 }
 
