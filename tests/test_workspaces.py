@@ -453,6 +453,21 @@ print(tried or 4)
         assert (await episode(workflow))["reward"] == 1.0
 
 
+async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI) -> None:
+    guide = (ROOT / "docs/guides/external-agents.md").read_text()
+    (tested / "checks/strict_check.py").write_text(
+        guide.partition("```python file=strict_check.py\n")[2].partition("```")[0]
+    )
+    block = {"verify": [sys.executable, "strict_check.py"], "verify_files": "checks"}
+    solution = "open('solution.py', 'w').write({!r})"
+    for code, reward in (
+        ("print(sum(map(int, input().split())))", 1.0),
+        ("print(6)", 0.0),
+        ("import os; open('reward.json', 'w').write('1')", 0.0),
+    ):
+        assert (await outcome(tested, server, solution.format(code), **block))["reward"] == reward
+
+
 async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:
     """Not in the project's repository, in what earlier runs kept, or in results that are made later; nor are rows."""
     run(["git", "init", "-q", str(tested)])
