@@ -213,6 +213,7 @@ class MadeRun:
         settings = {"insitu": "0.1.0", "epochs": epochs, "seed": seed, "credit": "episode", "discount": 1.0}
         settings |= {"episodes_per_epoch": 16}
         computed = {"targets": targets, "advantages": advantages, "training": {"method": "grpo"}, "config": config}
+        computed["given"] = config
         self.store.write("run.json", {"run_id": self.run_id, **settings, **computed})
         self.progress("running", 0)
         self.store.record_event("started", insitu="0.1.0")
