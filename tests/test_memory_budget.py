@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from factories import MODEL
+from fake_hub import fake_hub
 from model_families import tiny_config
 from processes import run
 from real_model import real_model
@@ -263,7 +264,9 @@ def test_validate_says_what_a_file_needs(tmp_path: Path) -> None:
     )
     assert [line.split("  ")[1].strip() for line in table][:3] == ["weights", "trained weights", "gradients"]
     assert re.fullmatch(r"disk: about \S+ MB of checkpoints; .* are free", disk)
-    unknown = run("validate", file, "-o", "trainer_adapters.backend.model", "org/name", folder=tmp_path)
+    with fake_hub("org/name") as hub:
+        change = ("-o", "trainer_adapters.backend.model", "org/name")
+        unknown = run("validate", file, *change, folder=tmp_path, HF_ENDPOINT=hub)
     assert unknown.stdout.splitlines()[-1] == "memory: unknown before the backend has loaded its model"
 
 

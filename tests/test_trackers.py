@@ -165,7 +165,7 @@ def test_what_is_logged_is_what_the_files_have(project: Path, tracked: str) -> N
 
 def test_a_tracker_that_fails_is_one_warning(project: Path, tracked: str) -> None:
     assert tracked.count("finetuning.report_to: raising has failed: ValueError: the password is ***") == 2, tracked
-    assert len(tracked.splitlines()) == 2
+    assert sum("report_to" in line for line in tracked.splitlines()) == 2
     assert "the files of the run have everything" in tracked
     assert "hunter2" not in (project / "run/trackers/raising.log").read_text()
 

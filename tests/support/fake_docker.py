@@ -7,14 +7,16 @@ namespace, as with docker. The image `absent` is what a daemon does not have, an
 built.
 """
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from waiting import until
 
 ROOT = """
 set -e
@@ -51,8 +53,7 @@ def build(arguments: list[str]) -> int:
 def execute(arguments: list[str]) -> int:
     """`-i NAME COMMAND...`, in a container that runs."""
     place = images / "running" / arguments[1]
-    while not place.exists():  # its first process is quicker than `run`
-        time.sleep(0.01)
+    asyncio.run(until(place.exists, 0.01))  # its first process is quicker than `run`
     pid, variables = place.read_text().split("\n", 1)
     inside = ["--user", "--mount", "--pid", "--root", "--wd"]
     command = f'exec env -i PATH="$PATH" HOME=/root {variables} sh -c \'cd /app && exec "$@"\' sh "$@"'
@@ -87,9 +88,9 @@ def run(arguments: list[str]) -> int:
     container = subprocess.Popen([*namespaces, "sh", "-c", ROOT, "sh", *arguments], start_new_session=True)
     (images / "running").mkdir(exist_ok=True)
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
-    while container.poll() is None and not (first := children.read_text().split()):
-        time.sleep(0.01)
+    asyncio.run(until(lambda: container.poll() is not None or children.read_text(), 0.01))
     if container.poll() is None:
+        first = children.read_text().split()
         (images / f"{name}.starting").write_text(f"{first[0]}\n{variables}")
         (images / f"{name}.starting").rename(images / "running" / name)
     end = ["pkill", "-TERM", "-P", str(container.pid)]

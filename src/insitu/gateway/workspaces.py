@@ -28,6 +28,8 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, read_outcome, repositories, run_tool
+from insitu.runs.files import RUN
+from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
 from insitu.workflow.programs import Program
@@ -48,7 +50,7 @@ Git takes no folder for a repository that is not called `.git`."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
-_RESULTS = ("run.json", "workflow_output.json")
+_RESULTS = (RUN, WORKFLOW_OUTPUT)
 """Files by which a folder is known as one with results."""
 
 
@@ -218,8 +220,8 @@ class Workspace:
         hidden = [*workspaces.place.hidden] if workspaces.place.isolated else []
         self._source = workspaces.folder(copy, values, "workspace.copy") if copy else workspaces.root / "repository"
         self._result = [os.path.normpath(workspaces.path(path, values, "workspace.result")) for path in result]
-        files = workspaces.keys.verify_files
-        self._verify_files = None if files is None else workspaces.folder(files, values, "verify_files")
+        verify = workspaces.keys.verify_files
+        self._verify_files = None if verify is None else workspaces.folder(verify, values, "verify_files")
         for path in (*hidden, *filter(None, [self._verify_files])):
             if copy and path.exists() and path.is_relative_to(self._source):
                 raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")

@@ -191,12 +191,8 @@ async def _bound_components(builder: Builder, *, checked: bool = True) -> tuple[
     trajectory_builder = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
     try:
         adapter = await builder.get_trainer_adapter(str(finetuning.trainer_adapter))
-    except ConfigError as error:  # with what would be refused next, so that both are changed at once
-        try:
-            trajectory_builder.check_trainer(await builder.get(TRAINER, str(finetuning.trainer)))
-        except ConfigError as other:
-            raise ConfigError(f"{other}\n{error}") from error
-        raise
+    except ConfigError as error:
+        raise await _with_next(error, builder) from error
     trainer = await builder.get_trainer(str(finetuning.trainer), trajectory_builder, adapter)
     if request is not None and request.resume:
         names = {f"trainers.{finetuning.trainer}": trainer, f"trainer_adapters.{finetuning.trainer_adapter}": adapter}
@@ -301,7 +297,21 @@ async def check_parts(builder: Builder) -> None:
         if isinstance(block, EvaluatorBaseConfig):
             block.check_code(f"eval.evaluators.{name}", config.folder)
     if adapter is not None and isinstance(block := config.block(TRAINER_ADAPTER, adapter), TrainerAdapterConfig):
-        await asyncio.to_thread(block.check_model, builder)
+        try:
+            await asyncio.to_thread(block.check_model, builder)
+        except ConfigError as error:
+            raise await _with_next(error, builder) from error
+
+
+async def _with_next(error: ConfigError, builder: Builder) -> ConfigError:
+    """An error of the trainer adapter with what would be refused next, so that both are changed at once."""
+    finetuning = builder.config.finetuning
+    try:
+        trajectories = await builder.get_trajectory_builder(str(finetuning.trajectory_builder))
+        trajectories.check_trainer(await builder.get(TRAINER, str(finetuning.trainer)))
+    except ConfigError as other:
+        return ConfigError(f"{other}\n{error}")
+    return error
 
 
 def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunConfig:

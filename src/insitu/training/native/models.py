@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from insitu.builder import Builder
@@ -46,4 +46,5 @@ def check_hub(model: str) -> None:
             raise ConfigError(f"{missing}, and {hub} has no such model") from None
         logger.info("%s answered %d for %s", hub, error.code, model)  # the backend may have the right to read it
     except OSError as error:
-        raise ConfigError(f"{missing}, and {hub} cannot be reached ({getattr(error, 'reason', error)})") from None
+        reason = error.reason if isinstance(error, URLError) else error
+        raise ConfigError(f"{missing}, and {hub} cannot be reached ({reason})") from None
