@@ -74,7 +74,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m types tests/test_nat_paths.py
+	$(BIN)/python -m pytest -m types tests/integrations/nat/test_nat_paths.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python scripts/test_with.py --install preferences

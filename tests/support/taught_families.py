@@ -1,6 +1,6 @@
 """What is true of every family of models: agents run on a model that was taught to answer in its form.
 
-`tests/test_taught_families.py` and `tests/with_models/test_forms.py` collect these tests for their families.
+`tests/formats/test_taught_families.py` and `tests/with_models/test_forms.py` collect these tests for their families.
 """
 
 import asyncio

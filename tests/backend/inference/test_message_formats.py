@@ -1,0 +1,127 @@
+"""Tool calls and reasoning in the forms that families of models write them in."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from message_formats import ALL_FAMILIES, TOOLS
+from message_strategies import NUM_OUTPUTS, outputs
+
+from insitu.disk.model_files import chat_template
+from insitu.formats.parser import MessageFormats, Piece, message_parser
+from insitu.formats.templates import dropped_reasoning
+
+each_family = pytest.mark.parametrize("name", ALL_FAMILIES)
+
+
+def parsed(name: str, text: str, prompt: str = "", cuts: tuple[int, ...] = ()) -> Piece:
+    """What the parser makes of a completion of a family, fed in pieces that end at `cuts`."""
+    formats = MessageFormats.of(ALL_FAMILIES[name].source)
+    parser = message_parser(formats, prompt, TOOLS)
+    content = reasoning = ""
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        piece = parser.feed(text[start:end])
+        content, reasoning = content + piece.content, reasoning + piece.reasoning
+    last = parser.finish()
+    return last._replace(content=content + last.content, reasoning=reasoning + last.reasoning)
+
+
+@each_family
+def test_formats_are_recognized(name):
+    family = ALL_FAMILIES[name]
+    assert MessageFormats.of(family.source) == (family.tools, family.reasoning, None)
+
+
+@each_family
+@settings(max_examples=NUM_OUTPUTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), cut=st.lists(st.integers(0, 400), max_size=6))
+def test_what_a_template_renders_is_parsed(name, data, cut):
+    output = data.draw(outputs(name))
+    cuts = tuple(sorted(min(at, len(output.text)) for at in cut))
+    piece = parsed(name, output.text, output.prompt, cuts)
+    assert (piece.content, piece.reasoning, piece.malformed) == (output.content, output.reasoning, False)
+    found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in piece.calls]
+    assert found == output.calls
+    assert len({call["id"] for call in piece.calls}) == len(output.calls)
+
+
+@each_family
+@settings(max_examples=NUM_OUTPUTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), span=st.tuples(st.integers(0, 300), st.integers(0, 30)))
+def test_a_damaged_output_is_read_alike_in_pieces_and_keeps_its_text(name, data, span):
+    output, (start, length) = data.draw(outputs(name)), span
+    text = output.text[:start] + output.text[start + length :]
+    whole, pieces = (parsed(name, text, output.prompt, cuts) for cuts in ((), tuple(range(1, len(text)))))
+    found = [[call["function"] for call in piece.calls] for piece in (whole, pieces)]
+    assert found[0] == found[1]
+    assert whole._replace(calls=()) == pieces._replace(calls=())
+    assert not (whole.calls and whole.malformed)
+    if not whole.calls and not output.reasoning and name != "gpt_oss":  # whose texts have delimiters, too
+        assert whole.content == text.strip() or whole.content == text
+
+
+_CUT_OFF = '<tool_call>{"name": "weather", "arguments": {"city": "Be'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls", "malformed"),
+    [
+        ("hermes", "plain ", "plain ", 0, False),
+        ("hermes", "<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", 0, True),
+        ("hermes", f"I look. {_CUT_OFF}", f"I look. {_CUT_OFF}", 0, True),
+        ("hermes", 'Now <tool_call>{"name": "go"}', "Now", 1, False),
+        ("hermes", '<tool_call>{"name": "go"}</tool_call> and more', "\nand more", 1, False),
+        (
+            "hermes",
+            '<tool_call>{"name": "go"}</tool_call>' + _CUT_OFF,
+            '<tool_call>{"name": "go"}</tool_call>' + _CUT_OFF,
+            0,
+            True,
+        ),
+        ("hermes", '<tool_call>{"name": "go", "arguments": {"x": NaN}}</tool_call>', None, 0, True),
+        ("hermes", '<tool_call>{"name": "go", "arguments": {"x": "\\ud800"}}</tool_call>', None, 0, True),
+        ("hermes", '<tool_call>{"name": "go", "arguments": ' + "[" * 100_000, None, 0, True),
+        ("llama3", '{"answer": 3}', '{"answer": 3}', 0, False),
+        ("llama3", '{"name": "Bob"}', '{"name": "Bob"}', 0, False),
+        ("llama3", '{"name": "weather", "parameters": {"ci', None, 0, True),
+        ("pythonic", "[1, 2]", "[1, 2]", 0, False),
+        ("pythonic", "[weather('Bern')]", None, 0, True),
+        ("pythonic", "[weather(city=open('x'))]", None, 0, True),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nBern", None, 0, True),
+        ("gpt_oss", "no channel", "no channel", 0, False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_what_is_no_complete_call_stays_in_the_text(name, text, content, calls, malformed, size):
+    piece = parsed(name, text, cuts=tuple(range(size, len(text), size)) if len(text) < 1000 else ())
+    assert piece.content == (text if content is None else content)
+    assert (len(piece.calls), piece.malformed, piece.reasoning) == (calls, malformed, "")
+
+
+@pytest.mark.parametrize("folder", ["src/insitu/starter/model", "examples/help_desk/model"])
+def test_models_of_this_repository_write_as_hermes(folder):
+    root = Path(__file__).parents[3]
+    assert MessageFormats.of(*chat_template(root / folder)) == ("hermes", "none", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", f"[weather(days={'-' * 20_000}1)]"),
+        ("pythonic", f"[{'a.' * 20_000}b(days=1)]"),
+        ("qwen3_coder", "<tool_call>" + "<function=weather>" * 20_000),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 20_000),
+        ("hermes", "<tool_call>" + "1 " * 50_000),
+    ],
+)
+def test_a_model_that_repeats_itself_is_read(name, text):
+    """Recursion would end, and patterns that search from each beginning take minutes."""
+    assert parsed(name, text).content == text
+
+
+@pytest.mark.slow
+def test_a_template_that_loops_is_left_alone():
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    assert dropped_reasoning(endless) is None

@@ -1,0 +1,56 @@
+"""Every file of a run has one name in the source, and its description."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_view import write_run
+
+from insitu.runs import files
+from insitu.runs.files import FILES, Format
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src/insitu"
+MODULES = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "runs/files.py"]
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The texts in a module that are no docstrings, also those in f-strings."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def test_no_other_module_names_a_file_of_a_run() -> None:
+    names = "|".join(re.escape(name) for name in (*FILES, files.STARTED_FILE) if name != ".lock")
+    literal = re.compile(rf"(?<![\w.])({names})(?![\w.]\w)")
+    named = [path for path in MODULES if literal.search(path.read_text())]
+    found = {str(path.relative_to(ROOT)): [*filter(literal.search, texts(path))] for path in named}
+    assert not {path: texts for path, texts in found.items() if texts}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_reference_describes_every_file(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs/reference/files.md").read_text()
+
+
+def test_files_have_the_format_that_they_are_declared_with(tmp_path: Path) -> None:
+    made = write_run(tmp_path)
+    made.store.record_event("started")
+    made.store.close()
+    for name, file in FILES.items():
+        path = tmp_path / name
+        if not path.exists():
+            continue
+        if file.format in (Format.LINES, Format.PLAIN_LINES):
+            first, *_ = map(json.loads, path.read_text().splitlines())
+            assert (first == {"format": 2}) == (file.format is Format.LINES), name
+        elif file.format is Format.BLOCKS:
+            assert path.read_bytes().startswith(b"\x1f\x8b"), name
+        elif file.format is Format.OBJECT:
+            assert isinstance(json.loads(path.read_text()), dict), name
