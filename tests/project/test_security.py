@@ -871,7 +871,7 @@ def test_the_threat_model_names_its_tests() -> None:
     rows = re.findall(r"^\| (?!promise|---)(.+?) \| (.+?) \|$", page.partition("## What is promised")[2], re.M)
     assert len(rows) > 15
     for promise, tests in rows:
-        named = re.findall(r"`(tests\w*/\w+\.py)::(\w+)`", tests)
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
         assert named, promise
         for file, test in named:
             assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.M), (file, test)
