@@ -65,7 +65,7 @@ def test_the_files_of_a_run_are_those_of_the_local_executor(cluster: RayCluster,
     here = trained(cluster, tmp_path / "here", rows, *options)
     there = trained(cluster, tmp_path / "there", rows, *options, *cluster.executor())
     expected = outcome(here / "run")
-    assert is_exercised(method, expected)
+    assert method == "snapshots" or is_exercised(method, expected)  # its best version may be one that is left out there
     check_equal(outcome(there / "run"), expected)
     assert weights(there) == weights(here)
     assert episodes(there) == episodes(here)

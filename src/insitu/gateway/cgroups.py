@@ -114,8 +114,9 @@ class Cgroup(NamedTuple):
         for folder in self._folders():
             while folder.exists() and time.monotonic() < until:
                 with suppress(OSError):
-                    for pid in (folder / "cgroup.procs").read_text().split():
-                        os.kill(int(pid), signal.SIGKILL)
+                    for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+                        if pid > 1:  # 0 is one of another namespace
+                            os.kill(pid, signal.SIGKILL)
                 try:
                     folder.rmdir()
                 except OSError as error:
