@@ -91,3 +91,25 @@ def test_a_group_of_this_machine_ends_with_its_processes() -> None:
         group.remove()
         assert process.wait() == 0
     assert not any(os.path.exists(each) for each in group.entrances)
+
+
+def test_processes_stay_where_controllers_cannot_be_enabled(unified: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are moved only if it is they that are in the way; and groups of others are left alone."""
+    (unified / "cgroup.subtree_control").write_text("")
+    (unified / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    write, others = Path.write_text, unified / "insitu-test-1"
+    others.mkdir()
+    (others / "cgroup.procs").write_text(f"{os.getpid()}\n")
+
+    def forbidden(self: Path, data: str) -> int:
+        if self.name == "cgroup.subtree_control":
+            raise OSError(errno.ENOENT, "there is no such controller")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_text", forbidden)
+    assert Cgroup.own(unified.parents[1]) is None
+    monkeypatch.undo()
+    assert not (unified / "insitu.main").exists()
+    (unified / "cgroup.subtree_control").write_text("memory pids")
+    assert Cgroup.own(unified.parents[1]) is not None  # and this process lives
+    assert (others / "cgroup.procs").exists()

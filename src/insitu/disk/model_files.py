@@ -294,7 +294,7 @@ def stored_model(source: str) -> StoredModel | None:
 
     None if they are not on this machine, or damaged, which loading the model reports.
     """
-    folder = Path(source) if Path(source).is_dir() else _downloaded(source)
+    folder = Path(source) if Path(source).is_dir() else downloaded(source)
     try:
         if folder is None:
             return None
@@ -311,13 +311,8 @@ def stored_model(source: str) -> StoredModel | None:
         return None
 
 
-def is_downloaded(name: str) -> bool:
-    """Whether a model of the Hub is in its cache."""
-    return _downloaded(name) is not None
-
-
-def _downloaded(name: str) -> Path | None:
-    """The folder of a model in the Hub's cache, https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+def downloaded(name: str) -> Path | None:
+    """The folder of a model in the Hub's cache; None if it is not there. https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
     model = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"models--{name.replace('/', '--')}"
     if name.count("/") > 1 or not (model / "refs/main").is_file():

@@ -41,7 +41,7 @@ _SYSTEM_CALLS = {  # architecture, socket, socketpair, and those that are refuse
 
 @functools.cache
 def find_bubblewrap() -> str:
-    """Its path. Raises ConfigError, which says what to do, if programs cannot be confined by it here."""
+    """The path of `bwrap`. Raises ConfigError, with a remedy, if it cannot confine programs on this system."""
     what = "workflow.network is model, which needs bubblewrap 0.8 or later"
     advice = "install it (Debian and Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
     if platform.machine() not in _SYSTEM_CALLS:
@@ -127,7 +127,7 @@ def _shown(path: Path, visible: Iterable[str]) -> bool:
 def confined_again(size: int | None, visible: Sequence[str]) -> list[str]:
     """The command, without its end, by which a confined verifier runs programs of the agent.
 
-    They see neither processes, nor the verifier's files; all is read-only but a `/tmp` of their own.
+    These see no other processes and none of the verifier's files, and can write only to their own `/tmp`.
     """
     arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices(), "--tmpfs", "/proc"]
     return [*arguments, *_private_folders(size, visible), "--ro-bind", f"{ISOLATED}.work", WORK]

@@ -58,16 +58,19 @@ class Cgroup(NamedTuple):
 
     @classmethod
     def own(cls, proc: Path = Path("/proc/self")) -> Self | None:
-        """That of this process; None if it may make none below. Removes what ended processes have left there."""
+        """The control group of this process, or None if it may not create groups in it.
+
+        Deletes the empty groups of processes that have ended.
+        """
         for version in _VERSIONS:
             with suppress(OSError, LookupError):
                 own = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
                 if version.swap:
                     _enable(own.memory)
-                left = {old.name for folder in own._folders() for old in folder.glob(f"{_PREFIX}*-*")}
-                for name in left:
-                    if not os.path.exists(f"/proc/{name.split('-')[1]}"):
-                        own._below(name).remove()
+                for left in (left for folder in own._folders() for left in folder.glob(f"{_PREFIX}*-*")):
+                    with suppress(OSError):  # processes are in it
+                        if not os.path.exists(f"/proc/{left.name.split('-')[1]}"):
+                            left.rmdir()
                 own.new(None, 1).remove()
                 return own
         return None
@@ -76,7 +79,7 @@ class Cgroup(NamedTuple):
         return self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
 
     def new(self, memory: int | None, processes: int) -> Self:
-        """One below for the processes of an episode. Raises OSError."""
+        """Creates a group in this one for the processes of an episode. Raises OSError."""
         group = self._below(f"{_PREFIX}{os.getpid()}-{next(_numbers)}")
         try:
             for folder in group._folders():
@@ -122,7 +125,7 @@ class Cgroup(NamedTuple):
                 except OSError as error:
                     if error.errno != errno.EBUSY:
                         break
-                time.sleep(0.005)
+                    time.sleep(0.005)
 
 
 def _counter(file: Path, key: str) -> int:
@@ -133,7 +136,10 @@ def _counter(file: Path, key: str) -> int:
 
 
 def _folder(proc: Path, version: _Version, file: str) -> Path:
-    """That of this process for a controller, which a file may begin with. Raises LookupError."""
+    """The folder of this process's control group that has a file such as `cpu.stat`, by the file's controller.
+
+    Raises LookupError if the controller is not mounted.
+    """
     controller = file.partition(".")[0]
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -149,13 +155,19 @@ def _folder(proc: Path, version: _Version, file: str) -> Path:
 
 
 def _enable(folder: Path) -> None:
-    """Lets groups below count memory and processes; one with processes cannot, so these move to one below it."""
+    """Enables the controllers of memory and processes for the groups in a group of version 2.
+
+    The kernel refuses this for a group that has processes itself; they are moved to a group in it. Raises OSError.
+    """
     control, own = folder / "cgroup.subtree_control", folder / "insitu.main"
     if {"memory", "pids"} <= set(control.read_text().split()):
         return
-    with suppress(OSError):
+    try:
         control.write_text("+memory +pids")
         return
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
     own.mkdir(exist_ok=True)
     for pid in (folder / "cgroup.procs").read_text().split():
         (own / "cgroup.procs").write_text(pid)

@@ -1,4 +1,4 @@
-"""Runs a program in a folder of its own, with nothing left running, and sends what is wanted of the folder.
+"""Fills a folder, runs a program in it, ends all processes of the program, and writes an archive of the results.
 
     python -I -S sandbox.py '{"control": 5, "work": "/tmp/work", ...}' PROGRAM ARGUMENT...
 
@@ -31,25 +31,14 @@ _BYTES_PER_FILE = 2048
 _DEEPEST = 200
 """Levels of folders that are sent."""
 _RUNNERS = {
-    *(
-        "conftest.py",
-        "pytest.ini",
-        ".pytest.ini",
-        "tox.ini",
-        "setup.cfg",
-        "pyproject.toml",
-        "noxfile.py",
-        ".coveragerc",
-    ),
-    *("sitecustomize.py", "usercustomize.py", "makefile", "gnumakefile", "justfile", "rakefile", "cmakelists.txt"),
+    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "noxfile.py"),
+    *(".coveragerc", "makefile", "gnumakefile", "justfile", "rakefile"),
     *("package.json", ".npmrc", ".mocharc", "jest.config", "vitest.config", "vite.config", "babel.config", ".babelrc"),
     *("pytest.toml", ".pytest.toml", "sitecustomize", "usercustomize", "rust-toolchain", "node_modules", ".justfile"),
     *(".mvn", "go.work", ".yarnrc", "cmakepresets.json", "local.mk", "jest.setup", ".pnp", ".pytest_cache"),
     *("build.gradle", "pom.xml", "cargo.toml", "build.rs", "cmakelists.txt", ".cargo", ".envrc", ".vscode", ".git"),
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
-
-
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
 exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-

@@ -71,10 +71,9 @@ class WorkspaceKeys(BaseModel):
     workspace: WorkspaceConfig | None = None
     """A new folder for each episode, in which the program runs; none: all run in `cwd`."""
     verify: list[str] | None = Field(default=None, min_length=1)
-    """Program that runs in a new copy with the agent's `result`, once it has ended, with placeholders as in `command`
-    and the row as
-    JSON on its standard input. The reward is that in `reward.json`, if it writes one, otherwise 1 for exit code 0 and 0
-    for 1 to 125."""
+    """Program that runs in a new copy with the agent's `result`, once the agent has ended, with placeholders as in
+    `command` and the row as JSON on its standard input. The reward is that in `reward.json`, if it writes one,
+    otherwise 1 for exit code 0 and 0 for 1 to 125."""
     verify_files: str | None = Field(default=None, min_length=1)
     """Folder whose files and folders take the place of those in the copy before `verify`, with placeholders as in
     `workspace.copy`; agents do not see it, and `verify` finds it at `{verify_files}`."""

@@ -7,6 +7,7 @@ Every program runs in a `sandbox`. The episode's result is an `Outcome`, which `
 """
 
 import asyncio
+import logging
 import os
 import sys
 import tarfile
@@ -34,6 +35,8 @@ from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
 from insitu.workflow.programs import Program
 
+logger = logging.getLogger(__name__)
+
 _MAX_VERIFIER_OUTPUT = 2**24
 _NOT_RUN = 126
 """The first exit code that shells give for a program that could not run (126, 127) or that a signal has ended."""
@@ -45,11 +48,9 @@ _JUDGES = {
     "GIT_CONFIG_KEY_0": "safe.bareRepository",
     "GIT_CONFIG_VALUE_0": "explicit",
 }
-"""Variables of verifiers: Python imports nothing from the current folder or that of a script, unless it is told to, and
-Git takes no folder for a repository that is not called `.git`."""
+"""Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
+Git ignores bare repositories."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-
-
 _RESULTS = (RUN, WORKFLOW_OUTPUT)
 """Files by which a folder is known as one with results."""
 
@@ -199,7 +200,8 @@ class Workspaces:
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
             remove(copy / ".git")  # its configuration names programs, and it is the agent's
-        except (OSError, ValueError, RecursionError, tarfile.TarError):
+        except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
+            logger.warning("the workspace %s cannot be kept: %s", folder.name, error)
             remove(copy)
             return None
         return copy

@@ -289,14 +289,18 @@ def _warn_of_seen(held_out: Sequence[EvalInputItem], rows: Sequence[EvalInputIte
         )
 
 
-async def check_parts(builder: Builder) -> None:
-    """Raises ConfigError if an evaluator's code cannot score, or the backend could not start with its model."""
+async def check_parts(builder: Builder, *, model: bool = True) -> None:
+    """Raises ConfigError if an evaluator's code cannot score, or, with `model`, the backend could not start."""
     config, adapter = builder.config, builder.config.finetuning.trainer_adapter
     for name in config.names(EVALUATOR):
         block = config.block(EVALUATOR, name)
         if isinstance(block, EvaluatorBaseConfig):
             block.check_code(f"eval.evaluators.{name}", config.folder)
-    if adapter is not None and isinstance(block := config.block(TRAINER_ADAPTER, adapter), TrainerAdapterConfig):
+    if (
+        model
+        and adapter is not None
+        and isinstance(block := config.block(TRAINER_ADAPTER, adapter), TrainerAdapterConfig)
+    ):
         try:
             await asyncio.to_thread(block.check_model, builder)
         except ConfigError as error:
@@ -337,7 +341,7 @@ async def evaluation_main(
     config = starting_from(config, checkpoint, notes)
     run_config = run_config.model_copy(update={"config_file": config, "override": ()})
     async with Builder(config) as builder:
-        await check_parts(builder)
+        await check_parts(builder, model=config.serves_policy and not run_config.skip_workflow)
         run = EvaluationRun(run_config, builder, on_episode=lambda _: report.advance())
         async with nullcontext() if run_config.skip_workflow else serve_policy(builder):
             with report.phase("evaluating", total):

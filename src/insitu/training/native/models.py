@@ -3,11 +3,9 @@
 import logging
 import os
 from pathlib import Path
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from insitu.builder import Builder
-from insitu.disk.model_files import is_downloaded
+from insitu.disk.model_files import downloaded
 from insitu.errors import ConfigError
 from insitu.runs.checkpoints import NAMES, find_checkpoint
 
@@ -33,8 +31,12 @@ def resolve_model(model: str, builder: Builder) -> str:
 
 def check_hub(model: str) -> None:
     """Raises ConfigError if a model is neither on this machine nor, as far as one can see in a moment, on the Hub."""
-    if Path(model).exists() or is_downloaded(model):
+    if Path(model).exists() or downloaded(model) is not None:
         return
+    import ssl
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
     hub, where = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), f"the trainer adapter's model: {model}"
     missing = f"{where} is neither a folder or file here nor in the cache of the Hugging Face Hub"
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
@@ -47,4 +49,6 @@ def check_hub(model: str) -> None:
         logger.info("%s answered %d for %s", hub, error.code, model)  # the backend may have the right to read it
     except OSError as error:
         reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, ssl.SSLError):  # the backend's client may trust other certificates
+            return
         raise ConfigError(f"{missing}, and {hub} cannot be reached ({reason})") from None

@@ -225,7 +225,7 @@ class Container:
     def commands(
         self, image: str, endpoint: EpisodeEndpoint, columns: Mapping[str, Any], folder: Path
     ) -> Iterator[list[str]]:
-        """Those of the container, of the agent, of what kills all that it has left running, and of the tests."""
+        """The commands that start the container, run the agent, kill its remaining processes, and run the tests."""
         environment = self._task.settings.environment
         places = {
             "name": self._name,
@@ -290,7 +290,12 @@ class Container:
             on_agent_end()
             if agent.exit_code or agent.output_too_long:
                 return agent, agent
-            await execute(next(commands), b"", _END_SECONDS, "the end of its processes")
+            killed = await execute(next(commands), b"", _END_SECONDS, "killing the agent's processes")
+            if killed.exit_code:
+                how = f"{describe_exit(killed.exit_code)}: {killed.stderr_tail}"
+                raise WorkflowError(
+                    f"{where}: the agent's processes cannot be killed: {self._config.run[0]} exec {how}"
+                )
             await asyncio.to_thread(self._give_tests)
             self._tested = True
             return agent, await execute(next(commands), b"", settings.verifier.timeout_sec, "tests/test.sh")
