@@ -1,10 +1,11 @@
 """Models of about 0.5 B (all weights) and 7 B parameters (LoRA) on a GPU: sampling, GRPO steps beside TRL, the gap.
 
     python benchmarks/gpu.py             the tables
-    python benchmarks/run.py gpu         the same into RESULTS.md; of one model: gpu.500M, gpu.7B
+    python benchmarks/run.py gpu         the same into RESULTS.md; one of them: gpu.500M, gpu.7B, gpu.real
 
-The models are randomly initialised. Without a GPU the same script takes one of a few million parameters, so that it is
-known to run; only the figures of a GPU say anything about one. TRL's steps need a Python that has TRL: see learner.py.
+The first two are randomly initialised, the last is a whole run of examples/real_model. Without a GPU the same script
+takes a model of a few million parameters, so that it is known to run; only the figures of a GPU say anything about one.
+TRL needs a Python that has it: see learner.py.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from typing import Any
 
 import aiohttp
 import learner
+import real
+import real_runs
 import torch
 from models import LARGE, LARGEST, SMALL, Scale, make_model
 
@@ -283,7 +286,34 @@ def _part(scale: Scale, seeds: int) -> str:
     return report([scale])
 
 
+def real_row(case: real_runs.Case, python: str) -> list[str]:
+    """A row of each side: the seconds of the whole command, held-out scores and the seconds to them."""
+    sides = {"insitu": real_runs.insitu_run(case), "TRL": real_runs.trl_run(case, python)}
+    rows = []
+    for side, run in sides.items():
+        points = " | ".join(f"{score:.2f} ({seconds:.0f} s)" for seconds, score in run.points)
+        rows.append(say(f"| {case.file} | {case.seed} | {side} | {run.seconds:.0f} s | {points} |"))
+    return rows
+
+
+def report_real(seeds: int = 1, files: Sequence[str] = ("grpo.yml", "lora.yml"), epochs: int = 6, rows: int = 16) -> str:
+    model, python = real.model(), real.python_with_trl()
+    cases = [
+        real_runs.Case(model, file, rows, epochs, scored=True, seed=seed) for seed in range(seeds) for file in files
+    ]
+    table = "\n".join(row for case in cases for row in real_row(case, python))
+    return f"""## Whole runs of a real model on a GPU beside TRL
+
+SmolLM2-135M-Instruct in float32, examples/real_model with its settings on both sides: {epochs} epochs of {rows} rows with 8
+generations, scored on the 100 held-out rows after each. The seconds of a command count scoring, those to a score do not.
+
+| file | seed | side | command |{"".join(f" epoch {epoch} |" for epoch in range(1, epochs + 1))}
+|---|---|---|---|{"---|" * epochs}
+{table}"""
+
+
 PARTS: dict[str, Callable[[int], str]] = {name: functools.partial(_part, scale) for name, scale in SCALES.items()}
+PARTS["real"] = report_real
 
 
 if __name__ == "__main__":

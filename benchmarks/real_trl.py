@@ -57,7 +57,7 @@ class HeldOut(TrainerCallback):
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         trained = model.training
         ids = model.eval().generate(
-            **inputs,
+            **inputs.to(model.device),
             do_sample=True,
             temperature=self.sampling["temperature"],
             top_k=0,
@@ -93,7 +93,7 @@ def train(case: dict[str, Any], settings: dict[str, Any], folder: str) -> list[l
         loss_type="dapo",
         beta=0.0,
         seed=case["seed"],
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         gradient_checkpointing=False,
         report_to=[],
