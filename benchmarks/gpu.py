@@ -296,7 +296,9 @@ def real_row(case: real_runs.Case, python: str) -> list[str]:
     return rows
 
 
-def report_real(seeds: int = 1, files: Sequence[str] = ("grpo.yml", "lora.yml"), epochs: int = 6, rows: int = 16) -> str:
+def report_real(
+    seeds: int = 1, files: Sequence[str] = ("grpo.yml", "lora.yml"), epochs: int = 6, rows: int = 16
+) -> str:
     model, python = real.model(), real.python_with_trl()
     cases = [
         real_runs.Case(model, file, rows, epochs, scored=True, seed=seed) for seed in range(seeds) for file in files
@@ -304,8 +306,9 @@ def report_real(seeds: int = 1, files: Sequence[str] = ("grpo.yml", "lora.yml"),
     table = "\n".join(row for case in cases for row in real_row(case, python))
     return f"""## Whole runs of a real model on a GPU beside TRL
 
-SmolLM2-135M-Instruct in float32, examples/real_model with its settings on both sides: {epochs} epochs of {rows} rows with 8
-generations, scored on the 100 held-out rows after each. The seconds of a command count scoring, those to a score do not.
+SmolLM2-135M-Instruct in float32, examples/real_model with its settings on both sides: {epochs} epochs of {rows} rows
+with 8 generations, scored on the 100 held-out rows after each. The seconds of a command count scoring, those to a
+score do not.
 
 | file | seed | side | command |{"".join(f" epoch {epoch} |" for epoch in range(1, epochs + 1))}
 |---|---|---|---|{"---|" * epochs}

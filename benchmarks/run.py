@@ -25,6 +25,7 @@ SUITES = (
     "preferences",
     "learner",
     "never_wait",
+    "staleness",
     "control_plane",
     "doctor",
     "view",

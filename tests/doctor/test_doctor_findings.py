@@ -250,6 +250,15 @@ def test_a_job_that_moves_the_model_far(kl: float | None, severity: Severity | N
     assert all(f.where == "trainer_adapters.backend.training.learning_rate" for f in found)
 
 
+@pytest.mark.parametrize(
+    ("staleness", "gap", "found"), [(0, 0.5, []), (1, 0.1, []), (1, 0.5, ["stale_gap"]), (1, None, [])]
+)
+def test_a_job_that_moves_the_learner_from_earlier_weights(staleness: int, gap: float | None, found: list[str]) -> None:
+    findings = [*about_job(replace(PLAN, staleness=staleness), evidence([0.0, 1.0], job_gap=gap))]
+    assert [f.code for f in findings] == found
+    assert all((f.severity, f.where) == (HARMS, "trainers.grpo.staleness") for f in findings)
+
+
 def test_rates_and_warm_ups() -> None:
     found = [*about_settings(replace(PLAN, training={"learning_rate": 0.02}))]
     assert [(f.code, f.severity) for f in found] == [("learning_rate_high", HARMS)]

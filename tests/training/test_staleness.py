@@ -16,12 +16,14 @@ from processes import HANGS, Process, run, run_project, start_project, wait_unti
 from test_resume import SEEDS
 
 EPOCHS = 3
-ROLLOUT = ("-o", "trainer_adapters.backend.training.old_logprobs", "rollout")
+LATER = 5
+"""The epochs of a run in which epochs are ahead of an interruption."""
+RECOMPUTED = ("-o", "trainer_adapters.backend.training.old_logprobs", "recomputed")
 
 
 def stale(staleness: int, *more: str, epochs: int = EPOCHS) -> tuple[str, ...]:
     key = ("-o", "trainers.grpo.staleness", str(staleness), "-o", "trainer_adapters.backend.keep.last", "4")
-    return (*key, "-o", "finetuning.num_epochs", str(epochs), *ROLLOUT, *more)
+    return (*key, "-o", "finetuning.num_epochs", str(epochs), *more)
 
 
 def project(folder: Path, pause: float = 0.05) -> Path:
@@ -48,6 +50,7 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     metrics = read_lines(first / "training_metrics.jsonl")
     assert [line["policy_version"] for line in metrics] == [*range(1, EPOCHS + 1)]
     assert [line["sampled_version"] for line in metrics] == [max(epoch - staleness, 0) for epoch in range(EPOCHS)]
+    assert json.loads((first / "run.json").read_text())["training"]["old_logprobs"] == "rollout", "unless it is stated"
     assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
         epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
     ]
@@ -94,10 +97,12 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
     folder = project(tmp_path / "project")
-    first = whole_run(folder, *stale(1))
+    first = whole_run(folder, *stale(1, epochs=LATER))
     forked = run("runs", "fork", "run", "forked", "--epoch", "4", folder=folder)
     assert forked.returncode == 0, forked.stderr
-    second = whole_run(folder, *stale(1), "-o", "finetuning.output_dir", "forked", "--resume").with_name("forked")
+    second = whole_run(folder, *stale(1, epochs=LATER), "-o", "finetuning.output_dir", "forked", "--resume").with_name(
+        "forked"
+    )
     keys = ("epoch", "sampled_version", "policy_version", "avg_reward", "loss", "effective_sample_size")
     metrics = [
         [[line[key] for key in keys] for line in read_lines(each / "training_metrics.jsonl")]
@@ -109,7 +114,10 @@ def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (stale(1)[:-3], "staleness is 1, so episodes are of earlier weights: set training.old_logprobs to rollout"),
+        (
+            stale(1, *RECOMPUTED),
+            "staleness is 1, so episodes are of earlier weights: set training.old_logprobs to rollout",
+        ),
         (stale(3), "staleness is 3, but trainer_adapters keep.last is 4; allowed: from 5"),
         (stale(-1), "trainers.grpo.staleness"),
     ],
@@ -124,7 +132,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str
 @pytest.mark.slow
 def test_a_correction_takes_the_place_of_the_samplers_log_probabilities(tmp_path: Path) -> None:
     masks = ("-o", "trainer_adapters.backend.training.token_mask", "[0.5, 2]")
-    run = whole_run(project(tmp_path / "project"), *stale(2)[:-3], *masks)
+    run = whole_run(project(tmp_path / "project"), *stale(2, epochs=LATER), *masks)
     metrics = read_lines(run / "training_metrics.jsonl")
     assert [line["sampled_version"] for line in metrics] == [0, 0, 0, 1, 2]
     assert all("masked_share" in line for line in metrics)
@@ -151,7 +159,7 @@ def test_other_methods_collect_ahead_too(tmp_path: Path, trainer: str) -> None:
 def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_path: Path) -> None:
     """Episodes that were sampled ahead from other versions than are planned now are run again."""
     folder = interrupted(project(tmp_path / "project", pause=0.2), 1)
-    code, _, err = run_project(folder, *stale(0), "--resume")
+    code, _, err = run_project(folder, *stale(0, epochs=LATER), "--resume")
     assert code == 2
     assert "trainers.grpo.staleness was 1 and is 0" in err
     assert any(line["episode"]["epoch"] == 5 for line in read_lines(folder / "run/journal.jsonl")[1:])
@@ -160,19 +168,19 @@ def test_a_run_that_continues_with_another_staleness_is_refused_or_right(tmp_pat
     for staleness in (0, 2):
         shutil.copytree(folder, other := tmp_path / str(staleness))
         if progress["submitted_epoch"] == following:
-            code, _, err = run_project(other, *stale(staleness), "--resume", "--force")
+            code, _, err = run_project(other, *stale(staleness, epochs=LATER), "--resume", "--force")
             assert code == 2
             assert f"staleness is {staleness}, but the job of epoch {following} was submitted with" in err
             continue
-        continued = whole_run(other, *stale(staleness), "--resume", "--force")
+        continued = whole_run(other, *stale(staleness, epochs=LATER), "--resume", "--force")
         sampled = [line.get("sampled_version") for line in read_lines(continued / "training_metrics.jsonl")][-2:]
-        assert sampled == ([None] * 2 if staleness == 0 else [EPOCHS - 2 - staleness, EPOCHS - 1 - staleness])
+        assert sampled == ([None] * 2 if staleness == 0 else [LATER - 2 - staleness, LATER - 1 - staleness])
 
 
 def interrupted(folder: Path, staleness: int, *options: str) -> Path:
     """A run that is interrupted as soon as episodes of the fifth epoch have ended, ahead of those that are trained."""
     journal, metrics = folder / "run/journal.jsonl", folder / "run/training_metrics.jsonl"
-    with start_project(folder, *stale(staleness), *options) as process:
+    with start_project(folder, *stale(staleness, *options, epochs=LATER)) as process:
 
         def is_ahead() -> bool:
             if not metrics.exists() or len(whole_lines(metrics)) < 4 - staleness:
@@ -188,17 +196,17 @@ def interrupted(folder: Path, staleness: int, *options: str) -> Path:
 
 @pytest.mark.slow
 def test_weights_that_the_next_epochs_are_sampled_from_are_kept_by_prune_and_needed_by_fork(tmp_path: Path) -> None:
-    whole = whole_run(project(tmp_path / "whole", pause=0.2), *stale(2))
+    whole = whole_run(project(tmp_path / "whole", pause=0.2), *stale(2, epochs=LATER))
     folder = interrupted(project(tmp_path / "project", pause=0.2), 2)
     pruned = run("runs", "prune", "run", folder=folder)
     assert pruned.returncode == 0, pruned.stderr
     epoch = json.loads((folder / "run/progress.json").read_text())["epoch"]
     shutil.copytree(folder, other := tmp_path / "other")
-    assert whole_run(folder, *stale(2), "--resume")
+    assert whole_run(folder, *stale(2, epochs=LATER), "--resume")
     resumed = differences(whole, folder / "run", {"digest", "events.jsonl", "step_000001", "optimizer.safetensors"})
     assert [line for line in resumed if "backend/" not in line] == []
     shutil.rmtree(other / f"run/backend/checkpoints/step_{epoch - 1:06}")
-    code, _, err = run_project(other, *stale(2), "--resume")
+    code, _, err = run_project(other, *stale(2, epochs=LATER), "--resume")
     assert code == 2
     assert (
         f"staleness is 2, so the epochs after {epoch} of run are sampled from earlier weights, of which version " in err

@@ -197,9 +197,11 @@ class Examination:
         if status.status is not TrainingStatusEnum.COMPLETED:
             evidence.job_problem = f"a training job on the episodes failed: {status.message or 'no reason given'}"
             return
-        evidence.job_kl = (status.metadata or {}).get("kl") if self.plan.training.get("method") == "grpo" else None
+        metrics = status.metadata or {}
+        if self.plan.training.get("method") == "grpo":
+            evidence.job_kl, evidence.job_gap = metrics.get("kl"), metrics.get("reference_gap")
         self.measures.job = time.perf_counter() - started
-        self.measures.job_training = float((status.metadata or {}).get("seconds", 0.0))
+        self.measures.job_training = float(metrics.get("seconds", 0.0))
         self.measures.trained_episodes = trained
 
     def measure(self, evidence: Evidence) -> None:

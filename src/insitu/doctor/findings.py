@@ -73,6 +73,8 @@ class Evidence:
     job_problem: str | None = None
     job_kl: float | None = None
     """The KL divergence after that job from the weights before it, in nats per token."""
+    job_gap: float | None = None
+    """The mean absolute difference of log-probabilities to those before it, in nats per token."""
     rescored: list[Rescored] = field(default_factory=list)
     ended_early: bool = False
     compares_groups: bool = True

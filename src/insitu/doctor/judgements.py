@@ -12,6 +12,7 @@ from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.formats.registry import format_of
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
+from insitu.training.jobs import AGAINST_STALE_GAP, STALE_GAP
 from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
 from insitu.training.report import counts
 from insitu.wire.addresses import is_same_server
@@ -88,6 +89,12 @@ def about_job(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         what = f"the first training job moved the model far from what it was: KL {evidence.job_kl:.3g} nats per token"
         where = f"{plan.adapter}.training.learning_rate"
         yield Finding("moved_far", severity, what, where, "lower it to a tenth; below 0.1 nats per token is usual")
+    if plan.staleness and evidence.job_gap is not None and evidence.job_gap > STALE_GAP:
+        what = (
+            f"the first training job moved log-probabilities by {evidence.job_gap:.2g} nats per token, above "
+            f"{STALE_GAP:g}, but staleness is {plan.staleness}: runs learn less from episodes of the weights before it"
+        )
+        yield Finding("stale_gap", Severity.HARMS, what, f"{plan.trainer}.staleness", AGAINST_STALE_GAP)
 
 
 def about_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:

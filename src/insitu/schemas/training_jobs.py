@@ -320,6 +320,14 @@ class TrainingOptions(LossSettings):
         ignored = set() if self.method == "grpo" else set(LossSettings.model_fields)
         return self.model_dump(mode="json", exclude_none=True, exclude=ignored)
 
+    def corrected(self) -> Self:
+        """With a correction for episodes of earlier weights; by default the clipping is around what was sampled.
+
+        Of what was tried, it loses least without other settings (benchmarks/staleness.py).
+        """
+        is_stated = "old_logprobs" in self.model_fields_set or self.corrections or self.method != "grpo"
+        return self if is_stated else self.model_copy(update={"old_logprobs": "rollout"})
+
     def may_be_one_step(self, episodes: int) -> bool:
         """Whether a job of so many episodes is a single optimizer step, unless they have more rows."""
         return self.num_iterations == 1 and (self.mini_batch_size is None or self.mini_batch_size >= episodes)

@@ -36,8 +36,12 @@ T = TypeVar("T")
 UNFINISHED = (TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING)
 _EXIT_NOTICE_SECONDS = 1.0
 _RECONNECT_DELAY = 0.25
-_STALE_GAP = 0.2
+STALE_GAP = 0.2
 """Mean difference in nats per token from which runs with `staleness` have learned less, over 52 runs of the starter."""
+AGAINST_STALE_GAP = (
+    "leave training.mini_batch_size out, which gives one step a job, lower training.learning_rate, set "
+    "training.old_logprobs to rollout, or staleness to 0"
+)
 _SUBMISSIONS = 3
 """How often one job is submitted, the first time included, if the backend keeps losing it."""
 
@@ -215,12 +219,11 @@ def job_warnings(
 
 def stale_warning(gap: float | None) -> str | None:
     """A sentence if the learner has moved so far from the earlier weights that have sampled that it learns less."""
-    if gap is None or gap <= _STALE_GAP:
+    if gap is None or gap <= STALE_GAP:
         return None
     return (
-        f"WARNING: logprob_gap is {gap:.2g}, above {_STALE_GAP:g}: the learner is far from the earlier weights that "
-        "sampled these episodes, and learns less from them: lower training.learning_rate, give it a warm-up, set "
-        "training.old_logprobs to rollout, or staleness to 0"
+        f"WARNING: logprob_gap is {gap:.2g}, above {STALE_GAP:g}: the learner is far from the earlier weights that "
+        f"sampled these episodes, and learns less from them: {AGAINST_STALE_GAP}"
     )
 
 

@@ -133,7 +133,7 @@ class Report:
             parts.append(f"length {length:.3g}" + (f" ({_percent(clipped)} cut off)" if clipped else ""))
         if greedy := m.get("greedy_groups"):
             parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
-        preferences, divergences = ("rewards/accuracies", "rewards/margins"), ("teacher_kl", "kl")
+        preferences, divergences = ("rewards/accuracies", "rewards/margins"), ("teacher_kl", "kl", "reference_gap")
         training = ("loss", *preferences, *divergences, "entropy", "grad_norm", "clip_fraction")
         parts += [f"{name} {_number(m[name])}" for name in training if name in m]
         if m.get("tokens"):

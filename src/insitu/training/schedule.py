@@ -187,11 +187,12 @@ class Schedule:
         if keep is not None and "last" in keep.model_fields_set and keep.last < self.staleness + 2:
             problem = f"trainer_adapters keep.last is {keep.last}; allowed: from {self.staleness + 2}, or leave it out"
             raise ConfigError(f"{key}, but {problem}")
+        adapter.correct_staleness()
         settings = {"method": "grpo", "old_logprobs": "recomputed", **adapter.training_settings()}
         is_recomputed = (settings["method"], settings["old_logprobs"]) == ("grpo", "recomputed")
         if is_recomputed and all(settings.get(name) is None for name in _CORRECTIONS):
             raise ConfigError(
-                f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout, or one of "
+                f"{key}, so episodes are of earlier weights: set training.old_logprobs to rollout or one of "
                 f"{', '.join(_CORRECTIONS)}"
             )
 

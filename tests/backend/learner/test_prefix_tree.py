@@ -286,6 +286,12 @@ def test_kl_is_measured_on_many_episodes(models: dict[str, LoadedModel], tmp_pat
         rows.append(Row(tokens, np.arange(2, 12), np.full(10, -5, np.float32), advantages, episode=str(number // 40)))
     result, _ = train(Learner(models["llama"], tmp_path), rows)
     assert result.metrics["kl"] > result.metrics["kl_stderr"] > 0
+    result, _ = train(Learner(models["llama"], tmp_path / "all"), rows, kl_rows=len(rows))
+    ids = torch.tensor(np.stack([row.token_ids for row in rows])).long()
+    with torch.no_grad():
+        of_models = [model(ids).logits[:, 1:-1].log_softmax(-1) for model in (result.module, models["llama"].module)]
+    new, ref = (logprobs.gather(2, ids[:, 2:, None]) for logprobs in of_models)
+    assert result.metrics["reference_gap"] == pytest.approx((new - ref).abs().mean().item(), rel=1e-4)
     assert train(Learner(models["llama"], tmp_path / "one"), rows, kl_rows=1)[0].metrics["kl_stderr"] is None
     assert train(Learner(models["llama"], tmp_path / "none"), rows, kl_rows=0)[0].metrics["kl"] is None
 

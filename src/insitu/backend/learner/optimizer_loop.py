@@ -367,27 +367,29 @@ class OptimizerLoop:
 
     @torch.no_grad()
     def _measure_kl(self, indices: list[int]) -> dict[str, float | None]:
-        """The mean KL divergence per token from the starting weights, and its standard error over episodes."""
+        """Mean KL divergence from the starting weights, its standard error over episodes, and mean distance to them."""
         try:
             initial = self._state.reference().initial()
         except BackendError as error:  # the model that training started from is missing: the job is valid without kl
             logger.warning("kl is not measured: %s", error)
-            return {"kl": None, "kl_stderr": None}
+            return {"kl": None, "kl_stderr": None, "reference_gap": None}
 
-        def kl_of(micro_batch: list[int]) -> dict[int, float]:
+        def sums_of(micro_batch: list[int]) -> dict[int, list[float]]:
             batch = self._packer.collate(micro_batch, self._device)
             new_N, _ = self._state.forward(batch)
             ref_N, _ = self._state.compute_logprobs(initial, batch)
-            kl_B = batch.to_rows(kl_estimate(new_N, ref_N, self._settings.kl)).double().sum(1)
-            return dict(zip(micro_batch, kl_B.tolist(), strict=True))
+            per_token = kl_estimate(new_N, ref_N, self._settings.kl), (new_N - ref_N).abs()
+            sums_B2 = torch.stack([batch.to_rows(each_N).double().sum(1) for each_N in per_token], dim=1)
+            return dict(zip(micro_batch, sums_B2.tolist(), strict=True))
 
-        sums: dict[int, float] = {}
+        sums: dict[int, list[float]] = {}
         pending = self._packer.micro_batches([[index] for index in indices], self._max_tokens)
         while batches := tuple(itertools.islice(pending, self._ranks.count)):
-            for _, of_rows in self._map(kl_of, batches):
+            for _, of_rows in self._map(sums_of, batches):
                 sums |= of_rows
         sums = self._ranks.merge(sums)
         groups = group_rows(self._rows, indices)
-        of_groups = [(math.fsum(sums[index] for index in rows), self._objective.count_tokens(rows)) for rows in groups]
-        kl, stderr = mean_of_clusters(of_groups)
-        return {"kl": kl, "kl_stderr": stderr}
+        tokens = [self._objective.count_tokens(rows) for rows in groups]
+        totals = ([math.fsum(sums[index][part] for index in rows) for rows in groups] for part in (0, 1))
+        (kl, stderr), (gap, _) = (mean_of_clusters([*zip(each, tokens, strict=True)]) for each in totals)
+        return {"kl": kl, "kl_stderr": stderr, "reference_gap": gap}

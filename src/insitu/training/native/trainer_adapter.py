@@ -211,6 +211,9 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
         return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
 
+    def correct_staleness(self) -> None:
+        self._training = self._training.corrected()
+
     async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:
         self._needed_versions = staleness + 2
         if pinned:

@@ -17,6 +17,7 @@ const FIRST = [
   "rewards/accuracies",
   "teacher_kl",
   "kl",
+  "reference_gap",
   "entropy",
   "frac_reward_zero_std",
   "completions_mean_length",

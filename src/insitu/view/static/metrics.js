@@ -23,7 +23,12 @@ const GROUPS = [
       [
         "kl",
         "KL to the start, nats per token",
-        "divergence from the reference policy, by the configured estimator. In the first epochs of a run that learns well it may be in the tens: a few tokens that the starting weights held impossible dominate the mean",
+        "divergence from the reference policy, by the configured estimator. In the first epochs of a run that learns well it may be in the tens: a few tokens that a job has made all but impossible dominate the mean",
+      ],
+      [
+        "reference_gap",
+        "Distance from the start, nats per token",
+        "mean absolute difference of the log-probabilities to those of the starting weights: beside KL, a figure that no single token dominates",
       ],
       ["teacher_kl", "KL to the teacher, nats per token", "rollout minus teacher, mean over the trained tokens"],
       ["entropy", "Entropy, nats per token", "of the policy's distribution; towards 0 it stops exploring"],
