@@ -1,8 +1,15 @@
 """Checks of the components of a run, before anything is started."""
 
+import os
+from typing import Any
+
+import aiohttp
+import orjson
+
 from insitu.advantages.estimator import NEUTRAL_SAMPLING, truncation
 from insitu.config import Config
 from insitu.errors import ConfigError, PluginError
+from insitu.schemas.episodes import Needs
 from insitu.training.interfaces import (
     GroupTrainer,
     RewardAdapter,
@@ -10,6 +17,11 @@ from insitu.training.interfaces import (
     TrainerAdapter,
     TrajectoryBuilder,
 )
+from insitu.wire.connection import read_at_most
+from insitu.workflow.llms import OpenAIConfig
+
+_PROBE_SECONDS = 3.0
+_MOST_BYTES = 2**20
 
 
 def check_components(trainer: Trainer, method: str, *, computes_advantages: bool = False) -> None:
@@ -63,3 +75,42 @@ def check_token_bridge(trainer: Trainer, config: Config) -> None:
                 f"llms.{name}.token_bridge is true, but the backend of {adapter.type} does not continue from tokens; "
                 "allowed: false, or an adapter of _type: insitu_trainer_adapter"
             )
+
+
+async def check_servers(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError if an llm that is trained names a server whose completions cannot be trained.
+
+    One that does not answer may be started later, and is not asked again.
+    """
+    builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
+    if builder.stored is not None or adapter.needs < Needs.LOGPROBS:
+        return
+    for name in sorted(config.trained_llms()):
+        if not isinstance(llm := config.llm(name), OpenAIConfig):
+            continue
+        if adapter.starts_backend:
+            raise ConfigError(
+                f"llms.{name} is trained, but its _type {llm.type} names a server of its own, and "
+                f"trainer_adapters.{config.finetuning.trainer_adapter} starts another with the model under training; "
+                f"allowed: policy"
+            )
+        try:
+            returned = await _logprobs(llm)
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            continue
+        if returned is None:
+            raise ConfigError(f"llms.{name}.base_url: {llm.base_url} returns no logprobs, which training needs")
+
+
+async def _logprobs(llm: OpenAIConfig) -> Any:
+    """What a server returns as the logprobs of a token."""
+    url = llm.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    key = llm.api_key.get_secret_value() if llm.api_key is not None else os.environ.get("OPENAI_API_KEY", "none")
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": llm.model_name, "messages": messages, "max_tokens": 1, "logprobs": True}
+    headers, timeout = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=_PROBE_SECONDS)
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=timeout, raise_for_status=True) as session,
+        session.post(f"{url.rstrip('/')}/chat/completions", json=body, allow_redirects=False) as response,
+    ):
+        return orjson.loads(await read_at_most(response, _MOST_BYTES) or b"")["choices"][0].get("logprobs")

@@ -1,0 +1,52 @@
+"""Trained llms that name a server of their own: what is refused before anything is started or moved."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from factories import digits_project, write_rows
+from fake_openai import FakeOpenAI
+from refusals import refusal
+
+from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.training.runtime import check_run
+
+
+def project(folder: Path, llm: str, **adapter: str) -> Path:
+    config = digits_project(folder, **adapter) / "config.yml"
+    config.write_text(config.read_text().replace("_type: policy", llm))
+    write_rows(folder, [{"say": "a"}])
+    return folder
+
+
+def at(url: str) -> str:
+    return f"_type: openai\n    model_name: m\n    base_url: {url}"
+
+
+def test_a_server_beside_the_backend_that_is_started(tmp_path: Path) -> None:
+    said = refusal(project(tmp_path, at("http://127.0.0.1:9/v1")))
+    assert said == (
+        "llms.player is trained, but its _type openai names a server of its own, and trainer_adapters.backend starts "
+        "another with the model under training; allowed: policy"
+    )
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_server_without_logprobs(tmp_path: Path, logprobs: bool) -> None:
+    with FakeOpenAI(logprobs=logprobs) as server:
+        folder = project(tmp_path, at(server.base_url), url=server.base_url.removesuffix("/v1"))
+        if logprobs:
+            checked, _ = asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
+            assert checked.trained_llms() == {"player"}
+        else:
+            said = refusal(folder)
+            assert said == f"llms.player.base_url: {server.base_url} returns no logprobs, which training needs"
+    (request,) = server.requests
+    assert (request["model"], request["max_tokens"]) == ("m", 1)
+
+
+def test_a_server_that_does_not_answer_yet(tmp_path: Path) -> None:
+    with FakeOpenAI() as server:
+        url = server.base_url.removesuffix("/v1")
+    folder = project(tmp_path, at(f"{url}/v1"), url=url)
+    asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
