@@ -6,8 +6,9 @@ import json
 import socket
 import sys
 from asyncio.subprocess import PIPE
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from factories import model_client
 from fake_openai import FakeOpenAI, encode, logprob
 from marks import slow_after, slow_but
 from processes import HANGS
-from waiting import until
+from waiting import hang, until
 
 from insitu.capture.dialects import dialects
-from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Gateway, Upstream
+from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, MAX_REQUESTS, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
+from insitu.wire.endings import end_tasks
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
@@ -519,6 +521,76 @@ async def test_many_may_connect_at_once(server: FakeOpenAI) -> None:
                 connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             for connection in connections:
                 assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 401"
+
+
+async def test_an_episode_may_not_have_every_request(server: FakeOpenAI) -> None:
+    """More at once, or larger bodies, are refused, and others are not."""
+    async with gateway_to(model_client(server)) as gateway, AsyncExitStack() as episodes:
+        scopes = [episodes.enter_context(EpisodeScope(training=True)) for _ in range(2)]
+        door, other = (episodes.enter_context(gateway.endpoint(scope)) for scope in scopes)
+        slow = {"model": "m", "messages": ask("slow 1")}
+        url = f"{door.openai_url}/chat/completions"
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            answers = await asyncio.gather(*(session.post(url, json=slow) for _ in range(MAX_REQUESTS + 20)))
+            assert Counter(answer.status for answer in answers) == {200: MAX_REQUESTS, 429: 20}
+            refused = next(answer for answer in answers if answer.status == 429)
+            said = "this episode has too many requests; allowed at once: 256 requests, and 256 MiB of bodies"
+            assert said in await refused.text()
+        endless: list[asyncio.Task[Any]] = []
+
+        def one_is_refused() -> bool:
+            endless.append(asyncio.create_task(post(url, slowly())))
+            return any(task.done() for task in endless)
+
+        await until(one_is_refused, every=0.02)
+        assert await has_status(url, 429), "as its length is unknown"
+        assert (await post(f"{other.openai_url}/chat/completions", slow))[0] == 200
+        await end_tasks(*endless)
+        await until(lambda: has_status(url, 200))
+
+
+async def has_status(url: str, status: int) -> bool:
+    """Of a small request whose length is unknown at first."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield json.dumps({"model": "m", "messages": ask("hello")}).encode()
+
+    return (await post(url, body()))[0] == status
+
+
+async def slowly() -> AsyncIterator[bytes]:
+    """A body that does not end."""
+    yield b" "
+    await hang()
+
+
+async def test_a_further_socket_has_so_many_connections(server: FakeOpenAI) -> None:
+    """Those that come too many are closed, and others get their place when they have gone."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    where = listener.getsockname()
+    async with gateway_to(model_client(server)) as gateway, gateway.serving(listener):
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(where)) for _ in range(MAX_CONNECTIONS)]
+            await asyncio.to_thread(exchanged, connections[-1])
+            with socket.create_connection(where, timeout=HANGS) as further, pytest.raises(ConnectionError):
+                await asyncio.to_thread(exchanged, further)
+            assert await asyncio.to_thread(exchanged, connections[0]) == b"HTTP/1.1 401"
+        await until(lambda: asyncio.to_thread(has_place, where))
+
+
+def has_place(where: tuple[str, int]) -> bool:
+    with socket.create_connection(where, timeout=HANGS) as connection, suppress(ConnectionError):
+        return exchanged(connection) == b"HTTP/1.1 401"
+    return False
+
+
+def exchanged(connection: socket.socket) -> bytes:
+    """The beginning of the answer to a request of no episode."""
+    connection.sendall(b"GET /e/key/v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = connection.recv(2**16)
+    if not answer:
+        raise ConnectionResetError
+    return answer[:12]
 
 
 async def test_what_says_nothing_of_the_answer_is_left_out(server: FakeOpenAI) -> None:

@@ -41,6 +41,12 @@ class Route(NamedTuple):
     raw: str
 
 
+def largest_body(request: web.BaseRequest) -> int:
+    """How many bytes the body of a request may have once it has been read."""
+    is_plain = "Content-Encoding" not in request.headers
+    return min(length, MAX_BODY) if is_plain and (length := request.content_length) is not None else MAX_BODY
+
+
 def parse_route(request: web.Request) -> Route:
     """Drops empty segments; raises RequestRefused for `.` and `..`, which would leave the episode's address."""
     parts = [part for part in request.rel_url.raw_path.split("/")[3:] if part]

@@ -14,7 +14,7 @@ import secrets
 import socket
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
@@ -42,6 +42,12 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 """Maximum `n` of a request."""
+MAX_REQUESTS = 256
+"""Requests that an episode may have at once."""
+MAX_HELD = 8 * MAX_BODY
+"""Bytes of bodies that an episode may have at once."""
+MAX_CONNECTIONS = 1024
+"""Connections to the socket of an agent's network namespace at once."""
 _CONNECT_TIMEOUT = 30.0
 _READ_TIMEOUT = 600.0
 """Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
@@ -109,8 +115,35 @@ class EpisodeEndpoint:
     sessions: list[str] = field(default_factory=list, repr=False)
     """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
 
+    _requests: int = field(default=0, repr=False)
+    _held: int = field(default=0, repr=False)
+
     def note_failure(self, failure: str | None) -> None:
         self.failure = failure
+
+    @contextmanager
+    def request(self, most: int) -> Iterator[Callable[[int], None]]:
+        """While a request is answered whose body has at most `most` bytes; to be told how many once it has been read.
+
+        Raises RequestRefused if the episode has too many.
+        """
+        held = most
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._held += size - held
+            held = size
+
+        if self._requests >= MAX_REQUESTS or self._held + most > MAX_HELD:
+            allowed = f"{MAX_REQUESTS} requests, and {MAX_HELD >> 20} MiB of bodies"
+            raise RequestRefused(f"this episode has too many requests; allowed at once: {allowed}", status=429)
+        self._requests += 1
+        self._held += most
+        try:
+            yield hold
+        finally:
+            self._requests -= 1
+            self._held -= held
 
     @property
     def openai_url(self) -> str:
@@ -181,7 +214,7 @@ class Gateway:
     @asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serves at a further socket, such as one in the network namespace of an agent."""
-        async with listening(self._application(), listener):
+        async with listening(self._application(), listener, connections=MAX_CONNECTIONS):
             yield
 
     @contextmanager
@@ -224,21 +257,8 @@ class Gateway:
             endpoint = self._find_endpoint(headers.get(_SESSION_HEADER, "") if key == _SESSIONS else key)
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)
-            if "websocket" in headers.get("Upgrade", "").lower():
-                raise RequestRefused("websockets are not supported; use POST", code="unsupported")
-            if request.method != "POST" or route.text not in dialects():
-                return await self._forward(request, route, await read_body(request, MAX_BODY))
-            body = await read_body(request, MAX_BODY, decompress=True)
-            data = await parse_body(proxy.parse_request, body)
-            self._find_endpoint(endpoint.key)  # the episode may have ended since
-            llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
-            if llm is None:
-                return await self._forward(request, route, body, decompressed=True)
-            try:
-                translation = dialect(data, endpoint.memories.setdefault(dialect, {}))
-            except MALFORMED as error:
-                raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
-            return await self._complete(request, endpoint, llm, translation)
+            with endpoint.request(proxy.largest_body(request)) as hold:
+                return await self._answer(request, endpoint, route, dialect, hold)
         except RequestRefused as error:
             return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
         except CaptureError as error:
@@ -251,6 +271,31 @@ class Gateway:
             if endpoint is not None:
                 endpoint.failure = failure
             return _json(dialect.error(failure, status, code="upstream"), status)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        endpoint: EpisodeEndpoint,
+        route: Route,
+        dialect: Dialect,
+        hold: Callable[[int], None],
+    ) -> web.StreamResponse:
+        if "websocket" in request.headers.get("Upgrade", "").lower():
+            raise RequestRefused("websockets are not supported; use POST", code="unsupported")
+        if request.method != "POST" or route.text not in dialects():
+            return await self._forward(request, route, await read_body(request, MAX_BODY))
+        body = await read_body(request, MAX_BODY, decompress=True)
+        hold(len(body))
+        data = await parse_body(proxy.parse_request, body)
+        self._find_endpoint(endpoint.key)  # the episode may have ended since
+        llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
+        if llm is None:
+            return await self._forward(request, route, body, decompressed=True)
+        try:
+            translation = dialect(data, endpoint.memories.setdefault(dialect, {}))
+        except MALFORMED as error:
+            raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
+        return await self._complete(request, endpoint, llm, translation)
 
     def _find_endpoint(self, key: str) -> EpisodeEndpoint:
         """Raises RequestRefused if the episode of `key` has ended, or is unknown."""

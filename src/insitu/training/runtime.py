@@ -48,8 +48,8 @@ from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
 from insitu.training.report import Report, evaluation_table
 from insitu.training.trackers import check_trackers, reported
-from insitu.wire.http_server import raise_file_limit
 from insitu.wire.json_values import json_form, json_path
+from insitu.wire.open_files import raise_file_limit
 from insitu.wire.redaction import results_console
 from insitu.workflow.event_loop import run_async
 from insitu.workflow.llms import check_model_names

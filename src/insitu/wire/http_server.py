@@ -21,7 +21,8 @@ import threading
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -34,6 +35,7 @@ from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestR
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
 from insitu.wire.json_values import gc_paused
+from insitu.wire.open_files import raise_file_limit
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +57,6 @@ BODY_SECONDS = 60.0
 """A request is refused if no more of its body arrives for this long."""
 MIN_OPEN_FILES = 256
 """A server with fewer runs out of them with a few dozen clients."""
-_WANTED_OPEN_FILES = 65536
 _HUGE_BODY = 2**20
 """Bodies from this size on have their memory returned when their requests have ended."""
 _TRIM_SECONDS = 0.5
@@ -74,11 +75,16 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, address: tuple[str, int] | socket.socket, *, grace: float = 0.5
+    app: web.Application,
+    address: tuple[str, int] | socket.socket,
+    *,
+    grace: float = 0.5,
+    connections: int | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves at an address (port 0: a free one) or a bound socket while the context is open; yields host and port.
 
-    Idle connections are closed; in the end, requests get `grace` seconds. Raises ConfigError if the process may open
+    Idle connections are closed, and those to a socket that has as many as it may; in the end, requests get `grace`
+    seconds. Raises ConfigError if the process may open
     too few files, and OSError if the address cannot be bound.
     """
     prepare_process()
@@ -94,14 +100,26 @@ async def listening(
         shutdown_timeout=grace,
     )
     await runner.setup()
-    try:
+    async with AsyncExitStack() as ending:
+        ending.push_async_callback(runner.cleanup)
         if isinstance(address, socket.socket):
-            await web.SockSite(runner, address, backlog=_BACKLOG).start()
+            accept = partial(_accept, runner.server, connections)
+            served = await asyncio.get_running_loop().create_server(accept, sock=address, backlog=_BACKLOG)
+            ending.callback(served.close)
+            yield address.getsockname()[:2]
         else:
             await web.TCPSite(runner, *address, backlog=_BACKLOG).start()
-        yield runner.addresses[0][:2]
-    finally:
-        await runner.cleanup()
+            yield runner.addresses[0][:2]
+
+
+def _accept(server: Any, most: int | None) -> asyncio.BaseProtocol:
+    is_full = most is not None and len(server.connections) >= most
+    return _Full() if is_full else server()
+
+
+class _Full(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
 
 
 async def _hide_server(request: web.Request, response: web.StreamResponse) -> None:
@@ -374,22 +392,3 @@ def prepare_process() -> None:
         raise ConfigError(f"{problem}; a server needs at least {MIN_OPEN_FILES}")
     if (mallopt := _libc_function("mallopt")) is not None:
         mallopt(_M_ARENA_MAX, 1)
-
-
-def raise_file_limit() -> int:
-    """Allows this process many open files, or as many as the system lets it; returns how many."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return sys.maxsize
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    wanted = min(hard, _WANTED_OPEN_FILES)
-    if soft >= wanted:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
-    except (OSError, ValueError) as error:  # a lower limit of the system
-        _log.debug("the limit of open files stays at %d: %s", soft, error)
-        return soft
-    return wanted

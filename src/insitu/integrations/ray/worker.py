@@ -33,8 +33,8 @@ from insitu.remote.pool import KEY
 from insitu.remote.service import WorkflowService
 from insitu.wire.addresses import is_loopback_address
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_server import raise_file_limit
 from insitu.wire.json_values import encode
+from insitu.wire.open_files import raise_file_limit
 from insitu.wire.redaction import redact, redact_stream, remember_environment, remember_secret
 from insitu.workflow.event_loop import loop_in_thread, new_loop, run_in_loop
 from insitu.workflow.programs import kill_programs
