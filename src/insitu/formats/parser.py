@@ -5,20 +5,21 @@
         parser.feed(piece)          # content and reasoning that are final
     parser.finish()                 # the rest, and the tool calls
 
-`transformers` finds the regions of a message (its response templates); what is in the regions of calls is parsed here,
-so that calls that cannot be parsed remain text.
+`regions` finds the regions of a message; what is in the regions of calls is parsed here, so that calls that cannot be
+parsed remain text. A tokenizer's own response template is left to `transformers`.
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
 from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
+from insitu.formats.regions import CONTENT, REASONED, Kind, RegionScanner, regions
 from insitu.formats.registry import (
     NONE,
     REASONING,
@@ -112,23 +113,6 @@ class Piece(NamedTuple):
     malformed: bool = False
 
 
-@cache
-def _template(tools: str, reasoning: str) -> Any:
-    """The response template of two formats. Fields of calls are numbered as the regions of their format."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    text = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
-    fields: dict[str, Any] = {"content": text}
-    if reasoning != NONE:
-        form = reasoning_format(reasoning)
-        fields["reasoning_content"] = {**text, "open": list(form.start), "close": list(form.end)}
-        if form.content is not None:
-            fields["answer"] = {**text, "open": list(form.content[0]), "close": list(form.content[1])}
-    for number, (start, end) in enumerate(tool_format(tools).regions if tools != NONE else ()):
-        fields[f"{number}"] = {**text, "open": start, **({"close": end} if end else {})}
-    return load_response_template({"start_anchor_pattern": "^", "fields": fields})
-
-
 def opened_reasoning(name: str, prompt: str) -> str:
     """The delimiter with which the prompt, or the format itself, has begun reasoning; empty if none has."""
     if name == NONE:
@@ -172,6 +156,8 @@ def _reasoning(name: str, prompt: str) -> Reasoning | None:
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field of reasoning in response templates."""
+_PART = 256
+"""Characters that a parser of transformers gets at once."""
 
 
 class _Held:
@@ -207,143 +193,162 @@ class Parser(ABC):
 class RegionParser(Parser):
     """Parses completions in the formats of the registry."""
 
-    def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: re.Pattern[str] | None) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
+    def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: tuple[str, ...]) -> None:
         name = formats.tools if tools and formats.tools is not None else NONE
         self._format = tool_format(name) if name != NONE else None
-        self._tools, self._special = tools, special
-        self._parser = ResponseParser(_template(name, formats.reasoning), opened_reasoning(formats.reasoning, prompt))
+        self._tools = tools
+        is_open = bool(opened_reasoning(formats.reasoning, prompt))
+        self._scanner = RegionScanner(regions(name, formats.reasoning, special), REASONED if is_open else CONTENT)
         self._content, self._reasoning = _Held(None, from_start=False), _Held("\n", from_start=True)
-        self._bodies: list[str] = []
-        """The texts of the regions of calls."""
-        self._raw = ""
+        self._bodies: list[list[str]] = []
+        """The texts of the regions of calls, in pieces."""
+        self._raw: list[str] = []
         """All text from the first call on."""
-        self._after = ""
+        self._after: list[str] = []
         """Content after the first call."""
         self._may_be_calls = self._format is not None and bool(self._format.whole)
         """Whether the content, which has not begun, may be calls as a whole."""
         self._is_whole = False
 
     def feed(self, text: str) -> Piece:
-        return self._read(self._parser.feed(text), final=False)
+        return self._read(text, final=False)
 
     def finish(self) -> Piece:
-        content, reasoning, _, _ = self._read(self._parser.finalize()[1], final=True)
+        content, reasoning, _, _ = self._read("", final=True)
         if not self._raw:
             return Piece(content + self._content.space, reasoning)
+        raw = "".join(self._raw)
         try:
-            calls = self._calls()
+            calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_whole or any(name in self._raw for name in self._names())
-            return Piece(content + self._content.space + self._raw, reasoning, malformed=malformed)
-        after = self._after.strip()
+            malformed = not self._is_whole or any(name in raw for name in self._names())
+            return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
+        after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
 
-    def _read(self, events: list[dict[str, Any]], *, final: bool) -> Piece:
-        content, reasoning = "", ""
-        for event in events:
-            name, text = event["field"], event.get("text", "")
-            if name.isdigit():
-                self._read_call(event, int(name), final)
-            elif name == "reasoning_content":
+    def _read(self, text: str, *, final: bool) -> Piece:
+        content, reasoning = [], []
+        for region, kind, part in self._scanner.read(text, final=final):
+            if region.isdigit():
+                self._raw.append(part)
+                if kind is Kind.START:
+                    self._bodies.append([])
+                elif kind is Kind.TEXT:
+                    self._bodies[-1].append(part)
+            elif region == REASONED:
                 self._content.from_start = True
-                reasoning += self._reasoning.add(self._clean(text))
-            elif text:
-                content += self._read_content(text)
-        return Piece(content, reasoning)
-
-    def _read_call(self, event: dict[str, Any], number: int, final: bool) -> None:
-        assert self._format is not None
-        start, end = self._format.regions[number]
-        if event["type"] == "region_open":
-            self._bodies.append("")
-            self._raw += start
-        elif event["type"] == "region_chunk":
-            self._bodies[-1] += event["text"]
-            self._raw += event["text"]
-        elif not final:  # else the message has ended, and not the region
-            self._raw += end or ""
+                if kind is Kind.TEXT:
+                    reasoning.append(self._reasoning.add(part))
+            elif kind is Kind.TEXT:
+                content.append(self._read_content(part))
+            elif kind is Kind.SPECIAL and self._raw and not self._is_whole:
+                self._raw.append(part)
+        return Piece("".join(content), "".join(reasoning))
 
     def _read_content(self, text: str) -> str:
         if self._raw:
-            self._raw += text
-            self._after += text
+            self._raw.append(text)
+            self._after.append(text)
             return ""
-        text = self._clean(text)
-        if self._may_be_calls and text.strip():
+        if self._may_be_calls and (start := text.lstrip()):
             self._may_be_calls = False
             assert self._format is not None
-            self._is_whole = text.lstrip()[0] in self._format.whole
+            self._is_whole = start[0] in self._format.whole
             if self._is_whole:
-                self._raw = text
-                return ""
+                self._raw.append(start)
+                text = text.removesuffix(start)
         return self._content.add(text)
 
-    def _calls(self) -> list[dict[str, Any]]:
+    def _calls(self, raw: str) -> list[dict[str, Any]]:
         """Raises ValueError if a call cannot be parsed."""
         assert self._format is not None
-        texts = [self._raw] if self._is_whole else self._bodies
+        texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
-        if self._is_whole:
-            if not {call.name for call in calls} <= self._names():
-                raise ValueError("not calls of the request's tools")
-            self._after = ""
+        if self._is_whole and not {call.name for call in calls} <= self._names():
+            raise ValueError("not calls of the request's tools")
         return [call.openai(self._format.new_id()) for call in calls]
 
     def _names(self) -> set[str]:
         return {str((tool.get("function") or {}).get("name")) for tool in self._tools}
 
-    def _clean(self, text: str) -> str:
-        return self._special.sub("", text) if self._special is not None else text
-
 
 class TemplateParser(Parser):
     """Parses completions by the response template of a tokenizer."""
 
-    def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: re.Pattern[str] | None) -> None:
+    def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: tuple[str, ...]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self._parser: Any = ResponseParser(formats.template, prompt, tools=[*map(dict, tools)])
-        self._special = special
         strip = {name: field.get("content_args", {}).get("strip", True) for name, field in self._fields(formats)}
-        names = {name: (None if strip.get(name, True) else "") for name in ("content", *_REASONING)}
-        self._held = {name: _Held(characters, from_start=True) for name, characters in names.items()}
-        self._text, self._at = "", 0
-        """All text, and where the text ends that has been returned."""
-        self._calls: list[dict[str, Any]] = []
+        self._strips = {name: (None if strip.get(name, True) else "") for name in ("content", *_REASONING)}
+        self._new_parser = partial(ResponseParser, formats.template, prompt, tools=[*map(dict, tools)])
+        words = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        self._special = re.compile(words)
+        self._part = re.compile(f"(?:{words}|.){{1,{_PART}}}", re.DOTALL)
+        self._character = re.compile(f"{words}|.", re.DOTALL)
+        self._text = ""
+        self._returned = Piece()
+        """All content and reasoning that have been returned."""
         self._is_broken = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self._parser: Any = self._new_parser()
+        self._held = {name: _Held(characters, from_start=True) for name, characters in self._strips.items()}
+        self._at = 0
+        """Where the text ends that is content or reasoning."""
+        self._calls: list[dict[str, Any]] = []
+        self._found = Piece()
+        """All content and reasoning that are final."""
 
     def feed(self, text: str) -> Piece:
-        self._text += text
-        return self._read(lambda: self._parser.feed(text))
+        for part in self._part.findall(text):  # the parser searches all that it gets for each delimiter
+            self._read(self._parser.feed, part)
+        return self._unread()
 
     def finish(self) -> Piece:
-        piece = self._read(lambda: self._parser.finalize()[1])
-        if self._is_broken:
-            return piece._replace(malformed=True)
-        return piece._replace(calls=tuple(self._calls))
+        self._read(lambda _: self._parser.finalize()[1], "")
+        piece = self._unread()
+        return piece._replace(malformed=True) if self._is_broken else piece._replace(calls=tuple(self._calls))
 
-    def _read(self, read: Callable[[], list[dict[str, Any]]]) -> Piece:
-        content, reasoning = "", ""
+    def _unread(self) -> Piece:
+        """What has not been returned before."""
+        before, self._returned = self._returned, self._found
+        return Piece(self._found.content[len(before.content) :], self._found.reasoning[len(before.reasoning) :])
+
+    def _read(self, read: Callable[[str], list[dict[str, Any]]], part: str) -> None:
+        before, self._text = self._text, self._text + part
+        if self._is_broken:
+            self._add("content", part)
+            return
         try:
-            for event in [] if self._is_broken else read():
-                name, text = event["field"], event.get("text", "")
-                if event["type"] == "region_close" and name == "tool_calls":
-                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                    self._calls += [self._call(value) for value in values]
-                if text and name in ("content", *_REASONING):
-                    self._at = self._text.find(text, self._at) + len(text)
-                    text = self._held[name].add(self._special.sub("", text) if self._special is not None else text)
-                    content, reasoning = (
-                        (content + text, reasoning) if name == "content" else (content, reasoning + text)
-                    )
+            self._add_events(read(part))
         except (ValueError, RecursionError):  # what the template expects to be calls are none
             self._is_broken = True
-        if self._is_broken:
-            content += self._held["content"].space + self._text[self._at :]
-            self._held["content"].space, self._at = "", len(self._text)
-        return Piece(content, reasoning)
+            self._reread(before, part)
+
+    def _reread(self, before: str, part: str) -> None:
+        """Adds the events that the parser found in a part before its error, and lost; then the rest as content."""
+        self._restart()
+        try:
+            for text in (*self._part.findall(before), *self._character.findall(part)):
+                self._add_events(self._parser.feed(text))
+        except (ValueError, RecursionError):
+            pass
+        self._add("content", self._held["content"].space + self._text[self._at :])
+
+    def _add(self, name: str, text: str) -> None:
+        key = "content" if name == "content" else "reasoning"
+        self._found = self._found._replace(**{key: getattr(self._found, key) + text})
+
+    def _add_events(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            name, text = event["field"], event.get("text", "")
+            if event["type"] == "region_close" and name == "tool_calls":
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                self._calls += [self._call(value) for value in values]
+            if text and name in self._held:
+                self._at = self._text.find(text, self._at) + len(text)
+                self._add(name, self._held[name].add(self._special.sub("", text)))
 
     @staticmethod
     def _fields(formats: MessageFormats) -> list[tuple[str, dict[str, Any]]]:
@@ -360,9 +365,9 @@ class TemplateParser(Parser):
 
 
 def message_parser(
-    formats: MessageFormats, prompt: str = "", tools: Tools = (), special: re.Pattern[str] | None = None
+    formats: MessageFormats, prompt: str = "", tools: Tools = (), special: tuple[str, ...] = ()
 ) -> Parser:
-    """A parser of one completion. `prompt` is the end of the prompt's text; `special` matches what is never content.
+    """A parser of one completion. `prompt` is the end of the prompt's text; `special` are tokens that are not text.
 
     Raises BackendError if the installed transformers has no response templates.
     """

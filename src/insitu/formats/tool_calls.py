@@ -88,7 +88,7 @@ def mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?>(.*?)<｜tool▁sep｜>)(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 
 
 def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
@@ -103,7 +103,7 @@ def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
     return calls
 
 
-_KIMI = re.compile(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL)
+_KIMI = re.compile(r"<\|tool_call_begin\|>(?>(.*?)<\|tool_call_argument_begin\|>)(.*?)<\|tool_call_end\|>", re.DOTALL)
 
 
 def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
@@ -166,7 +166,7 @@ def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> list[ToolCal
     return calls
 
 
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def glm_calls(text: str, tools: Tools) -> list[ToolCall]:

@@ -42,10 +42,9 @@ class ChatTokenizer:
         self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
 
     @cached_property
-    def special_tokens(self) -> re.Pattern[str]:
-        """Matches the special tokens, in text that has them."""
-        tokens = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        return tuple(sorted({each.content for each in self._tokenizer.added_tokens_decoder.values() if each.special}))
 
     @cached_property
     def markers(self) -> dict[str, int]:

@@ -121,7 +121,7 @@ class ChatFormatter(ResponseFormatter):
         if parser is None:
             end = _end_of(self._prompts[index], self._tokenizer)
             tools = self._request.enabled_tools or ()
-            special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else None
+            special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else ()
             parser = self._parsers[index] = message_parser(self._request.formats, end, tools, special)
         piece = parser.feed(output.text)
         if output.finish_reason is None:
