@@ -18,7 +18,24 @@ REASONING_OF = {family.tools: family.reasoning for family in ALL_FAMILIES.values
 SPECIAL = ("<|im_end|>", "<|start|>", "<|eom|>")
 TEMPLATE = "response_template"
 PARTS = [
-    *("{", "[", '"', "'", "(", "a.", "-", "{}", "; ", "1 ", " \n", "\\", "lambda:", "weather(a=1), ", '{"name":', "not "),
+    *(
+        "{",
+        "[",
+        '"',
+        "'",
+        "(",
+        "a.",
+        "-",
+        "{}",
+        "; ",
+        "1 ",
+        " \n",
+        "\\",
+        "lambda:",
+        "weather(a=1), ",
+        '{"name":',
+        "not ",
+    ),
     *("<function=weather>", "<parameter=a>", "</function>", '<invoke name="weather">', '<parameter name="a">'),
     *("<arg_key>", "<arg_key>a</arg_key><arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]"),
@@ -89,7 +106,9 @@ def test_four_times_the_text_takes_no_sixteen_times_as_long(name: str, reasoning
                 if slow < 0.05 or slow < 10 * quick:
                     break
             else:
-                pytest.fail(f"{start}{part} ... in pieces of {size}: {quick:.3f} s, {slow:.3f} s for four times as much")
+                pytest.fail(
+                    f"{start}{part} ... in pieces of {size}: {quick:.3f} s, {slow:.3f} s for four times as much"
+                )
 
 
 @each_format

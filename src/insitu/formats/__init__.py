@@ -3,5 +3,6 @@
 registry      the formats by name, and which of them a chat template asks for; read this first
 tool_calls    the text of a call in each format, as its name and its arguments
 templates     what a chat template keeps of a conversation
+regions       where a completion has content, reasoning and calls
 parser        a completion, whole or in pieces, as content, reasoning and tool calls
 """
