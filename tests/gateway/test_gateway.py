@@ -24,6 +24,7 @@ from processes import HANGS
 from waiting import hang, until
 
 from insitu.capture.dialects import dialects
+from insitu.gateway.proxy import translate_response
 from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, MAX_REQUESTS, EpisodeEndpoint, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
@@ -178,6 +179,17 @@ async def test_tool_arguments_go_back_as_they_were_sampled(server: FakeOpenAI, s
     assert sampled["function"]["arguments"] == '{"at": "sky"}'  # with the space that a JSON library would not write
     assert third.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"at":"sea"}'
     assert second.messages[2] == {"role": "tool", "tool_call_id": "t1", "content": "blue"}
+
+
+@pytest.mark.parametrize("depth", [3, 300, 2000])
+def test_deep_tool_arguments_of_a_model_reach_the_agent(depth: int) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "t", "type": "function", "function": {"name": "look", "arguments": text}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    translation = dialects()["messages"]({"model": "m", "max_tokens": 9, "messages": ask("hi")}, {})
+    body = {"id": "c", "model": "m", "choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {}}
+    (used,) = json.loads(translate_response(translation, 200, json.dumps(body).encode()))["content"]
+    assert used["input"] == (json.loads(text) if depth == 3 else {"arguments": text})
 
 
 async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None:

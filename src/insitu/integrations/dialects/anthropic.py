@@ -207,10 +207,14 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def _arguments(text: str | None) -> Any:
-    """A tool call's arguments as an object; text that is not a JSON object is wrapped as `{"arguments": text}`."""
+    """A tool call's arguments as an object; text that is not a JSON object is wrapped as `{"arguments": text}`.
+
+    So is one that is nested too deeply for a response: orjson reads 1,024 levels and writes 254.
+    """
     try:
         value = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
+        orjson.dumps([[[[value]]]])
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
 
