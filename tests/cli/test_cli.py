@@ -1,5 +1,6 @@
 """The command line as processes: quick help, exit codes, and messages that name the mistake."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from factories import digits_project, write_rows
 from marks import slow_after
 from processes import run
+from tiny_models import save_tiny_model
 
 TESTS = Path(__file__).resolve().parents[1] / "support"
 KEY = "sk-never-to-be-seen"
@@ -301,3 +303,17 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_episode(write:
     done = insitu("eval", "--config_file", project(write), "-o", "eval.general.output_dir", tmp_path / "file" / "out")
     assert_refused(done, "eval.general.output_dir: cannot write to ")
     assert done.stdout == ""
+
+
+def test_a_port_in_use_is_told_with_its_option(tmp_path: Path) -> None:
+    digits_project(tmp_path)
+    model = save_tiny_model(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for command in (("view", tmp_path), ("serve", tmp_path / "config.yml"), ("backend", "--model", model)):
+            done = insitu(*command, "--port", port)
+            assert done.returncode != 0
+            lines = [line for line in done.stderr.splitlines() if "cannot listen" in line]
+            assert len(lines) == 1
+            assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use" in lines[0]
+            assert "Traceback" not in done.stderr

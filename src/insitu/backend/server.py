@@ -248,11 +248,14 @@ async def _stop_event(parent_pid: int | None) -> "AsyncIterator[asyncio.Future[b
 
 
 def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.Future[bool]") -> None:
-    """Polls a process and sets `stopped` once it has ended."""
+    """Polls a process and sets `stopped` once it has ended, or cannot be watched."""
     is_parent = os.getppid() == pid  # children of a killed parent are reassigned immediately, before it is reaped
-    while os.getppid() == pid if is_parent else _is_alive(pid):
-        time.sleep(PARENT_POLL_SECONDS)
-    logger.info("process %d has ended; stopping", pid)
+    try:
+        while os.getppid() == pid if is_parent else _is_alive(pid):
+            time.sleep(PARENT_POLL_SECONDS)
+        logger.info("process %d has ended; stopping", pid)
+    except Exception:  # a thread that ended here would leave an orphan
+        logger.exception("process %d cannot be watched; stopping", pid)
     call_in_loop(loop, set_outcome, stopped, True)
 
 
@@ -275,7 +278,7 @@ def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise BackendError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+            raise BackendError(f"--port: cannot listen at {host}:{port}: {error.strerror}") from error
         yield listener
 
 

@@ -191,12 +191,8 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         bind = self._bind
-        try:
-            served = listening(self._application(), (bind.host, bind.port), grace=1.0)
-            host, port = await self._open.enter_async_context(served)
-        except OSError as error:
-            where = f"{bind.host}:{bind.port}"
-            raise ConfigError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
+        served = listening(self._application(), (bind.host, bind.port), grace=1.0, key="gateway")
+        host, port = await self._open.enter_async_context(served)
         self.address = (bind.address or http_url(host, port)).replace("{port}", str(port)).rstrip("/")
         self.port = port
         self._session = new_session(through_proxies=False)

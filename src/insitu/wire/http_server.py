@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import os
 import re
 import socket
 import sys
@@ -79,13 +80,14 @@ async def listening(
     address: tuple[str, int] | socket.socket,
     *,
     grace: float = 0.5,
+    key: str = "--port",
     connections: int | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves at an address (port 0: a free one) or a bound socket while the context is open; yields host and port.
 
     Idle connections are closed, and those to a socket that has as many as it may; in the end, requests get `grace`
-    seconds. Raises ConfigError if the process may open
-    too few files, and OSError if the address cannot be bound.
+    seconds. Raises ConfigError if the process may open too few files, or if the address cannot be bound: then it names
+    the `key` that sets it.
     """
     prepare_process()
     _log.addFilter(_without_keys)
@@ -108,7 +110,11 @@ async def listening(
             ending.callback(served.close)
             yield address.getsockname()[:2]
         else:
-            await web.TCPSite(runner, *address, backlog=_BACKLOG).start()
+            try:
+                await web.TCPSite(runner, *address, backlog=_BACKLOG).start()
+            except OSError as error:  # asyncio writes more into strerror
+                reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+                raise ConfigError(f"{key}: cannot listen at {address[0]}:{address[1]}: {reason}") from error
             yield runner.addresses[0][:2]
 
 

@@ -24,6 +24,7 @@ from waiting import until
 
 from insitu.backend import BackendOptions, server
 from insitu.backend.model import load_model
+from insitu.backend.server import _stop_event
 from insitu.config import Config, load_config
 from insitu.errors import RequestRefused
 from insitu.remote.client import EPISODES, ServiceSession
@@ -382,3 +383,10 @@ def test_few_open_files_are_refused(config: Config) -> None:
         assert done.returncode == 2
         assert "this process may open 64 files (ulimit -n); a server needs at least 256" in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+async def test_a_parent_that_cannot_be_watched_ends_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+    """No process has this number, and the system cannot even be asked."""
+    async with _stop_event(2**40) as stopped, asyncio.timeout(HANGS):
+        assert await stopped
+    assert "cannot be watched; stopping" in caplog.text
