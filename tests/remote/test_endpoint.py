@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import processes
 import psutil
 import pytest
@@ -404,6 +405,31 @@ async def test_plain_requests(config: Config) -> None:
         status, wrong = await post(f"{address}/generate", {"input": "no object"})
         assert (status, wrong["error"]["param"], wrong["error"]["code"]) == (400, "input", "invalid_input")
         assert "function <workflow> takes dict" in wrong["error"]["message"]
+
+
+async def test_an_openai_client_asks_the_agent(config: Config) -> None:
+    async with serving(config) as (_, address), openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        asked: Any = {
+            "model": "any",
+            "messages": [
+                {"role": "user", "content": "before"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": [{"type": "text", "text": '{"do": "echo", "say": "hi"}'}]},
+            ],
+        }
+        (choice,) = (await client.chat.completions.create(**asked)).choices
+        assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+        chunks = [
+            each.choices[0].delta.content async for each in await client.chat.completions.create(**asked, stream=True)
+        ]
+        assert "".join(filter(None, chunks)) == choice.message.content
+        for messages in ([], [{"role": "system", "content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]):
+            with pytest.raises(openai.BadRequestError, match="messages has no user message") as refused:
+                await client.chat.completions.create(model="any", messages=messages)
+            assert refused.value.param == "messages"
+        failing = [{"role": "user", "content": '{"do": "raise", "say": "oh no"}'}]
+        with pytest.raises(openai.InternalServerError, match="oh no"):
+            await client.with_options(max_retries=0).chat.completions.create(model="any", messages=failing)
 
 
 async def test_wrong_requests(config: Config) -> None:

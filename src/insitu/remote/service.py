@@ -3,6 +3,7 @@
     POST /v1/episodes   attempts at episodes: lines of JSON both ways, while the client stays (`attempt_records`)
     GET  /v1/episodes   protocol version, configuration file and llms
     POST /generate      {"input": ...}, or {"input_message": ...} -> {"value": ...}
+    POST /v1/chat/completions   the answer to the last user message, as a chat completion of OpenAI, whole or streamed
     GET  /health
 
 A request is cancelled when its client disconnects. The HTTP server has an event loop and a thread, the workflows have
@@ -39,7 +40,7 @@ from insitu.schemas.kinds import LLM
 from insitu.wire.addresses import http_url, is_loopback_address
 from insitu.wire.endings import end_tasks
 from insitu.wire.http_access import AccessPolicy
-from insitu.wire.http_format import error_body
+from insitu.wire.http_format import DONE, error_body, format_event
 from insitu.wire.http_server import (
     BODY_SECONDS,
     body_chunks,
@@ -66,6 +67,8 @@ _STATUS = {DropReason.BACKEND_ERROR: 502, DropReason.TIMEOUT: 504}
 
 
 _INPUTS = ("input", "input_message")
+_MODEL = "workflow"
+"""The model of chat completions: the agent, whatever the request asks for."""
 
 
 def _generated_input(body: Any) -> Any:
@@ -82,6 +85,31 @@ def _generated_input(body: Any) -> Any:
     if body[given[0]] is None:
         raise RequestRefused(f"{given[0]} is null; expected the input of the workflow", param=given[0])
     return body[given[0]]
+
+
+def _last_question(body: Any) -> str:
+    """The text of the last user message in the body of a chat completion. Raises RequestRefused."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list):
+        raise RequestRefused("messages is missing; expected a list of messages", param="messages")
+    asked = [each for each in messages if isinstance(each, dict) and each.get("role") == "user"]
+    content = asked[-1].get("content") if asked else None
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise RequestRefused("messages has no user message, or its last one is not text", param="messages")
+    return content
+
+
+def _as_stream(response: web.Response) -> web.Response:
+    """A chat completion as the events of a stream: one piece, and the end."""
+    body = decode(response.body)  # type: ignore[arg-type]
+    (choice,) = body.pop("choices")
+    body["object"] = "chat.completion.chunk"
+    pieces = ({"delta": choice["message"], "finish_reason": None}, {"delta": {}, "finish_reason": "stop"})
+    events = [encode({**body, "choices": [{"index": 0, "logprobs": None, **piece}]}) for piece in pieces]
+    return web.Response(body=b"".join(map(format_event, [*events, DONE])), content_type="text/event-stream")
 
 
 class WorkflowService:
@@ -111,6 +139,7 @@ class WorkflowService:
         app.router.add_get(EPISODES, self._describe)
         app.router.add_post(EPISODES, self._episodes)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/v1/chat/completions", self._chat)
         self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
         loop, stack = asyncio.new_event_loop(), AsyncExitStack()
         async with aclosing(self.hosted):
@@ -132,12 +161,29 @@ class WorkflowService:
 
     async def _generate(self, request: web.Request) -> web.Response:
         line = await read_body(request, LINE_LIMIT, decompress=True)
-        given = _generated_input(await _parse_line(line))
+        return await self._answered(_generated_input(await _parse_line(line)), "input", lambda value: {"value": value})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        """Other keys than these are ignored: the agent says how it samples."""
+        body = await _parse_line(await read_body(request, LINE_LIMIT, decompress=True))
+        question = _last_question(body)
+        completion = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": _MODEL}
+
+        def completed(value: Any) -> Any:
+            message = {"role": "assistant", "content": value if isinstance(value, str) else encode(value).decode()}
+            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+            return {**completion, "object": "chat.completion", "choices": [choice]}
+
+        response = await self._answered(question, "messages", completed)
+        return _as_stream(response) if body.get("stream") and response.status == 200 else response
+
+    async def _answered(self, given: Any, param: str, shaped: Callable[[Any], Any]) -> web.Response:
+        """The response with the workflow's answer. Raises RequestRefused for an input, `param`, that it cannot have."""
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=given).activate():
-                    return _json({"value": await workflow.ainvoke(given)})
+                    return _json(shaped(await workflow.ainvoke(given)))
 
         ran = await run_in_loop(self.loop, isolated(generate))
         if ran.error is None:
@@ -145,7 +191,7 @@ class WorkflowService:
             return ran.value
         error = ran.error
         if isinstance(error, InputError) and error.function == WORKFLOW:
-            raise RequestRefused(str(error), param="input", code="invalid_input")
+            raise RequestRefused(str(error), param=param, code="invalid_input")
         logger.debug("the workflow failed", exc_info=error)
         reason, _ = classify(error)
         message = str(error) if isinstance(error, InsituError) else f"the workflow raised {describe_error(error)}"
