@@ -67,6 +67,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 with run.model("latest") as model:
     told = model.ask("Row 0"), model.complete("Row 0").choices[0].message.content, model.client.models.list().data[0].id
 episodes = list(run.episodes(epoch=2, row=1))
+every = run.episodes()
+names = [e.key.text() for e in every]
+show(
+    sliced=[len(every), [e.key.text() for e in every[1:4]] == names[1:4], every[-1].key.text() == names[-1]],
+    table=repr(run.metrics),
+)
 show(
     folder=run.folder, best=run.best["policy_version"], rewards=run.metrics.column("avg_reward"), told=told,
     validations=[v["epoch"] for v in run.validations], html=run.validations._repr_html_(), shown=repr(run),
@@ -91,6 +97,12 @@ def test_a_script_trains(trained: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+def test_results_are_short_and_read_when_they_are_used(trained: tuple[Path, dict[str, Any]]) -> None:
+    _, shown = trained
+    assert shown["sliced"] == [16, True, True]
+    assert re.fullmatch(r"Table\(2 rows: epoch, (\w+, ){7}\.\.\.; last avg_reward [\d.]+\)", shown["table"])
+
+
 def test_the_file_that_a_script_writes_does_the_same(trained: tuple[Path, dict[str, Any]]) -> None:
     """The script itself is imported by it, as far as to its call of insitu."""
     folder, shown = trained
@@ -184,6 +196,7 @@ async def own_agent():
 
 run = insitu.Run("runs/answer")
 answers = [run.ask("Row 0", checkpoint="latest"), asyncio.run(ask_in_a_loop()), *asyncio.run(several())]
+greedy = {run.ask("Row 0", checkpoint="latest", temperature=0) for _ in range(4)}
 started = len(backends())
 run.close()
 closed = len(backends())
@@ -193,10 +206,12 @@ except insitu.ConfigError as error:
     refused = str(error)
 own = asyncio.run(own_agent())
 again = run.ask("Row 0", checkpoint="latest")  # nobody closes it
-show(answers=answers, started=started, closed=closed, own=own, again=again, left=backends(), refused=refused)
+show(answers=answers, greedy=len(greedy), started=started, closed=closed, own=own, again=again)
+show(left=backends(), refused=refused)
 """
     shown, printed = script(folder, code)
     assert [type(each) for each in shown["answers"]] == [str] * 6
+    assert shown["greedy"] == 1
     assert (shown["started"], shown["closed"], len(shown["left"])) == (1, 0, 1)
     assert not any(map(psutil.pid_exists, shown["left"]))
     assert (shown["own"][0], type(shown["own"][1]), type(shown["again"])) == (True, str, str)
@@ -322,16 +337,32 @@ REFUSED = [
         "ConfigError: the keyword 'trainer' does not exist",
     ),
     (
+        "finetune(answer, score, train=ROWS, model=MODEL, epoch=3)",
+        "ConfigError: the keyword 'epoch' does not exist (did you mean 'epochs'?); available: agent, score, train",
+    ),
+    (
+        "evaluate(answer, score, ROWS, model=MODEL, repetition=3)",
+        "ConfigError: the keyword 'repetition' does not exist (did you mean 'repetitions'?)",
+    ),
+    (
+        "finetune(answer, score, train=ROWS[0], model=MODEL)",
+        "ConfigError: train is a dict; it must be a path, a list of rows, or a table; of a single row: [row]",
+    ),
+    (
+        "evaluate(answer, score, ROWS[0], model=MODEL)",
+        "ConfigError: rows is a dict; it must be a path, a list of rows, or a table; of a single row: [row]",
+    ),
+    (
         "finetune(answer, score, train=[3], model=MODEL)",
-        "ConfigError: rows, row 1 must be a mapping of columns, not 3",
+        "ConfigError: train, row 1 must be a mapping of columns, not 3",
     ),
     (
         "finetune(answer, score, train=7, model=MODEL)",
-        "ConfigError: rows is an int; it must be a path, a list of rows",
+        "ConfigError: train is an int; it must be a path, a list of rows",
     ),
     (
         "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
-        "ConfigError: rows, row 1 cannot be written as JSON",
+        "ConfigError: train, row 1 cannot be written as JSON",
     ),
     ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
     ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),

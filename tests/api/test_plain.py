@@ -76,6 +76,14 @@ def with_llm(question: dict, llm):
 async def silent(question: dict, model: insitu.Model):
     await model.ask(question["say"])
 
+async def forgetful(question: dict, model: insitu.Model):
+    return model.ask(question["say"])
+
+async def forgetful_score(answer):
+    async def judge():
+        return 1.0
+    return judge()
+
 async def raising(question: dict, model: insitu.Model):
     raise KeyError("price")
 
@@ -242,6 +250,10 @@ def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
         {0},
         [
             ("silent", "before the first epoch: the workflow returned None; is a `return` missing?"),
+            (
+                "forgetful",
+                "before the first epoch: workflow_error: forgetful returned a coroutine: write `return await ask(...)`",
+            ),
             ("raising", "before the first epoch: workflow_error: KeyError: 'price' ("),
         ],
     ),
@@ -261,6 +273,13 @@ def test_a_score_that_is_no_number_is_the_evaluators_error(tmp_path: Path) -> No
     code, _, err = run_project(tmp_path)
     assert code != 0
     assert "the score is 'good'; it must be a number, or a number and a text" in err
+
+
+def test_a_score_that_was_not_awaited_is_the_evaluators_error(tmp_path: Path) -> None:
+    project(tmp_path, {"function": "my_agent:answer", "model": "player"}, {"function": "my_agent:forgetful_score"})
+    code, _, err = run_project(tmp_path)
+    assert code != 0
+    assert "forgetful_score returned a coroutine: write `return await judge(...)`" in err
 
 
 async def scored(

@@ -40,6 +40,14 @@ async def text_of(plain: ModelClient, text: str, **overrides: Any) -> str:
     return (await plain.complete(ask(text), **overrides)).choices[0].message.content or ""
 
 
+async def test_an_episode_may_set_the_temperature(server: FakeOpenAI) -> None:
+    async with connected(server, temperature=0.5) as plain:
+        for temperature, sent in ((None, 0.5), (0.0, 0.0)):
+            with EpisodeScope(temperature=temperature):
+                await plain.complete(ask("hi"), **({} if temperature is None else {"temperature": 2.0}))
+            assert server.requests[-1]["temperature"] == sent
+
+
 async def test_a_call_of_a_training_episode(server: FakeOpenAI) -> None:
     async with connected(server, temperature=0.5, max_tokens=9) as plain:
         with EpisodeScope(training=True, seed=1) as scope:

@@ -23,11 +23,11 @@ from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
 from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
-from insitu.config import Config, check_config
+from insitu.config import SECTIONS, Config, check_config
 from insitu.config.code import stop_import
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, not_found
 from insitu.runs.reader import RunReader
 from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
@@ -88,6 +88,7 @@ def finetune(
     keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
+    _check_keywords(finetune, sections)
     _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": train, "model": model}, url)
     project = _project(agent, score, config, caller, framework, reward)
     _set_external(project, agent, url, sections.get("workflow"))
@@ -96,7 +97,7 @@ def finetune(
     project.set_keywords(keywords)
     # checked twice, and an iterator gives its rows once
     train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))
-    checked = partial(_checked, project, train, held_out, sections)
+    checked = partial(_checked, project, ("train", train), held_out, sections)
     with _in_words_of_python(project):
         request = _request(checked, output, resume)
         run_anywhere(lambda: finetuning_main(request, console or results_console()))
@@ -130,6 +131,7 @@ def evaluate(
     keywords = {name: value for name, value in locals().items() if name in KEYS}
     caller = sys._getframe(1).f_globals
     stop_import(str(caller.get("__name__")))
+    _check_keywords(evaluate, sections)
     _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": rows, "model": model}, url)
     project = _project(agent, score, config, caller, framework, None)
     _set_external(project, agent, url, sections.get("workflow"))
@@ -138,7 +140,9 @@ def evaluate(
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
     with _in_words_of_python(project):
-        request = EvaluationRunConfig(config_file=_checked(project, rows, None, sections, output), reps=repetitions)
+        request = EvaluationRunConfig(
+            config_file=_checked(project, ("rows", rows), None, sections, output), reps=repetitions
+        )
         done = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
     return Evaluation(output, done)
 
@@ -169,6 +173,14 @@ def _project(
     elif reward is not None:
         project.set("finetuning.reward_function.name", reward)
     return project
+
+
+def _check_keywords(function: Callable[..., Any], sections: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a keyword that is neither a parameter nor a section of a file."""
+    known = [name for name, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    for name in sections:
+        if name not in SECTIONS:
+            raise ConfigError(not_found("the keyword", name, [*known, *SECTIONS]))
 
 
 def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping[str, Any], url: str | None) -> None:
@@ -262,20 +274,20 @@ def _inputs(config: Config, run: Path) -> dict[str, Any]:
 
 def _checked(
     project: Project,
-    rows: Rows,
+    rows: tuple[str, Rows],
     held_out: Rows,
     sections: Mapping[str, Any],
     folder: Path,
     continued: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The checked settings, as a file and with its rows in the output folder.
+    """The checked settings, as a file and with its rows, of this keyword, in the output folder.
 
     With the inputs of a run that is `continued` there, raises ConfigError if they or the settings are not its own,
     before anything is written; nothing is if that run is complete.
     """
     project.output = folder
-    project.dataset(rows, "rows")
-    if (file := project.rows(held_out, "held_out")) is not None:
+    project.dataset(*rows)
+    if (file := project.rows(held_out, "held_out", "held_out")) is not None:
         project.set("finetuning.validation.dataset", str(file))
     project.merge(sections)
     project.set("general.folder", os.path.relpath(project.folder, folder))

@@ -4,10 +4,10 @@ import html
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from insitu.algorithms.statistics import Estimate, mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
@@ -17,6 +17,7 @@ from insitu.errors import ConfigError, InsituError, a_type
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST, METRICS, holds_run
 from insitu.runs.reader import RunReader
+from insitu.runs.records import StoredGroup
 from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
@@ -24,9 +25,12 @@ from insitu.training.report import evaluation_problems
 
 if TYPE_CHECKING:
     from insitu.api.serving import TrainedAgent, TrainedModel
+    from insitu.runs.replay import StoredRun
 
 _SHOWN = 20
 """Rows of a table that a notebook shows."""
+_NAMED = 8
+"""Columns that a table's `repr` names."""
 
 
 class Table(list[dict[str, Any]]):
@@ -54,6 +58,12 @@ class Table(list[dict[str, Any]]):
 
         return polars.DataFrame(list(self), infer_schema_length=None, strict=False)
 
+    def __repr__(self) -> str:
+        names = ", ".join(self.columns[:_NAMED]) + ", ..." * (len(self.columns) > _NAMED)
+        reward = self[-1].get("avg_reward") if self else None
+        last = f"; last avg_reward {reward:.4g}" if isinstance(reward, float) else ""
+        return f"Table({len(self)} rows: {names}{last})"
+
     def _repr_html_(self) -> str:
         columns = self.columns
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
@@ -65,6 +75,42 @@ class Table(list[dict[str, Any]]):
 def _cell(value: Any) -> str:
     text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return html.escape(text[:200])
+
+
+class Episodes(Sequence[Episode]):
+    """Recorded episodes in the order of their groups. They are read from the files when they are used."""
+
+    def __init__(self, stored: "StoredRun", groups: Sequence[StoredGroup]) -> None:
+        self._stored, self._groups = stored, groups
+
+    def __len__(self) -> int:
+        return sum(group.size for group in self._groups)
+
+    def __iter__(self) -> Iterator[Episode]:
+        return (episode for group in self._groups for episode in self._stored.load(group))
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Episode]: ...
+    def __getitem__(self, index: int | slice) -> Episode | list[Episode]:
+        positions = range(len(self))
+        if isinstance(index, slice):
+            return self._read(positions[index])
+        return self._read([positions[index]])[0]
+
+    def _read(self, positions: Sequence[int]) -> list[Episode]:
+        wanted, start, found = set(positions), 0, dict[int, Episode]()
+        for group in self._groups:
+            numbers = range(start, start + group.size)
+            if not wanted.isdisjoint(numbers):
+                loaded = zip(numbers, self._stored.load(group), strict=True)
+                found |= {number: episode for number, episode in loaded if number in wanted}
+            start = numbers.stop
+        return [found[position] for position in positions]
+
+    def __repr__(self) -> str:
+        return f"Episodes({len(self)} of {self._stored.folder})"
 
 
 class Run(AbstractContextManager["Run"]):
@@ -110,27 +156,31 @@ class Run(AbstractContextManager["Run"]):
         """A row per validation, as in `validation_history.json`."""
         return Table(self._files.validations())
 
-    def episodes(self, epoch: int | None = None, row: Any = None) -> Iterator[Episode]:
+    def episodes(self, epoch: int | None = None, row: Any = None) -> Episodes:
         """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
         from insitu.runs.replay import StoredRun
 
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
-        for group in stored.selected:
-            if row is None or group.row_id == str(row):
-                yield from stored.load(group)
+        return Episodes(stored, [group for group in stored.selected if row is None or group.row_id == str(row)])
 
-    def ask(self, question: Any, *, row: Any = None, checkpoint: str | None = None) -> Any:
+    def ask(
+        self, question: Any, *, row: Any = None, checkpoint: str | None = None, temperature: float | None = None
+    ) -> Any:
         """The answer of the trained agent, in a script or a notebook. Raises what the agent raises.
 
-        `row` is what the agent gets as its row, by default the question alone; `checkpoint` as in `model`.
+        `row` is what the agent gets as its row, by default the question alone; `checkpoint` as in `model`. All its
+        model calls have this `temperature` (0 is greedy), by default those of training: that of the run's settings, or
+        else what the agent sends, or else 1.
         """
         stop_import(str(sys._getframe(1).f_globals.get("__name__")))
-        return self._agent(checkpoint).ask(question, row)
+        return self._agent(checkpoint).ask(question, row, temperature)
 
-    def agent(self, question: Any, *, row: Any = None, checkpoint: str | None = None) -> Awaitable[Any]:
+    def agent(
+        self, question: Any, *, row: Any = None, checkpoint: str | None = None, temperature: float | None = None
+    ) -> Awaitable[Any]:
         """`ask` for asynchronous code, which goes on meanwhile: `await run.agent(question)`."""
         stop_import(str(sys._getframe(1).f_globals.get("__name__")))
-        return self._agent(checkpoint).agent(question, row)
+        return self._agent(checkpoint).agent(question, row, temperature)
 
     def _agent(self, checkpoint: str | None) -> "TrainedAgent":
         """The agent with these weights, which is started anew if it has lost its backend."""

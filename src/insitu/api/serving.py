@@ -193,26 +193,27 @@ class TrainedAgent(_Served[Any]):
     async def _build(self, builder: Builder) -> Any:
         return await builder.get_workflow()
 
-    def ask(self, question: Any, row: Any = None) -> Any:
+    def ask(self, question: Any, row: Any = None, temperature: float | None = None) -> Any:
         """The answer to a question. Raises what the agent raises."""
         if threading.current_thread() is self._thread:
             raise InsituError("this would wait for itself: code of the agent must await run.agent(question)")
         self._ready.result()
-        answer = asyncio.run_coroutine_threadsafe(self._answer(question, row), self._main.result()[0])
+        answer = asyncio.run_coroutine_threadsafe(self._answer(question, row, temperature), self._main.result()[0])
         try:
             return answer.result()
         finally:
             answer.cancel()  # when interrupted
 
-    async def agent(self, question: Any, row: Any = None) -> Any:
+    async def agent(self, question: Any, row: Any = None, temperature: float | None = None) -> Any:
         """`ask`, without waiting in the event loop of the caller."""
         await asyncio.shield(asyncio.wrap_future(self._ready))
-        return await run_in_loop(self._main.result()[0], self._answer(question, row))
+        return await run_in_loop(self._main.result()[0], self._answer(question, row, temperature))
 
-    async def _answer(self, question: Any, row: Any) -> Any:
+    async def _answer(self, question: Any, row: Any, temperature: float | None) -> Any:
         row = {self._question_key: question} if row is None else row
+        seed = secrets.randbits(63)
         try:
-            with EpisodeScope(seed=secrets.randbits(63), input_message=question, row=row).activate():
+            with EpisodeScope(seed=seed, input_message=question, row=row, temperature=temperature).activate():
                 return await self._ready.result().ainvoke(question)
         except asyncio.CancelledError:
             if (main := self._main.result()[1]) is None or not main.done():

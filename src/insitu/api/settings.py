@@ -14,12 +14,12 @@ from typing import Any
 import orjson
 
 from insitu.collect.datasets import file_format
-from insitu.config import SECTIONS, read_settings
+from insitu.config import read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
-from insitu.errors import ConfigError, a_type, not_found
+from insitu.errors import ConfigError, a_type
 from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]
@@ -107,10 +107,8 @@ class Project:
         return policies[0] if policies else _STUDENT
 
     def merge(self, sections: Mapping[str, Any]) -> None:
-        """Adds sections of a file; their keys take precedence. Raises ConfigError if there is no such section."""
+        """Adds sections of a file; their keys take precedence."""
         for name, values in sections.items():
-            if name not in SECTIONS:
-                raise ConfigError(not_found("the keyword", name, SECTIONS))
             self.settings[name] = _merged(self.settings.get(name), values)
 
     def code(self, code: Any, caller: Mapping[str, Any]) -> CodeRef:
@@ -126,10 +124,10 @@ class Project:
         is_near = root == self.folder or any(part in root.parts for part in ("site-packages", "dist-packages"))
         return CodeRef.of(code, f"{dotted if is_near else os.path.relpath(file.resolve(), self.folder)}:{name}")
 
-    def rows(self, rows: Any, name: str) -> Path | None:
+    def rows(self, rows: Any, name: str, keyword: str) -> Path | None:
         """The file of rows that are given as a path, mappings, or a table of pandas or polars.
 
-        Raises ConfigError, naming the row, for what no file can hold.
+        Raises ConfigError, naming the keyword and the row, for what no file can hold.
         """
         if rows is None or isinstance(rows, str | os.PathLike):
             return None if rows is None else Path(rows)
@@ -137,21 +135,22 @@ class Project:
             if not isinstance(rows, Mapping) and hasattr(rows, method):
                 rows = getattr(rows, method)(*arguments)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-            raise ConfigError(f"{name} is {a_type(rows)}; it must be a path, a list of rows, or a table")
+            single = "; of a single row: [row]" if isinstance(rows, Mapping) else ""
+            raise ConfigError(f"{keyword} is {a_type(rows)}; it must be a path, a list of rows, or a table{single}")
         lines = []
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
-                raise ConfigError(f"{name}, row {number} must be a mapping of columns, not {row!r:.80}")
+                raise ConfigError(f"{keyword}, row {number} must be a mapping of columns, not {row!r:.80}")
             try:
                 lines.append(orjson.dumps(dict(row), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
             except TypeError as error:
-                raise ConfigError(f"{name}, row {number} cannot be written as JSON: {error}") from error
+                raise ConfigError(f"{keyword}, row {number} cannot be written as JSON: {error}") from error
         self.files[f"{name}.jsonl"] = b"".join(lines)
         return self.output / f"{name}.jsonl"
 
-    def dataset(self, rows: Any, name: str) -> None:
+    def dataset(self, keyword: str, rows: Any) -> None:
         """The rows that the workflow runs on."""
-        if (file := self.rows(rows, name)) is not None:
+        if (file := self.rows(rows, "rows", keyword)) is not None:
             changed = {"_type": file_format(file), "file_path": str(file)}
             self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
 

@@ -169,7 +169,7 @@ class CallLedger:
     `name` identifies the episode in log messages. `training` selects the trained calls: all, none, or those to some
     keys of `llms`; each must have what training `needs`. `on_call` is called with each recorded call.
     `sampled_from` is the URL of the policy's server, and the version there that gets the requests to the policy.
-    `in_flight` measures when calls are.
+    `in_flight` measures when calls are. `temperature` replaces that of all requests.
     """
 
     name: str = "the current run"
@@ -179,6 +179,7 @@ class CallLedger:
     on_call: OnCall | None = None
     sampled_from: tuple[str, str] | None = None
     in_flight: Activity | None = None
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         self.calls: list[ModelCall] = []

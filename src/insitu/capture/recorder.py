@@ -158,6 +158,8 @@ class Exchange:
         if "max_tokens" in recorder.forced_params:
             body.pop("max_completion_tokens", None)  # the newer name of the same limit
         body.update(recorder.forced_params)
+        if ledger.temperature is not None:
+            body["temperature"] = ledger.temperature
         if recorder.current_model is not None:
             body["model"] = recorder.current_model()
         elif ledger.sampled_from is not None:

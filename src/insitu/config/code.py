@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, a_type, describe_error, not_found
+from insitu.errors import ConfigError, PluginError, WorkflowError, a_type, describe_error, not_found
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
 
@@ -148,9 +149,22 @@ def is_blocking(function: Any) -> bool:
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, which runs in a thread unless it is asynchronous."""
+    """The result of a function, which runs in a thread unless it is asynchronous.
+
+    Raises WorkflowError if an asynchronous function returns another coroutine.
+    """
     result = await asyncio.to_thread(function, *args, **kwargs) if is_blocking(function) else function(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+    result = await result if inspect.isawaitable(result) else result
+    if inspect.iscoroutine(result):
+        result.close()
+        raise WorkflowError(f"{name_of(function)} returned a coroutine: write `return await {result.__name__}(...)`")
+    return result
+
+
+def name_of(function: Any) -> str:
+    """How an error calls a function or a callable object."""
+    function = function.func if isinstance(function, partial) else function
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:

@@ -207,7 +207,8 @@ class EpisodeScope:
     """State of one episode, or of a plain run: its identity, model calls (`ledger`), steps and step rewards.
 
     `training` selects the calls to train: all, none, or those made to these keys of `llms`; calls outside
-    `target_functions` are never trained. `in_flight` measures when model calls are.
+    `target_functions` are never trained. `in_flight` measures when model calls are. `temperature` replaces that of all
+    model calls.
     """
 
     key: EpisodeKey | None = None
@@ -220,6 +221,7 @@ class EpisodeScope:
     target_functions: Collection[str] = (WORKFLOW,)
     sampled_from: tuple[str, str] | None = None
     in_flight: Activity | None = None
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         self.ledger = CallLedger(
@@ -230,6 +232,7 @@ class EpisodeScope:
             on_call=self._on_call,
             sampled_from=self.sampled_from,
             in_flight=self.in_flight,
+            temperature=self.temperature,
         )
         self.rewards = StepRewards()
         self.steps = StepLog()
