@@ -23,8 +23,8 @@ INSITU = [sys.executable, "-m", "insitu"]
 TRAINING = "trainer_adapters.backend.training"
 STALE = {"trainers.grpo.staleness": 1}
 CORRECTED = {**STALE, f"{TRAINING}.truncated_importance": 2}
+SIX_STEPS = {f"{TRAINING}.mini_batch_size": 28}
 WARM = {f"{TRAINING}.warmup": 0.3}
-ONE_STEP = {f"{TRAINING}.mini_batch_size": None}
 
 
 class Arm(NamedTuple):
@@ -35,10 +35,11 @@ class Arm(NamedTuple):
 IN_ORDER = Arm("`staleness: 0`", {})
 DEFAULT = Arm("`staleness: 1`", STALE)
 OTHERS = (
-    Arm("`staleness: 1`, `warmup: 0.3`", STALE | WARM),
+    Arm("`staleness: 0`, six steps a job", SIX_STEPS),
+    Arm("`staleness: 1`, six steps a job", STALE | SIX_STEPS),
     Arm("`truncated_importance: 2`", CORRECTED),
-    Arm("`truncated_importance: 2`, `warmup: 0.3`", CORRECTED | WARM),
-    Arm("`truncated_importance: 2`, one step a job", CORRECTED | ONE_STEP),
+    Arm("`truncated_importance: 2`, six steps a job", CORRECTED | SIX_STEPS),
+    Arm("`truncated_importance: 2`, six steps a job, `warmup: 0.3`", CORRECTED | SIX_STEPS | WARM),
 )
 SEEDS_OF_OTHERS = 5
 
@@ -119,6 +120,6 @@ def real_model(folder: Path) -> tuple[Path, Mapping[str, Any]]:
 
 PARTS: dict[str, Callable[[int], str]] = {
     "starter": lambda seeds: report("The starter", starter, (IN_ORDER, DEFAULT, *OTHERS), 10, seeds),
-    "tic_tac_toe": lambda seeds: report("Tic-tac-toe", tic_tac_toe, (IN_ORDER, DEFAULT), 10, seeds),
-    "real": lambda seeds: report("SmolLM2-135M-Instruct for six epochs", real_model, (IN_ORDER, DEFAULT), 3, seeds),
+    "tic_tac_toe": lambda seeds: report("Tic-tac-toe", tic_tac_toe, (IN_ORDER, DEFAULT), 3, seeds),
+    "real": lambda seeds: report("SmolLM2-135M-Instruct for six epochs", real_model, (IN_ORDER, DEFAULT), 1, seeds),
 }

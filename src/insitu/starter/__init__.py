@@ -41,7 +41,7 @@ _OF_STARTER = {
     "model": "model",
     "max_tokens": "24",
     "epochs": "16",
-    "training": "{learning_rate: 1.5e-3, schedule: linear, mini_batch_size: 28}",
+    "training": "{learning_rate: 1.5e-3, schedule: linear}",
     "model_row": "| `model/` | the model that training starts from |\n",
     "about_model": (
         "The model in `model/` has 0.2 million parameters and knows the questions of this project only: with it the "
