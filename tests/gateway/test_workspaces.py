@@ -958,8 +958,7 @@ def test_a_killed_run_is_continued_with_the_same_rewards(example: Path, monkeypa
         if killed:
             with start_project(example, *small, file="grpo.yml") as process:
                 asyncio.run(until((example / "runs/coding/progress.json").exists, 0.02))
-                episodes = "insitu-*/run-*/*[0-9]-*/"
-                asyncio.run(until(lambda: [*example.glob(episodes)], 0.02))
+                asyncio.run(until(lambda: [*example.glob("insitu-*/run-*/*[0-9]-*/")], 0.02))
                 process.kill()
         code, out, err = run_project(example, *small, *(["--resume"] if killed else []), file="grpo.yml")
         assert code == 0, out + err

@@ -38,7 +38,7 @@ from insitu.wire.redaction import remember_environment, results_console
 from insitu.workflow.event_loop import run_anywhere
 
 Rows = Any
-"""A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas or polars."""
+"""A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas, polars or datasets."""
 _CONFIG = "config.yml"
 
 

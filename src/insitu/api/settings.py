@@ -125,14 +125,14 @@ class Project:
         return CodeRef.of(code, f"{dotted if is_near else os.path.relpath(file.resolve(), self.folder)}:{name}")
 
     def rows(self, rows: Any, name: str, keyword: str) -> Path | None:
-        """The file of rows that are given as a path, mappings, or a table of pandas or polars.
+        """The file of rows that are given as a path, mappings, or a table of pandas, polars or datasets.
 
         Raises ConfigError, naming the keyword and the row, for what no file can hold.
         """
         if rows is None or isinstance(rows, str | os.PathLike):
             return None if rows is None else Path(rows)
-        for method, arguments in (("to_dicts", ()), ("to_dict", ("records",))):  # polars, pandas
-            if not isinstance(rows, Mapping) and hasattr(rows, method):
+        for method, arguments in (("to_dicts", ()), ("to_list", ()), ("to_dict", ("records",))):
+            if not isinstance(rows, Mapping | list) and hasattr(rows, method):  # of polars, datasets, pandas
                 rows = getattr(rows, method)(*arguments)
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
             single = "; of a single row: [row]" if isinstance(rows, Mapping) else ""
