@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from factories import MODEL
 from tiny_backend import tiny_backend
-from waiting import hang
+from waiting import hang, until
 
 from insitu.backend import BackendOptions
 from insitu.cli.backend import command as backend_command
@@ -114,6 +114,8 @@ class Backend:
         self.events: list[dict[str, Any]] = []
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         self.hanging: set[str] = set()
+        self.arrives = asyncio.Event()
+        """When an answer comes of a request whose fault is `late`."""
         self.lost_jobs = False
 
     def state(self, key: str = "r/3", **other: Any) -> dict[str, Any]:
@@ -127,6 +129,9 @@ class Backend:
         fault = self.faults[route].pop(0) if self.faults[route] else ""
         is_stream = request.path.endswith("/events")
         answer = web.json_response(self.state()) if fault and is_stream else await self.usual_answer(request)
+        if fault == "late":
+            await self.arrives.wait()
+            return answer
         if fault.isdigit():
             return web.json_response({"error": {"message": "later"}}, status=int(fault), headers={"Retry-After": "0"})
         if fault == "garbage":
@@ -470,6 +475,18 @@ async def test_a_backend_that_lost_the_weights_or_the_job_is_noticed(backend: Ba
         backend.lost_jobs = True
         with pytest.raises(BackendError, match=lost):
             await adapter.wait_until_complete(ref)
+
+
+async def test_answers_that_come_in_another_order_are_no_lost_weights(backend: Backend, write: Any) -> None:
+    async with adapter_to(backend, write) as adapter:
+        backend.version, backend.faults["GET /health"] = 3, ["late"]
+        asked = len(backend.asked)
+        earlier = asyncio.create_task(adapter.policy_endpoint())
+        await until(lambda: len(backend.asked) > asked)
+        backend.version = 4
+        assert (await adapter.policy_endpoint()).version == 4
+        backend.arrives.set()
+        assert (await earlier).version == 4
 
 
 async def test_an_outage_that_has_ended_is_known_to_those_who_ask_later(backend: Backend, write: Any) -> None:

@@ -129,7 +129,7 @@ def collected_metrics(groups: Sequence[Group], episodes: Sequence[Sequence[Score
     lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
     malformed = [call.tool_call_malformed for call in answers].count(True)
     return {
-        "avg_reward": sum(rewards) / len(rewards) if rewards else None,
+        "avg_reward": fmean(rewards) if rewards else None,  # in any order
         "min_reward": min(rewards, default=None),
         "max_reward": max(rewards, default=None),
         "reward_std": fmean(deviations) if deviations else None,

@@ -155,15 +155,14 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
-        self._health = await self._request("GET", "/health", Health.model_validate_json)
-        version = self._health.policy_version
-        if version < self._version:
-            raise BackendError(
-                f"the backend at {self._base_url} serves policy version {version}, but was at version {self._version}: "
-                "it was restarted without the weights of this run"
-            )
-        self._version = version
-        return version
+        known = self._version  # `watch` asks too, and may be answered earlier although it has asked later
+        health = await self._request("GET", "/health", Health.model_validate_json)
+        if (version := health.policy_version) < known:
+            lost = f"serves policy version {version}, but was at version {known}: it was restarted without the weights"
+            raise BackendError(f"the backend at {self._base_url} {lost} of this run")
+        if version >= self._version:
+            self._health, self._version = health, version
+        return self._version
 
     async def watch(self) -> None:
         async def check() -> None:
