@@ -17,6 +17,7 @@ from insitu.collect.datasets import file_format
 from insitu.config import read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
+from insitu.config.short_form import PARTS, expanded, merged
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
 from insitu.errors import ConfigError, a_type
@@ -25,8 +26,6 @@ from insitu.schemas.components import CodeRef
 Settings = dict[str, Any]
 
 _STUDENT = "student"
-_NAMES = {"trainer": "grpo", "trajectory_builder": "episodes", "trainer_adapter": "backend"}
-_TYPES = {"grpo": "insitu_trainer", "episodes": "insitu_traj_builder", "backend": "insitu_trainer_adapter"}
 KEYS = {
     "seed": "general.seed",
     "model": "{trainer_adapter}.model",
@@ -44,6 +43,13 @@ KEYS = {
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
+
+
+def short_settings(model: str | None) -> Settings:
+    """The settings that a call begins with, in the short form."""
+    evaluation: Settings = {"general": {}, "evaluators": {}}
+    llms = {_STUDENT: {"_type": "policy"}}
+    return {"general": {}, "llms": llms, "eval": evaluation, "finetuning": {"model": model}}
 
 
 @dataclass
@@ -66,13 +72,10 @@ class Project:
         script = _file_of(sys.modules.get(str(caller.get("__name__"))))
         folder = place_of(script)[0] if script is not None else Path.cwd()
         if config is None:
-            sections = {f"{kind}s": {name: {"_type": _TYPES[name]}} for kind, name in _NAMES.items()}
-            evaluation: Settings = {"general": {}, "evaluators": {}}
-            settings = {"general": {}, "llms": {_STUDENT: {"_type": "policy"}}, "eval": evaluation, **sections}
-            return cls(folder, Path(), settings | {"finetuning": dict(_NAMES)})
+            return cls(folder, Path(), expanded(short_settings(None)))
         if isinstance(config, Mapping):
-            return cls(folder, Path(), copy.deepcopy(dict(config)))
-        return cls(Path(config).resolve().parent, Path(), read_settings(Path(config)))
+            return cls(folder, Path(), expanded(copy.deepcopy(dict(config))))
+        return cls(Path(config).resolve().parent, Path(), expanded(read_settings(Path(config))))
 
     def get(self, key: str) -> Any:
         """The value of a dotted key, None if it is not set."""
@@ -91,13 +94,13 @@ class Project:
 
     def keywords(self) -> dict[str, str]:
         """By what a file or the command line calls them: what the keywords of a call are called."""
-        names = {kind: self.block(kind) for kind in _NAMES} | {"student": f"llms.{self.student}"}
+        names = {kind: self.block(kind) for kind in PARTS} | {"student": f"llms.{self.student}"}
         keys = {key.format(**names): name for name, key in KEYS.items()}
         return keys | {"finetuning.output_dir": "output_dir", "eval.general.output_dir": "output_dir"} | _OPTIONS
 
     def block(self, kind: str) -> str:
         """The dotted key of the block that the section `finetuning` names as its `kind` of component."""
-        return f"{kind}s.{self.get(f'finetuning.{kind}') or _NAMES[kind]}"
+        return f"{kind}s.{self.get(f'finetuning.{kind}') or PARTS[kind][0]}"
 
     @property
     def student(self) -> str:
@@ -109,7 +112,7 @@ class Project:
     def merge(self, sections: Mapping[str, Any]) -> None:
         """Adds sections of a file; their keys take precedence."""
         for name, values in sections.items():
-            self.settings[name] = _merged(self.settings.get(name), values)
+            self.settings[name] = merged(self.settings.get(name), values)
 
     def code(self, code: Any, caller: Mapping[str, Any]) -> CodeRef:
         """A function or object, with the name by which a file can import it."""
@@ -169,12 +172,6 @@ class Project:
         if shown != self.settings:
             head += "# Secrets are hidden: name environment variables in their place, as ${NAME}.\n"
         write_file(path, (head + dump_yaml(shown)).encode())
-
-
-def _merged(before: Any, values: Any) -> Any:
-    if not isinstance(before, Mapping) or not isinstance(values, Mapping):
-        return copy.deepcopy(values)
-    return {**before, **{key: _merged(before.get(key), value) for key, value in values.items()}}
 
 
 def _module_of(code: Any, caller: Mapping[str, Any]) -> ModuleType | None:

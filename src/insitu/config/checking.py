@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, key_names, references, secret_values, takes_reward, unknown_keys
+from insitu.config.short_form import OF_ADAPTER, PARTS, expanded
 from insitu.config.yaml_loader import expand, value_type
 from insitu.errors import ConfigError, key_of, not_found
 from insitu.registry import frameworks, registry
@@ -66,8 +67,10 @@ class Validator:
         self.present: set[tuple[str, str]] = set()
         self.blocks: dict[tuple[str, str], TypedBaseModel] = {}
         self.from_environment: dict[str, str] = {}
+        self.short_keys: dict[str, str] = {}
 
     def run(self, contents: dict[str, Any]) -> Config:
+        contents = self._expanded(contents)
         data = expand(contents, self.problems, self.from_environment)
         remember_environment({name: os.environ.get(name, "") for name in self.from_environment.values()})
         if unrecognised := remember_settings(data):
@@ -112,6 +115,17 @@ class Validator:
         self._fail_if_any()
         return config
 
+    def _expanded(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """The documented form. Problems of a file in the short form name the keys that it has."""
+        try:
+            documented = expanded(contents)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        if documented is not contents and not contents.get("trainer_adapters"):
+            block = f"trainer_adapters.{PARTS['trainer_adapter'][0]}"
+            self.short_keys = {f"{block}.{key}": f"finetuning.{key}" for key in OF_ADAPTER}
+        return documented
+
     def _with_effect(self, data: dict[str, Any]) -> dict[str, Any]:
         """The contents without the keys that have no effect here, which a warning lists."""
         data, found = copy.deepcopy(data), []
@@ -134,7 +148,10 @@ class Validator:
 
     def _fail_if_any(self) -> None:
         if self.problems:
-            raise ConfigError("\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)]))
+            text = "\n".join([f"{self.path}:", *(f"  {p}" for p in self.problems)])
+            for key, short in self.short_keys.items():
+                text = text.replace(key, short)
+            raise ConfigError(text)
 
     def _import(self, load: Callable[[], Any]) -> None:
         try:

@@ -169,7 +169,13 @@ class FinetuneConfig(WritableModel):
     model_config = _DOCUMENTED
 
     enabled: bool = False
-    """Must be true for `insitu finetune` to run."""
+    """Must be true for `insitu finetune` to run; with `model` it is unless it is set."""
+    model: str | None = None
+    """The [short form](../guides/train-your-agent.md#the-short-form): the model to train, a folder or a name on the
+    Hugging Face Hub, in place of the three keys below, the sections that they name and, if there is one evaluator,
+    `reward_function`."""
+    training: dict[str, Any] | None = None
+    """With `model`: the `training` of its adapter."""
     trainer: str | None = None
     """A key of `trainers`."""
     trajectory_builder: str | None = None
