@@ -40,6 +40,7 @@ from processes import HANGS, forked_python, install_forked_command, serving
 
 from insitu.cli import insitu
 from insitu.config import load_config
+from insitu.config.short_form import expanded
 from insitu.config.yaml_loader import parse_yaml
 from insitu.errors import install_command
 from insitu.plugin_api import LLMFrameworkEnum
@@ -190,7 +191,7 @@ class Desk:
         if kind in ("serve", "backend"):
             return ""
         file = self.folder / (asked["file"] or asked["config_file"])
-        config = parse_yaml(file.read_text())
+        config = expanded(parse_yaml(file.read_text()))
         adapters = config.get("trainer_adapters") or {}
         if any(block["_type"] == "openpipe_art_trainer_adapter" for block in adapters.values()):
             load_config(file, asked["override"])
@@ -464,7 +465,21 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("init", "finetune", "eval", "run", "validate", "doctor", "export", "promote", "serve", "backend", "view"),
+        *(
+            "init",
+            "train",
+            "ask",
+            "finetune",
+            "eval",
+            "run",
+            "validate",
+            "doctor",
+            "export",
+            "promote",
+            "serve",
+            "backend",
+            "view",
+        ),
         *("trajectories show", "trajectories export", "trajectories rescore"),
         *("runs list", "runs show", "runs fork", "runs prune"),
     ],

@@ -25,6 +25,7 @@ from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
 from insitu.config import SECTIONS, Config, check_config
 from insitu.config.code import stop_import
+from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
 from insitu.errors import ConfigError, InsituError, not_found
@@ -33,13 +34,14 @@ from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.starter import tiny_training
 from insitu.training.runtime import check_run, evaluation_main, finetuning_main
 from insitu.wire.redaction import remember_environment, results_console
 from insitu.workflow.event_loop import run_anywhere
 
 Rows = Any
 """A path (.json .jsonl .csv .parquet .xlsx), a list of mappings, or a table of pandas, polars or datasets."""
-_CONFIG = "config.yml"
+CONFIG = "config.yml"
 
 
 def finetune(
@@ -92,14 +94,15 @@ def finetune(
     _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": train, "model": model}, url)
     project = _project(agent, score, config, caller, framework, reward)
     _set_external(project, agent, url, sections.get("workflow"))
-    output = _output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
+    output = set_output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
     project.set("finetuning.enabled", True)
     project.set_keywords(keywords)
+    set_tiny_training(project, config, sections)
     # checked twice, and an iterator gives its rows once
     train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))
-    checked = partial(_checked, project, ("train", train), held_out, sections)
-    with _in_words_of_python(project):
-        request = _request(checked, output, resume)
+    checked = partial(checked_settings, project, ("train", train), held_out, sections)
+    with errors_in_words(project, project.keywords()):
+        request = start_request(checked, output, resume)
         run_anywhere(lambda: finetuning_main(request, console or results_console()))
     return Run(output, request.config_file)  # type: ignore[arg-type]  # as checked
 
@@ -135,27 +138,27 @@ def evaluate(
     _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": rows, "model": model}, url)
     project = _project(agent, score, config, caller, framework, None)
     _set_external(project, agent, url, sections.get("workflow"))
-    output = _output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
+    output = set_output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
     project.set_keywords(keywords)
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
-    with _in_words_of_python(project):
+    with errors_in_words(project, project.keywords()):
         request = EvaluationRunConfig(
-            config_file=_checked(project, ("rows", rows), None, sections, output), reps=repetitions
+            config_file=checked_settings(project, ("rows", rows), None, sections, output), reps=repetitions
         )
         done = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
     return Evaluation(output, done)
 
 
 @contextmanager
-def _in_words_of_python(project: Project) -> Iterator[None]:
-    """In the body, errors name the keywords of the call, and no file that it has written itself."""
+def errors_in_words(project: Project, names: Mapping[str, str]) -> Iterator[None]:
+    """In the body, errors call keys by these names, those of the call, and name no file that it has written itself."""
     try:
         yield
     except InsituError as error:
-        text = str(error).replace(f"{project.output / _CONFIG}:\n  ", "").replace(f"{project.output / _CONFIG}: ", "")
-        for key, keyword in project.keywords().items():
-            text = re.sub(rf"(?<![\w./]){re.escape(key)}(?![\w/]|\.\w)", keyword, text)
+        text = str(error).replace(f"{project.output / CONFIG}:\n  ", "").replace(f"{project.output / CONFIG}: ", "")
+        for key, name in names.items():
+            text = re.sub(rf"(?<![\w./]){re.escape(key)}(?![\w/]|\.\w)", name, text)
         error.args = (text, *error.args[1:])
         raise
 
@@ -198,14 +201,19 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
 
 
 def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:
-    block: dict[str, Any] = {"_type": "python", "function": project.code(agent, caller)}
+    project.settings["workflow"] = agent_block(agent, project.code(agent, caller), framework, project.student)
+
+
+def agent_block(agent: Any, code: str, framework: str | None, student: str) -> dict[str, Any]:
+    """The section `workflow` for an agent that a file can name as `code`."""
+    block: dict[str, Any] = {"_type": "python", "function": code}
     if not callable(agent):
         binder(agent, framework, "the agent")
-    if not callable(agent) or _takes(agent, "model"):
-        block["model"] = project.student
+    if not callable(agent) or takes(agent, "model"):
+        block["model"] = student
     if framework is not None:
         block["framework"] = framework
-    project.settings["workflow"] = block
+    return block
 
 
 def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) -> None:
@@ -218,7 +226,7 @@ def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) 
         project.settings.setdefault("workflow", {"llm": project.student})
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -240,19 +248,28 @@ def _set_scores(project: Project, score: Any, reward: str | None, caller: Mappin
     project.set("finetuning.reward_function.name", reward or next(iter(scores)))
 
 
+def set_tiny_training(project: Project, config: Any, sections: Mapping[str, Any]) -> None:
+    """Sets how a tiny model is trained, if no file and no other setting says it."""
+    block = project.block("trainer_adapter")
+    model, key = project.get(f"{block}.model"), f"{block}.training"
+    if config is None and isinstance(model, str) and project.get(key) is None and nested(sections, key) is None:
+        places = (Path(model).expanduser(), project.folder / model)
+        project.set(key, tiny_training(str(next((place for place in places if place.exists()), model))))
+
+
 def _name_of(agent: Any) -> str:
     name = getattr(agent, "__name__", None) or type(agent).__name__
     return "run" if agent is None else str(name).strip("<>")
 
 
-def _output(project: Project, key: str, path: str | os.PathLike[str] | None, default: str) -> Path:
+def set_output(project: Project, key: str, path: str | os.PathLike[str] | None, default: str) -> Path:
     """The output folder: the one given, that of the settings, or the default."""
     output = Path(path if path is not None else project.get(key) or default).expanduser()
     project.set(key, str(output))
     return output.resolve()
 
 
-def _request(checked: Callable[..., Config], output: Path, resume: bool) -> FinetuneRunConfig:
+def start_request(checked: Callable[..., Config], output: Path, resume: bool) -> FinetuneRunConfig:
     """The run in `output`, whose files are written once nothing refuses it."""
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
@@ -272,7 +289,7 @@ def _inputs(config: Config, run: Path) -> dict[str, Any]:
     return {"dataset": dataset, "held_out": held_out_record(config)}
 
 
-def _checked(
+def checked_settings(
     project: Project,
     rows: tuple[str, Rows],
     held_out: Rows,
@@ -292,7 +309,7 @@ def _checked(
     project.merge(sections)
     project.set("general.folder", os.path.relpath(project.folder, folder))
     writable_folder(folder, "output_dir")
-    config = check_config(project.settings, folder / _CONFIG)
+    config = check_config(project.settings, folder / CONFIG)
     if continued is not None:
         check_same_run(folder, config, continued, force=False)
         progress = find_run(folder, "--resume")
@@ -300,5 +317,5 @@ def _checked(
         if progress is not None and progress.is_complete(finetuning.num_epochs, finetuning.validation):
             return config
     project.write_rows()
-    project.write_settings(folder / _CONFIG)  # checked first, which makes its secrets known
+    project.write_settings(folder / CONFIG)  # checked first, which makes its secrets known
     return config

@@ -5,7 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from insitu.schemas.components import CodeRef
 
 Settings = dict[str, Any]
 
-_STUDENT = "student"
+STUDENT = "student"
 KEYS = {
     "seed": "general.seed",
     "model": "{trainer_adapter}.model",
@@ -41,6 +41,7 @@ KEYS = {
 }
 """Keywords and the keys of a file that they stand for."""
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
+WRITTEN = "# Written by insitu: these settings as a file.\n"
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
 
@@ -48,7 +49,7 @@ _SESSION = "session"
 def short_settings(model: str | None) -> Settings:
     """The settings that a call begins with, in the short form."""
     evaluation: Settings = {"general": {}, "evaluators": {}}
-    llms = {_STUDENT: {"_type": "policy"}}
+    llms = {STUDENT: {"_type": "policy"}}
     return {"general": {}, "llms": llms, "eval": evaluation, "finetuning": {"model": model}}
 
 
@@ -107,7 +108,7 @@ class Project:
         """The key of the model under training."""
         llms = self.get("llms") or {}
         policies = [name for name, block in llms.items() if isinstance(block, dict) and block.get("_type") == "policy"]
-        return policies[0] if policies else _STUDENT
+        return policies[0] if policies else STUDENT
 
     def merge(self, sections: Mapping[str, Any]) -> None:
         """Adds sections of a file; their keys take precedence."""
@@ -164,7 +165,7 @@ class Project:
 
     def write_settings(self, path: Path) -> None:
         """Writes the settings without their secrets."""
-        head = "# Written by insitu: these settings as a file.\n"
+        head = WRITTEN
         if self.not_importable:
             names = ", ".join(self.not_importable)
             head += f"# {names}: defined where no file can import it; put it into {_SESSION}.py in general.folder.\n"
@@ -172,6 +173,23 @@ class Project:
         if shown != self.settings:
             head += "# Secrets are hidden: name environment variables in their place, as ${NAME}.\n"
         write_file(path, (head + dump_yaml(shown)).encode())
+
+    def save(self, file: Path) -> None:
+        """Writes the settings to `file`, and beside it the rows that were not given as files."""
+        settings = copy.deepcopy(self.settings)
+        for key in ("eval.general.dataset.file_path", "finetuning.validation.dataset"):
+            name = Path(str(nested(settings, key))).name
+            if name in self.files:
+                rows = saved_rows(file, name)
+                write_file(rows, self.files[name])
+                override(settings, key, os.path.relpath(rows, self.folder))
+        override(settings, "general.folder", os.path.relpath(self.folder, file.resolve().parent))
+        replace(self, settings=settings).write_settings(file)
+
+
+def saved_rows(file: Path, name: str) -> Path:
+    """The rows beside a saved file, such as desk.rows.jsonl of desk.yml."""
+    return file.with_name(f"{file.stem}.{name}")
 
 
 def _module_of(code: Any, caller: Mapping[str, Any]) -> ModuleType | None:

@@ -10,9 +10,11 @@ import click
 
 _COMMANDS = {
     "init": "Write a small project to start from.",
+    "train": "Train the model behind a function, without a file.",
     "finetune": "Train the model behind a workflow.",
     "eval": "Score a workflow on a dataset.",
     "run": "Run a workflow on one input.",
+    "ask": "Ask the trained agent of a run.",
     "validate": "Check a file and its datasets; starts nothing.",
     "doctor": "Say before a run whether it will learn, and what it will cost.",
     "trajectories": "Inspect, export and score the recorded episodes of a run.",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -197,7 +198,9 @@ def parameters(
 
 def _import_file(file: Path, key: str) -> ModuleType:
     if not file.is_file():
-        raise ConfigError(f"{key}: {file} does not exist")
+        near = get_close_matches(file.name, [each.name for each in file.parent.glob("*.py")], n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"{key}: {file} does not exist{hint}")
     folder, name = place_of(file)
     module: ModuleType = import_module(name, key, folder)
     origin = getattr(module, "__file__", None)

@@ -18,7 +18,7 @@ import yaml
 
 from insitu.disk.files import check_free, new_folder
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
-from insitu.disk.model_files import chat_template
+from insitu.disk.model_files import chat_template, stored_model
 from insitu.errors import ConfigError, install_command, not_found
 from insitu.formats.registry import no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template
@@ -49,6 +49,8 @@ _OF_STARTER = {
         "the Hugging Face Hub, such as `Qwen/Qwen2.5-0.5B-Instruct`, and raise `max_tokens`."
     ),
 }
+_TINY = 5_000_000
+"""Up to this number of parameters, a model learns with the settings of the small one."""
 _OF_OTHERS = {
     "temperature": "1.0",
     "max_tokens": "256",
@@ -156,6 +158,14 @@ def write_project(
             with as_file(_HERE / "model") as saved:
                 shutil.copytree(saved, draft / "model")
     return sorted(path.name for path in folder.iterdir())
+
+
+def tiny_training(model: str) -> dict[str, Any] | None:
+    """The training settings of the small model for another tiny one in a folder; None: the defaults suit it."""
+    stored = stored_model(model)
+    if stored is None or stored.parameters is None or stored.parameters > _TINY:
+        return None
+    return dict(yaml.safe_load(_OF_STARTER["training"]))
 
 
 def _texts(part: str) -> dict[str, Traversable]:

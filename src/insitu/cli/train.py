@@ -1,0 +1,53 @@
+"""The command `train`."""
+
+import shlex
+from pathlib import Path
+
+import click
+
+from insitu.cli import options
+from insitu.wire.redaction import results_console
+
+
+@click.command("train")
+@click.argument("agent")
+@click.option("--score", required=True, help="FILE.py:FUNCTION, or a ready-made one, such as exact_match.")
+@click.option("--rows", required=True, type=options.PATH, help="The rows: .json .jsonl .csv .parquet .xlsx")
+@click.option("--model", required=True, help="A folder, or a name on the Hugging Face Hub.")
+@click.option("--epochs", type=click.IntRange(min=1), default=1, help="Epochs to train.")
+@click.option("--held_out", default="0.2", help="Fraction of the rows that is scored and not trained, or their file.")
+@click.option("--output_dir", type=options.PATH, help="Run directory (default: runs/FUNCTION).")
+@click.option("--save", type=options.PATH, metavar="FILE", help="Write the run's settings, for `insitu finetune FILE`.")
+@options.override
+def command(
+    agent: str,
+    score: str,
+    rows: Path,
+    model: str,
+    epochs: int,
+    held_out: str,
+    output_dir: Path | None,
+    save: Path | None,
+    override: tuple[tuple[str, str], ...],
+) -> None:
+    """Train the model behind AGENT, which is FILE.py:FUNCTION or MODULE:FUNCTION.
+
+    Prints the score on rows that are held out before and after, and what to do next.
+    """
+    from insitu.api.train import train
+
+    trained = train(
+        agent,
+        score,
+        rows,
+        model,
+        epochs=epochs,
+        held_out=held_out,
+        overrides=override,
+        output_dir=output_dir,
+        save=save,
+        console=results_console(),
+    )
+    print("next:")
+    for step in trained.next_steps():
+        print(f"  {shlex.join(step)}")

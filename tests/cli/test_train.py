@@ -1,0 +1,209 @@
+"""`insitu train` and `insitu ask`: one run of the starter model, what it says to do next, and what is refused."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from factories import ROOT, read_lines
+from processes import run, start
+
+STARTER = ROOT / "src/insitu/starter/model"
+AGENT = """
+import insitu
+
+async def answer(question: str, model: insitu.Model, row: insitu.Row) -> str:
+    if question == "fail":
+        raise LookupError(row["answer"])
+    return await model.ask(question)
+
+def score(answer: str) -> float:
+    return sum(map(ord, answer)) % 7 / 7
+"""
+PYTHON = """
+import json
+import insitu
+from agent import answer, score
+
+left, held = ([json.loads(line) for line in open(f"saved.{name}.jsonl")] for name in ("rows", "held_out"))
+insitu.finetune(
+    answer, score, train=left, held_out=held, model="model", epochs=2, generations=4, max_tokens=6, temperature=2,
+    seed=3, output_dir="from_python",
+)
+"""
+SMALL = {"trajectory_builders.episodes.num_generations": 4, "llms.student.max_tokens": 6, "llms.student.temperature": 2}
+ARGUMENTS = ("agent.py:answer", "--score", "agent.py:score", "--rows", "rows.jsonl", "--model", "model")
+QUESTIONS = [f"Where is my {item}?" for item in ("kettle", "lamp", "chair", "clock", "stove", "radio")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "model").symlink_to(STARTER)
+    rows = [{"question": question, "answer": "it's here"} for question in QUESTIONS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [word for key, value in {**SMALL, "general.seed": 3}.items() for word in ("-o", key, value)]
+    options = ("--epochs", "2", "--held-out", "0.3", "--save", "saved.yml", *overrides)
+    done = run("train", *ARGUMENTS, *options, folder=folder, COLUMNS="200", PYTHONWARNINGS="error")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def numbers(run_dir: Path) -> tuple[list[Any], list[Any]]:
+    """The metrics and the held-out scores of a run, without times."""
+    epochs = read_lines(run_dir / "training_metrics.jsonl")
+    validations = json.loads((run_dir / "validation_history.json").read_text())
+    keys = ("epoch", "avg_reward", "loss", "kl", "grad_norm", "entropy", "tokens", "learning_rate", "num_trajectories")
+    shown = ("epoch", "avg_reward", "ci95", "num_examples")
+    return [[e[key] for key in keys] for e in epochs], [[v[key] for key in shown] for v in validations]
+
+
+def test_it_says_what_is_held_out_and_the_score_before_and_after(trained: Any) -> None:
+    folder, done = trained
+    assert done.stdout.startswith("rows.jsonl: 4 rows to train on, 2 held out\n")
+    table = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
+    assert table == ["before", "after", "best"]
+    assert "files: runs/answer/" in done.stdout
+    held = [row["question"] for row in read_lines(folder / "runs/answer/held_out.jsonl")]
+    left = [row["question"] for row in read_lines(folder / "runs/answer/rows.jsonl")]
+    assert (len(held), sorted([*held, *left])) == (2, sorted(QUESTIONS))
+    settings = json.loads((folder / "runs/answer/run.json").read_text())["config"]
+    training = settings["trainer_adapters"]["backend"]["training"]
+    assert (training["learning_rate"], training["schedule"], training["mini_batch_size"]) == (1.5e-3, "linear", 28)
+
+
+def test_the_saved_file_and_python_train_the_same(trained: Any) -> None:
+    folder, _ = trained
+    of_command = numbers(folder / "runs/answer")
+    assert len(of_command[0]) == 2
+    saved = yaml.safe_load((folder / "saved.yml").read_text())
+    assert saved["eval"]["general"]["dataset"]["file_path"] == "saved.rows.jsonl"
+    done = run("finetune", "saved.yml", "-o", "finetuning.output_dir", "from_file", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder / "from_file") == of_command
+    (folder / "from_python.py").write_text(PYTHON)
+    with start("from_python.py", folder=folder) as process:
+        _, err = process.communicate(600)
+        assert process.wait() == 0, err
+    assert numbers(folder / "from_python") == of_command
+
+
+def test_what_it_says_to_do_next_works(trained: Any) -> None:
+    folder, done = trained
+    _, _, steps = done.stdout.partition("next:\n")
+    view, export, ask = map(shlex.split, steps.splitlines())
+    with start(*view[1:], folder=folder) as process:
+        assert " ready at http://" in process.stdout.readline()
+    exported = run(*export[1:], folder=folder)
+    assert exported.returncode == 0, exported.stderr
+    assert (folder / export[3] / "config.json").is_file()
+    asked = run(*ask[1:], folder=folder)
+    assert asked.returncode == 0, asked.stderr
+    assert len(asked.stdout) > 1
+    assert ask[-1] in QUESTIONS
+
+
+def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
+    folder, _ = trained
+    for name in ("last", "2"):
+        done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", name, folder=folder)
+        assert (done.returncode, done.stderr) == (0, "")
+    row = json.dumps({"question": "fail", "answer": "of the row"})
+    done = run("ask", "runs/answer", "fail", "--row", row, "--checkpoint", "last", folder=folder)
+    assert done.returncode == 1
+    assert "failed: the agent failed: LookupError: of the row" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--checkpoint", "7"), "step_000007 was deleted or never made"),
+        (("--checkpoint", "newest"), "'newest' is not a checkpoint; allowed: best, latest, step_N"),
+        (("--row", "{"), "--row is not JSON: "),
+        (("--row", "[1]"), "--row is [1]; it must be a JSON object"),
+    ],
+)
+def test_what_cannot_be_asked(trained: Any, arguments: tuple[str, ...], problem: str) -> None:
+    folder, _ = trained
+    done = run("ask", "runs/answer", "Where?", *arguments, folder=folder)
+    assert done.returncode == 2
+    assert problem in done.stderr
+
+
+REFUSED = [
+    ({"AGENT": "agent.py:anwser"}, "AGENT: in agent.py, 'anwser' does not exist (did you mean 'answer'?)"),
+    ({"AGENT": "agnet.py:answer"}, "agnet.py does not exist (did you mean 'agent.py'?)"),
+    ({"AGENT": "nowhere:answer"}, "AGENT: no module named 'nowhere'"),
+    ({"AGENT": "agent.py"}, "AGENT is 'agent.py'; it must be MODULE:NAME or FILE.py:NAME"),
+    ({"--score": "agent.py:scoer"}, "--score: in agent.py, 'scoer' does not exist (did you mean 'score'?)"),
+    ({"--score": "exact_mach"}, "--score: 'exact_mach' does not exist (did you mean 'exact_match'?); available: con"),
+    ({"--score": "regex"}, "--score: 'regex' does not exist"),
+    ({"--rows": "nothing.jsonl"}, "--rows: 'nothing.jsonl' does not exist; looked for "),
+    ({"--rows": "agent.py"}, "the file format '.py' does not exist"),
+    ({"--rows": "empty.jsonl"}, "empty.jsonl has no rows"),
+    ({"--rows": "no_question.jsonl"}, "no_question.jsonl, row 1: the question key 'question' does not exist"),
+    ({"--rows": "broken.jsonl"}, "broken.jsonl, line 1 is not valid JSON"),
+    ({"--model": "org/nowhere"}, "--model: org/nowhere is neither a folder or file here nor in the cache"),
+    ({"--model": "./nowhere"}, "--model: 'nowhere' does not exist"),
+    ({"--held_out": "1"}, "--held_out is 1; a fraction must be at least 0 and below 1"),
+    ({"--held_out": "nan"}, "--held_out is nan; a fraction must be"),
+    ({"--held_out": "rest.jsonl"}, "--held_out is 'rest.jsonl'; it must be a fraction, from 0 to below 1, or a file"),
+    ({"--held_out": "empty.jsonl"}, "validation: dataset "),
+    ({"--save": "agent.py"}, "--save: agent.py exists already and is not overwritten; give another name"),
+    ({"--save": "/proc/x/y.yml"}, "--save: cannot write to /proc/x"),
+    ({"--epochs": "0"}, "0 is not in the range x>=1"),
+    ({"-o": "finetuning.epochs"}, "finetuning: key 'epochs' does not exist"),
+]
+LOOP = """
+import json, sys
+from insitu.cli import insitu
+
+for arguments in json.load(open("refused.json")):
+    print("CALL")
+    try:
+        insitu.main(["train", *arguments], standalone_mode=False)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(trained: Any, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "model").symlink_to(STARTER)
+    (tmp_path / "rows.jsonl").write_text((trained[0] / "rows.jsonl").read_text())
+    for name, text in (("empty", ""), ("no_question", '{"ask": 1}\n'), ("broken", "{\n")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "runs/answer").mkdir(parents=True)
+    (tmp_path / "runs/answer/run.json").write_text("{}")
+    right = dict(zip(ARGUMENTS[1::2], ARGUMENTS[2::2], strict=True))
+    calls = []
+    for change, _ in REFUSED:
+        options = {**right, **change}
+        agent = options.pop("AGENT", ARGUMENTS[0])
+        calls.append([agent, *(word for option in options.items() for word in option), *["1"] * ("-o" in options)])
+    (tmp_path / "refused.json").write_text(json.dumps(calls))
+    (tmp_path / "refused.py").write_text(LOOP)
+    before = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc")
+    with start("refused.py", folder=tmp_path, HF_HUB_OFFLINE="1") as process:
+        out, err = process.communicate(600)
+        assert process.wait() == 0, err
+    _, *said = out.split("CALL\n")
+    for (change, problem), text in zip(REFUSED, said, strict=True):
+        assert problem in text, (change, text)
+    after = sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__")
+    assert after == before
+
+
+def test_a_file_that_train_has_saved_is_replaced(trained: Any) -> None:
+    """Refusing one of another program is above."""
+    folder, _ = trained
+    rows = (folder / "saved.rows.jsonl").read_text()
+    wrong = ("--save", "saved.yml", "--model", "./nowhere")
+    done = run("train", *ARGUMENTS[:-2], *wrong, folder=folder)
+    assert done.returncode == 2
+    assert "exists already" not in done.stderr
+    assert (folder / "saved.rows.jsonl").read_text() == rows
