@@ -31,10 +31,15 @@ from agent import answer, score
 left, held = ([json.loads(line) for line in open(f"saved.{name}.jsonl")] for name in ("rows", "held_out"))
 insitu.finetune(
     answer, score, train=left, held_out=held, model="model", epochs=2, generations=4, max_tokens=6, temperature=2,
-    seed=3, output_dir="from_python",
+    seed=3, output_dir="from_python", finetuning={"validation": {"reps": 2}},
 )
 """
-SMALL = {"trajectory_builders.episodes.num_generations": 4, "llms.student.max_tokens": 6, "llms.student.temperature": 2}
+SMALL = {
+    "finetuning.validation.reps": 2,
+    "trajectory_builders.episodes.num_generations": 4,
+    "llms.student.max_tokens": 6,
+    "llms.student.temperature": 2,
+}
 ARGUMENTS = ("agent.py:answer", "--score", "agent.py:score", "--rows", "rows.jsonl", "--model", "model")
 QUESTIONS = [f"Where is my {item}?" for item in ("kettle", "lamp", "chair", "clock", "stove", "radio")]
 
@@ -90,6 +95,38 @@ def test_the_saved_file_and_python_train_the_same(trained: Any) -> None:
         _, err = process.communicate(600)
         assert process.wait() == 0, err
     assert numbers(folder / "from_python") == of_command
+
+
+SHORT = """
+general: {seed: 3}
+llms: {student: {_type: policy, max_tokens: 6, temperature: 2}}
+workflow: {_type: python, function: "agent.py:answer", model: student}
+eval:
+  general: {dataset: {_type: jsonl, file_path: saved.rows.jsonl}}
+  evaluators: {score: {_type: python, function: "agent.py:score"}}
+finetuning:
+  model: model
+  training: {learning_rate: 1.5e-3, schedule: linear, mini_batch_size: 28}
+  num_epochs: 2
+  output_dir: runs/answer
+  validation: {dataset: saved.held_out.jsonl, reps: 2}
+"""
+
+
+def test_the_short_form_continues_the_run(trained: Any) -> None:
+    """So its settings and inputs are those of the run."""
+    folder, _ = trained
+    (folder / "short.yml").write_text(SHORT)
+    generations = ("-o", "trajectory_builders.episodes.num_generations")
+    done = run("finetune", "short.yml", "--resume", *generations, "4", folder=folder)
+    assert (done.returncode, "is complete after epoch 2" in done.stdout) == (0, True), done.stderr
+    done = run("finetune", "short.yml", "--resume", *generations, "5", folder=folder)
+    assert done.returncode == 2
+    assert "trajectory_builders.episodes.num_generations was 4 and is 5" in done.stderr
+    (folder / "short.py").write_text("import insitu\ninsitu.finetune(config='short.yml', generations=4, resume=True)\n")
+    with start("short.py", folder=folder) as process:
+        out, err = process.communicate(600)
+        assert (process.wait(), "is complete after epoch 2" in out) == (0, True), err
 
 
 def test_what_it_says_to_do_next_works(trained: Any) -> None:

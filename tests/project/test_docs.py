@@ -6,6 +6,7 @@ The word after a block's language says what becomes of it; a block with no rule 
     ```yaml                  a whole file: loaded and checked             ```yaml fragment        merged into grpo.yml
     ```yaml agent            the same, with the module it names made up   ```text, ```json example  only shown
     ```python from=FILE      is in FILE line for line
+    ```text printed          the block before prints these lines, with other numbers; `...` is left out
     ```bash                  run by bash, curl failing on a refusal       ```bash refused         the server must refuse
 
 The blocks of the two guides that train an agent run as they are printed, and the held-out scores of their runs must
@@ -67,7 +68,7 @@ PORT, SERVICE = "http://127.0.0.1:8700", "http://127.0.0.1:8000"
 NEMO, DATA_STORE = "http://nemo.test", "http://data-store.test"
 BLOCK = re.compile(r"^```(\w*)[ ]*([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"^insitu (?:-v )?(finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^insitu (?:-v )?(train|finetune|eval|run|serve|backend)\b(.*)$", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 LONG = {
     ROOT / "docs/guides" / f"{name}.md"
@@ -182,7 +183,7 @@ class Desk:
                 assert all((ROOT / word).is_file() for word in line.split()[1:]), line
             elif line.startswith("make "):
                 assert re.search(rf"^{line.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
-            elif not line.startswith(("source .venv/", "git clone ", "cd ")):
+            elif not line.startswith(("source .venv/", "git clone ", "cd insitu")):
                 lines.append(line)
         return "\n".join(lines)
 
@@ -190,6 +191,9 @@ class Desk:
         """The line with what makes it quick; empty for what is not to be run."""
         if kind in ("serve", "backend"):
             return ""
+        if kind == "train":
+            few = "-o finetuning.num_epochs 1 -o trajectory_builders.episodes.rows_per_epoch 8"
+            return f"{line} {few} -o finetuning.validation.reps 1"
         file = self.folder / (asked["file"] or asked["config_file"])
         config = expanded(parse_yaml(file.read_text()))
         adapters = config.get("trainer_adapters") or {}
@@ -277,6 +281,7 @@ def test_every_block_does_what_it_says(
     desk = desks[name_of(page)]
     monkeypatch.chdir(desk.folder)
     namespace: dict[str, Any] = {"__name__": page.stem}
+    printed = ""
     for number, block in enumerate(blocks_of(page), 1):
         where = f"{name_of(page)}, block {number}"
         kind = f"{block.language} {block.info}".strip()
@@ -294,6 +299,9 @@ def test_every_block_does_what_it_says(
             said = f"{where}:\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             assert done.returncode == 0, said
             assert done.stdout.startswith('{"error":') == (block.info == "refused"), said
+            printed = done.stdout
+        elif kind == "text printed":
+            check_printed(block.text, printed)
         elif kind in ("json example", "jsonl example"):
             check_json(block)
         else:
@@ -320,6 +328,19 @@ def check_written(path: Path, text: str, block: Block, where: str) -> None:
         load_config(path)
     else:
         assert block.language in ("python", "ini", "dockerfile"), where  # the last two: tests/runs/test_operate.py
+
+
+def check_printed(text: str, printed: str) -> None:
+    """Checks that a command prints the lines, in order, but for numbers, widths and a best score before training."""
+
+    def without_numbers(line: str) -> str:
+        return re.sub(r"[-\d.]+", "0", re.sub(r"[\s━─]+", " ", line.replace(" --checkpoint latest", "")))
+
+    there = [*map(without_numbers, printed.splitlines())]
+    for line in filter(None, (line.removesuffix("...") for line in text.splitlines())):
+        at = next((n for n, each in enumerate(there) if each.startswith(without_numbers(line).rstrip())), None)
+        assert at is not None, (line, printed)
+        del there[: at + 1]
 
 
 def check_taken(path: Path, block: Block, where: str) -> None:
@@ -365,6 +386,13 @@ def merged(base: Any, change: Any) -> Any:
     if change.get("_type", base.get("_type")) != base.get("_type"):
         return change
     return base | {key: merged(base.get(key), value) for key, value in change.items()}
+
+
+@each_page
+def test_commands_that_are_only_shown_have_these_options(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", BLOCK.sub("", page.read_text()))
+    for name, words in re.findall(r"^    insitu (train|ask|finetune|eval|run|export) (.*)$", text, re.MULTILINE):
+        command(name).make_context(name, shlex.split(words, comments=True), parent=click.Context(insitu))
 
 
 @each_page

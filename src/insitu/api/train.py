@@ -158,10 +158,11 @@ def _about(left: int, held: int, share: float | Path) -> str:
 
 
 def _rows(project: Project, rows: Path) -> tuple[Config, list[dict[str, Any]]]:
-    """The checked settings, and the rows of the file."""
+    """The checked settings, without validation, which lacks its rows, and the rows of the file."""
     project.output = project.folder
     project.dataset("--rows", rows)
-    config = check_config(project.settings, project.output / CONFIG)
+    finetuning = {key: value for key, value in project.settings["finetuning"].items() if key != "validation"}
+    config = check_config({**project.settings, "finetuning": finetuning}, project.output / CONFIG)
     return config, [dict(item.full_dataset_entry) for item in load_dataset(config)]
 
 
