@@ -33,6 +33,22 @@ insitu.finetune(
     answer, score, train=left, held_out=held, model="model", epochs=2, generations=4, max_tokens=6, temperature=2,
     seed=3, output_dir="from_python", finetuning={"validation": {"reps": 2}},
 )
+for generations in (4, 5):
+    insitu.finetune(config="short.yml", train=left, held_out=held, generations=generations, resume=True)
+"""
+SHORT = """
+general: {seed: 3, folder: .}
+llms: {student: {_type: policy, max_tokens: 6, temperature: 2}}
+workflow: {_type: python, function: "agent.py:answer", model: student}
+eval:
+  general: {dataset: {_type: jsonl, file_path: saved.rows.jsonl}}
+  evaluators: {score: {_type: python, function: "agent.py:score"}}
+finetuning:
+  model: model
+  training: {learning_rate: 1.5e-3, schedule: linear, mini_batch_size: 28}
+  num_epochs: 2
+  output_dir: runs/answer
+  validation: {dataset: saved.held_out.jsonl, reps: 2}
 """
 SMALL = {
     "finetuning.validation.reps": 2,
@@ -81,52 +97,37 @@ def test_it_says_what_is_held_out_and_the_score_before_and_after(trained: Any) -
     assert (training["learning_rate"], training["schedule"], training["mini_batch_size"]) == (1.5e-3, "linear", 28)
 
 
-def test_the_saved_file_and_python_train_the_same(trained: Any) -> None:
+def test_python_trains_the_same(trained: Any) -> None:
+    """And continues the run, with the settings of a file in the short form."""
     folder, _ = trained
-    of_command = numbers(folder / "runs/answer")
-    assert len(of_command[0]) == 2
+    (folder / "short.yml").write_text(SHORT)
+    (folder / "from_python.py").write_text(PYTHON)
+    with start("from_python.py", folder=folder) as process:
+        out, err = process.communicate(600)
+        assert process.wait() == 1
+    assert numbers(folder / "from_python") == numbers(folder / "runs/answer")
+    assert "runs/answer is complete after epoch 2" in out
+    assert "settings: generations was 4 and is 5" in err
+
+
+def test_the_saved_file_trains_the_same(trained: Any) -> None:
+    """And one in the short form continues its run: its settings and inputs are the same."""
+    folder, _ = trained
     saved = yaml.safe_load((folder / "saved.yml").read_text())
     assert saved["eval"]["general"]["dataset"]["file_path"] == "saved.rows.jsonl"
     done = run("finetune", "saved.yml", "-o", "finetuning.output_dir", "from_file", folder=folder)
     assert done.returncode == 0, done.stderr
-    assert numbers(folder / "from_file") == of_command
-    (folder / "from_python.py").write_text(PYTHON)
-    with start("from_python.py", folder=folder) as process:
-        _, err = process.communicate(600)
-        assert process.wait() == 0, err
-    assert numbers(folder / "from_python") == of_command
-
-
-SHORT = """
-general: {seed: 3}
-llms: {student: {_type: policy, max_tokens: 6, temperature: 2}}
-workflow: {_type: python, function: "agent.py:answer", model: student}
-eval:
-  general: {dataset: {_type: jsonl, file_path: saved.rows.jsonl}}
-  evaluators: {score: {_type: python, function: "agent.py:score"}}
-finetuning:
-  model: model
-  training: {learning_rate: 1.5e-3, schedule: linear, mini_batch_size: 28}
-  num_epochs: 2
-  output_dir: runs/answer
-  validation: {dataset: saved.held_out.jsonl, reps: 2}
-"""
-
-
-def test_the_short_form_continues_the_run(trained: Any) -> None:
-    """So its settings and inputs are those of the run."""
-    folder, _ = trained
+    assert numbers(folder / "from_file") == numbers(folder / "runs/answer")
+    assert len(numbers(folder / "from_file")[0]) == 2
     (folder / "short.yml").write_text(SHORT)
-    generations = ("-o", "trajectory_builders.episodes.num_generations")
-    done = run("finetune", "short.yml", "--resume", *generations, "4", folder=folder)
-    assert (done.returncode, "is complete after epoch 2" in done.stdout) == (0, True), done.stderr
-    done = run("finetune", "short.yml", "--resume", *generations, "5", folder=folder)
+    assert run("runs", "fork", "from_file", "forked", "--epoch", "1", folder=folder).returncode == 0
+    resumed = ("finetune", "short.yml", "--resume", "forked", "-o", "trajectory_builders.episodes.num_generations")
+    done = run(*resumed, "5", folder=folder)
     assert done.returncode == 2
     assert "trajectory_builders.episodes.num_generations was 4 and is 5" in done.stderr
-    (folder / "short.py").write_text("import insitu\ninsitu.finetune(config='short.yml', generations=4, resume=True)\n")
-    with start("short.py", folder=folder) as process:
-        out, err = process.communicate(600)
-        assert (process.wait(), "is complete after epoch 2" in out) == (0, True), err
+    done = run(*resumed, "4", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder / "forked") == numbers(folder / "from_file")
 
 
 def test_what_it_says_to_do_next_works(trained: Any) -> None:
@@ -146,9 +147,8 @@ def test_what_it_says_to_do_next_works(trained: Any) -> None:
 
 def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
     folder, _ = trained
-    for name in ("last", "2"):
-        done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", name, folder=folder)
-        assert (done.returncode, done.stderr) == (0, "")
+    done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "2", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
     row = json.dumps({"question": "fail", "answer": "of the row"})
     done = run("ask", "runs/answer", "fail", "--row", row, "--checkpoint", "last", folder=folder)
     assert done.returncode == 1
