@@ -38,6 +38,7 @@ from insitu.registry import registry
 from insitu.schemas.kinds import EVALUATOR
 from insitu.training.report import Report
 from insitu.training.runtime import finetuning_main
+from insitu.wire.json_values import json_form
 from insitu.workflow.event_loop import run_anywhere
 
 T = TypeVar("T")
@@ -66,14 +67,18 @@ class Trained(NamedTuple):
         untrained = ["--checkpoint", "latest"] if best is not None and best.get("checkpoint") is None else []
         name = f"exported/{Path(folder).name}"
         out = next(free for free in (name, *(f"{name}.{n}" for n in range(1, 1000))) if not os.path.lexists(free))
-        question = self.question if isinstance(self.question, str) else json.dumps(self.question)
-        row = ["--row", json.dumps(self.row)] if self.row is not None else []
+        question = self.question if isinstance(self.question, str) else _json(self.question)
+        row = ["--row", _json(self.row)] if self.row is not None else []
         asked = ["--", question] if question.startswith("-") else [question]
         return [
             ["insitu", "view", folder],
             ["insitu", "export", folder, out, *untrained],
             ["insitu", "ask", *row, *untrained, folder, *asked],
         ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=json_form)
 
 
 def train(

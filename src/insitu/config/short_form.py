@@ -1,7 +1,4 @@
-"""The short form of a file: `finetuning.model` in place of the three parts of training.
-
-finetuning: {model: HuggingFaceTB/SmolLM2-135M-Instruct, training: {learning_rate: 1e-5}}
-"""
+"""The short form of a file: `finetuning: {model: NAME}` in place of the three parts of training."""
 
 import copy
 from collections.abc import Mapping
