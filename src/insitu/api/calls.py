@@ -98,8 +98,7 @@ def finetune(
     project.set("finetuning.enabled", True)
     project.set_keywords(keywords)
     set_tiny_training(project, config, sections)
-    # checked twice, and an iterator gives its rows once
-    train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))
+    train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))  # read twice
     checked = partial(checked_settings, project, ("train", train), held_out, sections)
     with errors_in_words(project, project.keywords()):
         request = start_request(checked, output, resume)

@@ -14,7 +14,8 @@ from insitu.cli import options
 @click.option(
     "--checkpoint", metavar="NAME", help="best, last or the number of a step (default: the best, else the last)."
 )
-def command(run_dir: Path, question: str, row: str | None, checkpoint: str | None) -> None:
+@click.option("--temperature", type=click.FloatRange(min=0), help="Of all its model calls (default: that of training).")
+def command(run_dir: Path, question: str, row: str | None, checkpoint: str | None, temperature: float | None) -> None:
     """Print the answer of a run's trained agent to QUESTION."""
     import json
 
@@ -33,5 +34,5 @@ def command(run_dir: Path, question: str, row: str | None, checkpoint: str | Non
     elif checkpoint is not None and checkpoint.isdecimal():
         checkpoint = f"step_{int(checkpoint):06d}"
     with Run(run_dir) as run, foreign_errors(WorkflowError, "the agent failed"):
-        answer = run.ask(question, row=columns, checkpoint=checkpoint)
+        answer = run.ask(question, row=columns, checkpoint=checkpoint, temperature=temperature)
     print(answer if isinstance(answer, str) else json.dumps(answer, default=json_form))
