@@ -252,7 +252,7 @@ def test_a_function_that_is_no_workflow_is_refused_before_anything_is_started(
             ("silent", "before the first epoch: the workflow returned None; is a `return` missing?"),
             (
                 "forgetful",
-                "before the first epoch: workflow_error: forgetful returned a coroutine: write `return await ask(...)`",
+                "workflow_error: WorkflowError: forgetful returned a coroutine: write `return await ask(...)`",
             ),
             ("raising", "before the first epoch: workflow_error: KeyError: 'price' ("),
         ],
