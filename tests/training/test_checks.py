@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from factories import digits_project, write_rows
+from factories import MODEL, digits_project, write_rows
 from fake_openai import FakeOpenAI
 from refusals import refusal
 
@@ -19,22 +19,28 @@ def project(folder: Path, llm: str, **adapter: str) -> Path:
     return folder
 
 
-def at(url: str) -> str:
-    return f"_type: openai\n    model_name: m\n    base_url: {url}"
+def at(url: str, model: str = "m") -> str:
+    return f"_type: openai\n    model_name: {model}\n    base_url: {url}"
 
 
 def test_a_server_beside_the_backend_that_is_started(tmp_path: Path) -> None:
     said = refusal(project(tmp_path, at("http://127.0.0.1:9/v1")))
     assert said == (
         "llms.player is trained, but its _type openai names a server of its own, and trainer_adapters.backend starts "
-        "another with the model under training; allowed: policy"
+        f"another with the model under training; allowed: policy, or the model_name {str(MODEL)!r}"
     )
+
+
+def test_a_server_whose_requests_go_to_the_backend(tmp_path: Path) -> None:
+    """As they do for the model that training starts from."""
+    folder = project(tmp_path, at("http://127.0.0.1:9/v1", str(MODEL)))
+    asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_a_server_without_logprobs(tmp_path: Path, logprobs: bool) -> None:
     with FakeOpenAI(logprobs=logprobs) as server:
-        folder = project(tmp_path, at(server.base_url), url=server.base_url.removesuffix("/v1"))
+        folder = project(tmp_path, at(server.base_url), url="http://127.0.0.1:9")
         if logprobs:
             checked, _ = asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
             assert checked.trained_llms() == {"player"}

@@ -17,6 +17,7 @@ from insitu.training.interfaces import (
     TrainerAdapter,
     TrajectoryBuilder,
 )
+from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import read_at_most
 from insitu.workflow.llms import OpenAIConfig
 
@@ -86,13 +87,16 @@ async def check_servers(trainer: Trainer, config: Config) -> None:
     if builder.stored is not None or adapter.needs < Needs.LOGPROBS:
         return
     for name in sorted(config.trained_llms()):
-        if not isinstance(llm := config.llm(name), OpenAIConfig):
+        llm, block = config.llm(name), adapter.adapter_config
+        if not isinstance(llm, OpenAIConfig) or block.starts_from == llm.model_name:  # then it is sent to the backend
+            continue
+        if block.server is not None and is_same_server(llm.base_url, block.server):
             continue
         if adapter.starts_backend:
             raise ConfigError(
                 f"llms.{name} is trained, but its _type {llm.type} names a server of its own, and "
                 f"trainer_adapters.{config.finetuning.trainer_adapter} starts another with the model under training; "
-                f"allowed: policy"
+                f"allowed: policy, or the model_name {block.starts_from!r}"
             )
         try:
             returned = await _logprobs(llm)
