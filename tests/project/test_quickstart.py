@@ -46,7 +46,7 @@ def test_two_epochs_of_the_quickstart(tmp_path: Path) -> None:
     validations = json.loads((folder / "validation_history.json").read_text())
     assert [v["epoch"] for v in validations] == [0, 2]
     assert all(v["num_examples"] == HELD_OUT for v in validations)
-    assert validations[0]["avg_reward"] <= 0.60
+    assert validations[0]["avg_reward"] < 0.7, "about 0.5 on all rows"
     assert validations[0]["ci95"][0] < validations[0]["avg_reward"] < validations[0]["ci95"][1]
     metrics = [json.loads(line) for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
     assert [m["policy_version"] for m in metrics] == [1, 2]
