@@ -70,7 +70,7 @@ def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "4")  # of 12
     assert code == 0, err
     first, *_, last = read_lines(project / "runs/desk/training_metrics.jsonl")
-    assert last["avg_reward"] > first["avg_reward"] + 0.15
+    assert last["avg_reward"] > first["avg_reward"] + 0.1
     check_its_tests(project)
 
 

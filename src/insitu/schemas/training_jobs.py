@@ -321,12 +321,12 @@ class TrainingOptions(LossSettings):
         return self.model_dump(mode="json", exclude_none=True, exclude=ignored)
 
     def corrected(self) -> Self:
-        """With a correction for episodes of earlier weights; by default the clipping is around what was sampled.
+        """With a correction for episodes of earlier weights: without one, truncated importance sampling.
 
-        Of what was tried, it loses least without other settings (benchmarks/staleness.py).
+        Of what was tried, it loses least (benchmarks/staleness.py).
         """
-        is_stated = "old_logprobs" in self.model_fields_set or self.corrections or self.method != "grpo"
-        return self if is_stated else self.model_copy(update={"old_logprobs": "rollout"})
+        is_corrected = self.method != "grpo" or self.old_logprobs == "rollout" or self.corrections
+        return self if is_corrected else self.model_copy(update={"truncated_importance": 2.0})
 
     def may_be_one_step(self, episodes: int) -> bool:
         """Whether a job of so many episodes is a single optimizer step, unless they have more rows."""
