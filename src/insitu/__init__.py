@@ -1,22 +1,6 @@
 """insitu improves a language model from inside the agent workflow that uses it."""
 
-from typing import TYPE_CHECKING, Any
-
-from insitu.errors import BackendError as BackendError
-from insitu.errors import BackendUnavailable as BackendUnavailable
-from insitu.errors import CaptureError as CaptureError
-from insitu.errors import ConfigError as ConfigError
-from insitu.errors import EpisodeTimeout as EpisodeTimeout
-from insitu.errors import InputError as InputError
-from insitu.errors import InsituError as InsituError
-from insitu.errors import JobFailed as JobFailed
-from insitu.errors import JobLost as JobLost
-from insitu.errors import PluginError as PluginError
-from insitu.errors import RequestRefused as RequestRefused
-from insitu.errors import Stalled as Stalled
-from insitu.errors import TrajectoryError as TrajectoryError
-from insitu.errors import UnknownJob as UnknownJob
-from insitu.errors import WorkflowError as WorkflowError
+TYPE_CHECKING = False  # for type checkers it is true; importing it from typing takes as long as all below
 
 if TYPE_CHECKING:
     from insitu.api.calls import evaluate as evaluate
@@ -24,12 +8,45 @@ if TYPE_CHECKING:
     from insitu.api.results import Evaluation as Evaluation
     from insitu.api.results import Run as Run
     from insitu.collect.scores import Score as Score
+    from insitu.errors import BackendError as BackendError
+    from insitu.errors import BackendUnavailable as BackendUnavailable
+    from insitu.errors import CaptureError as CaptureError
+    from insitu.errors import ConfigError as ConfigError
+    from insitu.errors import EpisodeTimeout as EpisodeTimeout
+    from insitu.errors import InputError as InputError
+    from insitu.errors import InsituError as InsituError
+    from insitu.errors import JobFailed as JobFailed
+    from insitu.errors import JobLost as JobLost
+    from insitu.errors import PluginError as PluginError
+    from insitu.errors import RequestRefused as RequestRefused
+    from insitu.errors import Stalled as Stalled
+    from insitu.errors import TrajectoryError as TrajectoryError
+    from insitu.errors import UnknownJob as UnknownJob
+    from insitu.errors import WorkflowError as WorkflowError
     from insitu.schemas.evaluation import Row as Row
     from insitu.workflow.llms import ModelClient as Model  # noqa: F401
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    "BackendError",
+    "BackendUnavailable",
+    "CaptureError",
+    "ConfigError",
+    "EpisodeTimeout",
+    "InputError",
+    "InsituError",
+    "JobFailed",
+    "JobLost",
+    "PluginError",
+    "RequestRefused",
+    "Stalled",
+    "TrajectoryError",
+    "UnknownJob",
+    "WorkflowError",
+)
 _LAZY = {
+    **{name: ("insitu.errors", name) for name in _ERRORS},
     "Evaluation": ("insitu.api.results", "Evaluation"),
     "Model": ("insitu.workflow.llms", "ModelClient"),
     "Row": ("insitu.schemas.evaluation", "Row"),
@@ -38,10 +55,10 @@ _LAZY = {
     "evaluate": ("insitu.api.calls", "evaluate"),
     "finetune": ("insitu.api.calls", "finetune"),
 }
-"""Imported when they are used, so that the command line starts quickly."""
+"""Imported when they are used, so that the command line and programs that import insitu start quickly."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'insitu' has no attribute {name!r}; it has: {', '.join(sorted(_LAZY))}")
     from importlib import import_module

@@ -1,11 +1,13 @@
 """A paired randomization test: whether one version of a model scores higher than another on the same rows."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import getitem
+from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
-
-import numpy as np
 
 EXACT_ROWS = 16
 """Up to so many rows all assignments of signs are enumerated; from then on they are sampled."""
@@ -56,40 +58,55 @@ def compare_paired(
     so it excludes 0 if and only if the p-value is at most 1 - confidence. If the candidate was selected as the best of
     several `candidates`, both are adjusted by Bonferroni's inequality (Dunn 1961, doi:10.1080/01621459.1961.10482090).
     """
-    differences = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)
+    differences = [float(b) - float(a) for a, b in zip(baseline, candidate, strict=True)]
     rows, level = len(differences), (1 - confidence) / candidates
     if rows < fewest_rows(confidence, candidates):
         raise ValueError(f"{rows} rows are fewer than {fewest_rows(confidence, candidates)}")
-    sums_K, signs_K = _randomized(differences, max(_SAMPLES, math.ceil(20 / level)), seed)
-    tolerance = 1e-9 * float(np.abs(differences).sum() + 1)
+    exact, samples = rows <= EXACT_ROWS, max(_SAMPLES, math.ceil(20 / level))
+    random = Random(seed)
+    assignments = range(2**rows) if exact else (random.getrandbits(rows) for _ in range(samples))
+    randomized = _randomized(differences, assignments)
+    total, number = sum(differences), sum(map(len, randomized.values()))
+    tolerance = 1e-9 * (sum(map(abs, differences)) + 1)
 
     def p_value(shift: float) -> float:
         """The p-value of the hypothesis that the differences are symmetric about `shift`."""
-        observed = abs(float(differences.sum()) - shift * rows)
-        extreme = int(np.count_nonzero(np.abs(sums_K - shift * signs_K) >= observed - tolerance))
-        return extreme / len(sums_K) if rows <= EXACT_ROWS else (extreme + 1) / (len(sums_K) + 1)
+        limit = abs(total - shift * rows) - tolerance
+        if limit <= 0:
+            return 1.0
+        extreme = sum(
+            len(sums) - bisect_left(sums, shift * signs + limit) + bisect_right(sums, shift * signs - limit)
+            for signs, sums in randomized.items()
+        )
+        return extreme / number if exact else (extreme + 1) / (number + 1)
 
-    mean = float(differences.mean())
+    mean = fmean(differences)
     ends = []
-    least, most = float(differences.min()), float(differences.max())
+    least, most = min(differences), max(differences)
     for end, sign in ((least, -1), (most, 1)):
         inside, outside = mean, end + sign * 1e-6
         for _ in range(50):
             middle = (inside + outside) / 2
             inside, outside = (middle, outside) if p_value(middle) > level else (inside, middle)
         ends.append(min(max(inside, least), most))
-    means = float(np.mean(baseline)), float(np.mean(candidate))
-    return PairedComparison(*means, mean, ends[0], ends[1], min(1.0, candidates * p_value(0.0)), rows)
+    p = min(1.0, candidates * p_value(0.0))
+    return PairedComparison(fmean(baseline), fmean(candidate), mean, ends[0], ends[1], p, rows)
 
 
-def _randomized(differences: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each of K assignments of signs the sum of the signed differences, and the sum of the signs."""
+def _randomized(differences: Sequence[float], assignments: Iterable[int]) -> dict[int, list[float]]:
+    """Sorted sums of the signed differences, by the sum of the signs.
+
+    A bit of an assignment says that the difference of that row is negated. Eight rows at a time are looked up.
+    """
     rows = len(differences)
-    if rows <= EXACT_ROWS:
-        signs = 1 - 2 * ((np.arange(2**rows)[:, None] >> np.arange(rows)) & 1)
-        return signs @ differences, signs.sum(axis=1)
-    random, parts = np.random.default_rng(seed), []
-    for start in range(0, samples, 1000):  # bounds the memory
-        signs = 1 - 2 * random.integers(0, 2, (min(1000, samples - start), rows), dtype=np.int8)
-        parts.append((signs @ differences, signs.sum(axis=1)))
-    return np.concatenate([sums for sums, _ in parts]), np.concatenate([counts for _, counts in parts])
+    tables = []
+    for start in range(0, rows, 8):
+        table = [0.0]
+        for each in differences[start : start + 8]:
+            table = [sum_ + each for sum_ in table] + [sum_ - each for sum_ in table]
+        tables.append(table)
+    sums = defaultdict(list)
+    for bits in assignments:
+        chunks = bits.to_bytes(len(tables), "little")
+        sums[rows - 2 * bits.bit_count()].append(sum(map(getitem, tables, chunks)))
+    return {signs: sorted(each) for signs, each in sums.items()}

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from rich.console import Console
 from insitu import __version__
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
-from insitu.errors import InsituError, TrajectoryError
+from insitu.errors import InsituError, TrajectoryError, install_command
 from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
 from insitu.runs.records import RunProgress, new_run_id, training_records
@@ -78,8 +79,11 @@ class Run:
         self.report.notes([*([plan.summary()] if plan is not None else []), *starting])
 
     def draws_plot(self) -> None:
-        """Has `draw` keep `reward_plot.png` up to date."""
-        self._plot = RewardPlot(self.store.path / files.PLOT)
+        """Has `draw` keep `reward_plot.png` up to date, if matplotlib is installed."""
+        if find_spec("matplotlib") is None:
+            self.report.note(f"no {files.PLOT}: matplotlib is not installed ({install_command('plots')})")
+        else:
+            self._plot = RewardPlot(self.store.path / files.PLOT)
 
     def check_code(self, settings: Mapping[str, Any]) -> None:
         """Reports code of the settings that has changed since the run was started; raises ConfigError unless forced."""

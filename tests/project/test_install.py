@@ -1,0 +1,88 @@
+"""What installs with insitu, and what does without the packages of the extra `local`."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from factories import MODEL, digits_project, read_lines
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from processes import forked_python, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {name: [*map(Requirement, listed)] for name, listed in PROJECT["optional-dependencies"].items()}
+
+
+def installed_with(requirements: list[Requirement]) -> set[str]:
+    """All packages that these need on this platform, according to the metadata of the installed ones."""
+    found: set[str] = set()
+    wanted = [(each, frozenset(each.extras)) for each in requirements]
+    seen = set()
+    while wanted:
+        requirement, extras = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        found.add(name)
+        for line in metadata.requires(name) or []:
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                wanted.append((needed, frozenset(needed.extras)))
+    return found
+
+
+def test_the_core_is_34_packages_at_most() -> None:
+    packages = {"insitu"} | installed_with([*map(Requirement, PROJECT["dependencies"])])
+    assert len(packages) <= 34, sorted(packages)
+    assert not packages & {"numpy", "matplotlib", "torch", "transformers", "tokenizers", "huggingface-hub"}
+
+
+@pytest.mark.parametrize("extra", ["local", "art", "customizer"])
+def test_extras_whose_documents_promise_the_plot_have_matplotlib(extra: str) -> None:
+    assert "insitu[plots]" in map(str, EXTRAS[extra])
+    assert [each.name for each in EXTRAS["plots"]] == ["matplotlib"]
+
+
+def test_import_insitu_imports_nothing_else() -> None:
+    code = "import sys; before = {*sys.modules}; import insitu; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["insitu"]
+
+
+WITHOUT = """
+import sys
+from insitu.cli import main
+missing = ("torch", "transformers", "peft", "safetensors", "tokenizers", "llguidance", "numpy", "matplotlib")
+for name in [*sys.modules]:
+    if name.partition(".")[0] in missing or name.startswith("insitu.backend"):
+        del sys.modules[name]
+sys.modules.update(dict.fromkeys(missing))  # importing them fails
+sys.argv[0] = "insitu"
+main()
+"""
+
+
+def test_a_run_against_a_backend_at_a_url_needs_the_core_only(tmp_path: Path) -> None:
+    """And says once that there is no plot."""
+    with serving("backend", "--model", MODEL, "--port", 0, "--token", "secret") as (_, url):
+        digits_project(tmp_path, rows=3, url=url, api_key="secret")
+
+        def insitu(*arguments: str) -> str:
+            command = [forked_python(), "-c", WITHOUT, *arguments]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        shown = insitu("finetune", "config.yml")
+        note = "no reward_plot.png: matplotlib is not installed (pip install -e '.[plots]')"
+        assert re.sub(r"\s+", " ", shown).count(note) == 1
+        assert [line["epoch"] for line in read_lines(tmp_path / "run/training_metrics.jsonl")] == [1, 2]
+        assert not (tmp_path / "run/reward_plot.png").exists()
+        assert "run" in insitu("runs", "show", "run")
+        insitu("eval", "config.yml")
