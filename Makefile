@@ -15,7 +15,7 @@ help:
 	@echo "    models, real, quantized, gpu   families of models, a pretrained model, 4 and 8 bits, a GPU"
 	@echo "    art, customizer, vllm, ray     services and engines with their real packages"
 	@echo "    frameworks, environments, javascript, trackers, preferences    libraries with their real packages"
-	@echo "    distributed, containers, browser    torchrun, podman, Chromium"
+	@echo "    distributed, containers, browser, wheel    torchrun, podman, Chromium, the built package"
 	@echo "make test WITH=list   what each of them tests, and how long it takes"
 	@echo "make check        lint, formatting and types"
 	@echo "make examples     train the other examples; one of them: make examples NAME=dpo (or python, real)"

@@ -78,8 +78,8 @@ def make_environment(name: str) -> None:
         return
     creator = python_for(entry)
     if creator is None:
-        needs = f"Python {entry['python']}: name one with {entry['python_variable']}=/path/to/python"
-        print(f"without {name}, which needs {needs}")
+        hint = f": name one with {entry['python_variable']}=/path/to/python" if "python_variable" in entry else ""
+        print(f"without {name}, which needs Python {entry['python']}{hint}")
         return
     print(f"installing .environments/{name}", flush=True)
     stamp.unlink(missing_ok=True)
@@ -106,14 +106,18 @@ def install_with_uv(python: Path, wanted: list[str], unwanted: list[str]) -> Non
 
 
 def python_for(entry: dict[str, Any]) -> str | None:
-    """The Python that makes an environment: this one, or the first that is found of at least the version it needs."""
+    """The Python that makes an environment: this one, or the first that is found of at least the version it needs.
+
+    Of no other version for `==3.12`.
+    """
     if "python" not in entry:
         return sys.executable
-    if given := os.environ.get(entry["python_variable"]):
+    if given := os.environ.get(entry.get("python_variable", "")):
         return given
     least = int(entry["python"].partition(".")[2])
-    code = f"import sys; assert sys.version_info >= (3, {least}); print(sys.executable)"
-    names = [f"python3.{minor}" for minor in range(least, 15)]
+    last = least if entry["python"].startswith("==") else 14
+    code = f"import sys; assert (3, {least}) <= sys.version_info < (3, {last + 1}); print(sys.executable)"
+    names = [f"python3.{minor}" for minor in range(least, last + 1)]
     for name in [*names, *sorted(glob.glob(os.path.expanduser("~/.pyenv/versions/3.*/bin/python3")))]:
         if shutil.which(name):  # which may be a shim of pyenv that cannot run
             found = subprocess.run([name, "-c", code], capture_output=True, text=True)
