@@ -509,7 +509,7 @@ def test_the_page_of_frameworks_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -
             "view",
         ),
         *("trajectories show", "trajectories export", "trajectories rescore"),
-        *("runs list", "runs show", "runs fork", "runs prune"),
+        *("runs list", "runs show", "runs fork", "runs prune", "env", "schema"),
     ],
 )
 def test_every_option_is_documented(name: str) -> None:

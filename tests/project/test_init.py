@@ -1,5 +1,6 @@
 """`insitu init`: the project that it writes trains as it is, and passes its own tests."""
 
+import json
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from factories import ROOT, read_lines
 from fake_hub import fake_hub
+from jsonschema import Draft202012Validator
 from processes import HANGS, forked_python, run_project, start
 from tiny_models import save_tiny_model
 
@@ -64,7 +66,7 @@ def test_a_project_trains_and_passes_its_tests(tmp_path: Path) -> None:
     assert out.endswith("next: cd desk && insitu finetune config.yml\n")
     project = tmp_path / "desk"
     assert {f.name for f in project.iterdir()} == {
-        *("README.md", "agent.py", "config.yml", "desk.py", "test_agent.py"),
+        *("README.md", "agent.py", "config.schema.json", "config.yml", "desk.py", "test_agent.py"),
         *("held_out.jsonl", "train.jsonl", "model"),
     }
     code, out, err = run_project(project, "-o", "finetuning.num_epochs", "4")  # of 12
@@ -154,7 +156,7 @@ def test_held_out_rows_that_are_trained_are_told(tmp_path: Path) -> None:
     assert "validation: 21 of 21 held-out rows are among the training rows" in err
 
 
-READER = ["README.md", "agent.py", "config.yml", "held_out.jsonl", "test_agent.py", "train.jsonl"]
+READER = ["README.md", "agent.py", "config.schema.json", "config.yml", "held_out.jsonl", "test_agent.py", "train.jsonl"]
 
 
 def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
@@ -214,6 +216,17 @@ def test_nothing_is_overwritten(tmp_path: Path, arguments: tuple[str, ...], prob
     assert code == 2
     assert problem in err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "notes"]
+
+
+def test_editors_find_the_schema_of_the_file(tmp_path: Path) -> None:
+    assert init(tmp_path, "desk")[0] == 0
+    text = (tmp_path / "desk/config.yml").read_text()
+    first = text.partition("\n")[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    schema = json.loads((tmp_path / "desk" / first.partition("=")[2]).read_text())
+    check = Draft202012Validator(schema)
+    assert check.is_valid(yaml.safe_load(text))
+    assert not check.is_valid(yaml.safe_load(text.replace("num_epochs:", "num_epoch:")))
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ _COMMANDS = {
     "export": "Write a checkpoint of a run as a Hugging Face folder.",
     "promote": "Export the best version of a run if it beats what it replaces.",
     "serve": "Serve a workflow for `--endpoint` and POST /generate.",
+    "schema": "Print a JSON Schema of the YAML file, for editors.",
+    "env": "Print what a bug report needs.",
     "backend": "Serve and train a model: inference and training jobs on one port.",
 }
 

@@ -1,5 +1,6 @@
 """The command `init`."""
 
+import json
 from pathlib import Path
 
 import click
@@ -29,10 +30,11 @@ def command(
     With --environment, whose tasks and scores somebody has written already: a file and a README. With --model smollm2,
     or a model whose chat template has no tools: an agent without tools.
     """
+    from insitu.config.json_schema import json_schema
     from insitu.errors import install_command
     from insitu.starter import write_project
 
-    files = write_project(name, framework, model, environment, chat_template)
+    files = write_project(name, framework, model, environment, chat_template, json.dumps(json_schema()))
     print(f"{name}: {', '.join(files)}")
     if framework is not None:
         print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")

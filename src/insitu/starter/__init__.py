@@ -26,6 +26,8 @@ from insitu.schemas import parts
 
 _HERE = files(__package__)
 _SUFFIX = ".py.txt"
+SCHEMA = "config.schema.json"
+"""The JSON Schema by which editors complete and check `config.yml`."""
 _FILLED_IN = ("README.md", "config.yml")
 _PLAIN = "plain"
 _ENVIRONMENTS = "environments"
@@ -115,12 +117,14 @@ def write_project(
     model: str | None = None,
     environment: str | None = None,
     template: Path | None = None,
+    schema: str = "{}",
 ) -> list[str]:
     """Writes the project into a folder that does not exist or is empty; returns the names of its files.
 
     `model` replaces the small model that comes with it, and `template` is a file with its chat template. `environment`
-    is KIND:WHAT, in place of a framework. Raises ConfigError for a folder that has files, for an unknown framework or
-    environment, and for a framework whose agent has tools if the template has none.
+    is KIND:WHAT, in place of a framework. `schema` is the JSON Schema of the file. Raises ConfigError for a folder that
+    has files, for an unknown framework or environment, and for a framework whose agent has tools if the template has
+    none.
     """
     if environment is not None and framework is not None:
         raise ConfigError("--environment and --framework exclude each other: an environment has no agent to write")
@@ -151,6 +155,7 @@ def write_project(
     else:
         sources.pop(_MAKE_MODEL, None)
     with new_folder(folder) as draft:
+        (draft / SCHEMA).write_text(schema, "utf-8")
         for name, file in sources.items():
             text = file.read_text("utf-8")
             (draft / name).write_text(text.format(**values) if name in _FILLED_IN else text, "utf-8")
