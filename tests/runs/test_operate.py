@@ -27,16 +27,28 @@ SAMPLE = re.compile(r'(\w+)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[\d
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    """The value of each metric, by its name and the values of its labels; those of a metric are together."""
-    values, names = {}, []
+    """The value of each metric, by its name and the values of its labels.
+
+    Those of a metric are together, below its help and its type.
+    """
+    values, names, described = {}, [], []
     for line in text.splitlines():
+        if about := re.fullmatch(r"# HELP (\w+) \S.*", line):
+            described += [about[1]]
+            continue
+        if kind := re.fullmatch(r"# TYPE (\w+) (\w+)", line):
+            assert kind[1] == described[-1]
+            assert kind[2] == ("counter" if kind[1].endswith("_total") else "gauge")
+            continue
         matched = SAMPLE.fullmatch(line)
         assert matched, line
         name, labels, value = matched.groups()
+        assert name == described[-1]
         key = (name, *re.findall(r'"((?:[^"\\]|\\.)*)"', labels or ""))
         assert key not in values
         values[key] = float(value)
         names += [name] if names[-1:] != [name] else []
+    assert names == described
     assert len(names) == len(set(names))
     return values
 

@@ -32,6 +32,17 @@ from insitu.wire.http_server import guard, json_response, listening, metrics_res
 
 KEY = "general.metrics_port"
 TOKEN_VARIABLE = "INSITU_METRICS_TOKEN"
+_ABOUT = {
+    "insitu_status": "1 for the status of the run.",
+    "insitu_epoch": "The last complete epoch.",
+    "insitu_epochs": "How many epochs the run has.",
+    "insitu_episodes_total": "Episodes of all groups that are complete.",
+    "insitu_seconds_since_last_episode": "Seconds since an episode was recorded.",
+    "insitu_reward": "Mean reward of the last epoch.",
+    "insitu_held_out_score": "Score of the last validation.",
+    "insitu_best_held_out_score": "Score of the best validation.",
+    "insitu_dropped_episodes_total": "Episodes that are not trained, by reason.",
+}
 
 
 class _Collected:
@@ -72,7 +83,7 @@ class Monitor:
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return metrics_response(await asyncio.to_thread(self._samples))
+        return metrics_response(await asyncio.to_thread(self._samples), _ABOUT)
 
     def _samples(self) -> list[Sample]:
         with self._lock:

@@ -34,12 +34,17 @@ class Sample(NamedTuple):
     value: float
 
 
-def metrics_text(samples: Iterable[Sample]) -> str:
-    """Samples in the text format of Prometheus, which wants those of a metric together."""
+def metrics_text(samples: Iterable[Sample], about: Mapping[str, str]) -> str:
+    """Samples in the text format of Prometheus, which wants those of a metric together, below what it is about.
+
+    A metric called `..._total` is a counter, any other a gauge.
+    """
     lines: dict[str, list[str]] = {}
     for name, labels, value in samples:
+        kind = "counter" if name.endswith("_total") else "gauge"
         pairs = ",".join(f'{key}="{text.translate(_ESCAPED)}"' for key, text in labels.items())
-        lines.setdefault(name, []).append(f"{name}{{{pairs}}} {value}\n" if pairs else f"{name} {value}\n")
+        of_name = lines.setdefault(name, [f"# HELP {name} {about[name]}\n", f"# TYPE {name} {kind}\n"])
+        of_name.append(f"{name}{{{pairs}}} {value}\n" if pairs else f"{name} {value}\n")
     text = "".join(line for of_name in lines.values() for line in of_name)
     return text.encode(errors="backslashreplace").decode()  # the name of a folder may not be UTF-8
 

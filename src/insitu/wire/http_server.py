@@ -385,10 +385,9 @@ def json_response(
     return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type=content_type)
 
 
-def metrics_response(samples: Iterable[Sample]) -> web.Response:
-    return web.Response(
-        text=metrics_text(samples), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-    )
+def metrics_response(samples: Iterable[Sample], about: Mapping[str, str]) -> web.Response:
+    headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(text=metrics_text(samples, about), headers=headers)
 
 
 def prepare_process() -> None:

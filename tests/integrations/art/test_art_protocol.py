@@ -447,7 +447,12 @@ async def test_settings_without_effect_are_named_once(loaded, tmp_path, caplog):
 async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
     async with serving(loaded, tmp_path) as client:
         assert (await client.post("/close")).json() is None
-        *metrics, started = (await client.get("/metrics")).text.splitlines()
+        text = (await client.get("/metrics")).text
+        kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
+        assert kinds.pop("vllm:request_success_total") == "counter"
+        assert {*kinds.values()} == {"gauge"}
+        assert len(re.findall(r"^# HELP \S+ .+$", text, re.MULTILINE)) == 4
+        *metrics, started = (line for line in text.splitlines() if not line.startswith("#"))
         assert metrics == [
             "vllm:num_requests_running 0",
             "vllm:num_requests_waiting 0",

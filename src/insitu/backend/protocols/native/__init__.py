@@ -26,6 +26,12 @@ MAX_SETTINGS_BYTES = 1 << 20
 LOGPROB_TOLERANCES = {torch.float32: 0.005}
 LOGPROB_TOLERANCE = 0.1
 """Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
+_METRICS = {
+    "vllm:num_requests_running": "Completions that are sampled.",
+    "vllm:num_requests_waiting": "Completions that wait for room.",
+    "vllm:request_success_total": "Completions that were finished.",
+    "process_start_time_seconds": "Start of the backend, in seconds since 1970.",
+}
 
 
 def routes(services: Services) -> list[ApiRoute]:
@@ -78,13 +84,9 @@ def state_routes(services: Services) -> list[ApiRoute]:
 
     async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
-        values = {
-            "vllm:num_requests_running": running,
-            "vllm:num_requests_waiting": waiting,
-            "vllm:request_success_total": sampler.num_completed,
-            "process_start_time_seconds": started,
-        }
-        return metrics_response(Sample(name, {}, value) for name, value in values.items())
+        values = (running, waiting, sampler.num_completed, started)
+        samples = (Sample(name, {}, value) for name, value in zip(_METRICS, values, strict=True))
+        return metrics_response(samples, _METRICS)
 
     summary = "Running, waiting and finished completions, under the metric names of vLLM and Prometheus"
     return [
