@@ -65,8 +65,8 @@ class _Generator(GenerateJsonSchema):
         made["properties"] = properties
         if required & properties.keys():
             made["required"] = sorted(required & properties.keys())
-        ignores = model.model_config.get("extra") == "allow" or getattr(model, "ignores_unknown_keys", False)
-        made["additionalProperties"] = ignores
+        tolerant = issubclass(model, TypedBaseModel) and model.ignores_unknown_keys
+        made["additionalProperties"] = tolerant or model.model_config.get("extra") == "allow"
         return made
 
 
