@@ -49,6 +49,12 @@ def test_extras_whose_documents_promise_the_plot_have_matplotlib(extra: str) -> 
     assert [each.name for each in EXTRAS["plots"]] == ["matplotlib"]
 
 
+def test_only_the_backend_imports_numpy() -> None:
+    files = [path for path in (ROOT / "src/insitu").rglob("*.py") if "import numpy" in path.read_text()]
+    folders = {path.relative_to(ROOT / "src/insitu").parts[:3] for path in files}
+    assert {each for each in folders if each[0] != "backend"} == {("integrations", "art", "server")}
+
+
 def test_import_insitu_imports_nothing_else() -> None:
     code = "import sys; before = {*sys.modules}; import insitu; print(*sorted({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
