@@ -135,11 +135,6 @@ class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
         """The model whose weights it serves and trains, its key `model`; None if it does not start the backend."""
         return None
 
-    @property
-    def server(self) -> str | None:
-        """The URL of a backend that runs already, if that is known to return what training needs."""
-        return None
-
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=TrainerConfig)
 TrajectoryBuilderConfigT = TypeVar("TrajectoryBuilderConfigT", bound=TrajectoryBuilderConfig)

@@ -90,7 +90,7 @@ async def check_servers(trainer: Trainer, config: Config) -> None:
         llm, block = config.llm(name), adapter.adapter_config
         if not isinstance(llm, OpenAIConfig) or block.starts_from == llm.model_name:  # then it is sent to the backend
             continue
-        if block.server is not None and is_same_server(llm.base_url, block.server):
+        if adapter.backend_url is not None and is_same_server(llm.base_url, adapter.backend_url):
             continue
         if adapter.starts_backend:
             raise ConfigError(

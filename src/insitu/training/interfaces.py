@@ -132,6 +132,8 @@ class TrainerAdapter(ABC):
 
     starts_backend = False
     """Whether `initialize` starts a backend, which can take minutes."""
+    backend_url: str | None = None
+    """Of a backend that runs already and is known to return what training needs."""
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config

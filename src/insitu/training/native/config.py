@@ -192,10 +192,6 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
     def starts_from(self) -> str | None:
         return self.model
 
-    @property
-    def server(self) -> str | None:
-        return self.url
-
     @model_validator(mode="after")
     def _model_or_url(self) -> "InsituAdapterConfig":
         if (self.model is None) == (self.url is None):

@@ -75,7 +75,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         self._loaded_versions: int | None = None
         self._base_url, token = adapter_config.address_and_token
         self._token = token or "none"  # the header needs a value
-        self.starts_backend = adapter_config.model is not None
+        self.starts_backend, self.backend_url = adapter_config.model is not None, adapter_config.url
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
