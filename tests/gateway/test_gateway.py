@@ -363,6 +363,19 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
     assert len(scope.calls) == 1
 
 
+async def test_what_an_episode_sends_is_limited(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all, because it is kept: also what the server ignores, and for each choice."""
+    monkeypatch.setattr("insitu.gateway.server.MAX_RECORDED", 2**20)
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            body = {"messages": [{"role": "user", "content": "hi"}], "user": "x" * 2**18}
+            url = f"{door.openai_url}/chat/completions"
+            assert [(await post(url, body | {"n": n}))[0] for n in (1, 4, 1)] == [200, 413, 413]
+        with EpisodeScope() as other, gateway.endpoint(other) as door:
+            assert (await post(f"{door.openai_url}/chat/completions", body))[0] == 200
+    assert len(scope.calls) == 1
+
+
 @pytest.mark.slow
 async def test_the_memory_of_large_requests_is_returned() -> None:
     """In a fresh interpreter: a forked one shares pages with the fork server."""

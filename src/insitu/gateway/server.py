@@ -46,6 +46,8 @@ MAX_REQUESTS = 256
 """Requests that an episode may have at once."""
 MAX_HELD = 8 * MAX_BODY
 """Bytes of bodies that an episode may have at once."""
+MAX_RECORDED = 2**30
+"""Bytes of requests to a model that an episode may send in all, for each choice: they are kept until it ends."""
 MAX_CONNECTIONS = 1024
 """Connections to the socket of an agent's network namespace at once."""
 _CONNECT_TIMEOUT = 30.0
@@ -115,11 +117,21 @@ class EpisodeEndpoint:
     sessions: list[str] = field(default_factory=list, repr=False)
     """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
 
+    _recorded: int = field(default=0, repr=False)
     _requests: int = field(default=0, repr=False)
     _held: int = field(default=0, repr=False)
 
     def note_failure(self, failure: str | None) -> None:
         self.failure = failure
+
+    def record(self, size: int) -> None:
+        """Raises RequestRefused if the episode has sent too much."""
+        self._recorded += size
+        if self._recorded > MAX_RECORDED:
+            problem = (
+                f"this episode has sent too much; allowed: {MAX_RECORDED >> 20} MiB for each choice of its requests"
+            )
+            raise RequestRefused(problem, status=413, code="too_large")
 
     @contextmanager
     def request(self, most: int) -> Iterator[Callable[[int], None]]:
@@ -317,7 +329,9 @@ class Gateway:
         n = body.get("n") or 1
         if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
             raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
-        exchange = llm.recorder.begin("POST", f"/{translation.route}", orjson.dumps(body), endpoint.site)
+        content = orjson.dumps(body)
+        endpoint.record(n * len(content))
+        exchange = llm.recorder.begin("POST", f"/{translation.route}", content, endpoint.site)
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
@@ -327,9 +341,9 @@ class Gateway:
         timeout = client_timeout(_CONNECT_TIMEOUT, llm.config.timeout or _READ_TIMEOUT)
         try:
             while True:
-                content = proxy.payload(exchange.content)
+                payload = proxy.payload(exchange.content)
                 async with self._session.post(
-                    url, data=content, headers=headers, allow_redirects=False, timeout=timeout
+                    url, data=payload, headers=headers, allow_redirects=False, timeout=timeout
                 ) as answer:
                     if exchange.streamed and answer.status < 300:  # redirects are not followed
                         return await proxy.stream(request, answer, exchange, translation, endpoint.note_failure)
