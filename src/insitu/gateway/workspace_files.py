@@ -38,7 +38,7 @@ def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
         return Outcome.model_validate({"answer": answer, **data}, strict=True)
     except ValidationError as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {first_problem(error)}; {allowed}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {error}; {allowed}") from None
 
 

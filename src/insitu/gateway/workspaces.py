@@ -106,11 +106,13 @@ class Workspaces:
             yield places[-1]
         for place in places:
             yield from repositories(place)
+        ours = (self._config.eval.folder, self._config.finetuning.output_dir)
+        places = [own, run_dir.parent, *((self._config.working_dir / each).resolve().parent for each in ours)]
+        results = [path.parent for place in {*places} for name in _RESULTS for path in place.glob(f"*/{name}")]
         if run_dir.parent in (own, *own.parents):
-            results = [path.parent for name in _RESULTS for path in run_dir.parent.glob(f"*/{name}")]
             results += run_dir.parent.glob(f"{run_dir.name}.*")
         else:
-            results = [run_dir.parent]  # with runs that begin later
+            results.append(run_dir.parent)  # with runs that begin later
         yield from (each for each in (run_dir, *results) if each not in (own, *own.parents))
         yield from read_rows
 
@@ -199,7 +201,8 @@ class Workspaces:
             copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
-            remove(copy / ".git")  # its configuration names programs, and it is the agent's
+            for git in [*copy.rglob(".git")]:  # its configuration names programs, and it is the agent's
+                remove(git)
         except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             logger.warning("the workspace %s cannot be kept: %s", folder.name, error)
             remove(copy)
