@@ -132,6 +132,7 @@ async def test_a_verifier_writes_the_reward(project: Path, server: FakeOpenAI) -
         ("open('reward.json', 'w').write('NaN')", "reward.json is malformed"),
         ("open('reward.json', 'w').write('{\"reward\": 1, \"score\": 1}')", "it has the keys score"),
         ("open('reward.json', 'w').write('{')", "reward.json is malformed"),
+        ("open('reward.json', 'w').write('[' * 100_000)", "reward.json is malformed"),
         ("import os; os.mkdir('reward.json')", "reward.json is not a file"),
         ("import os; os.symlink('number.txt', 'reward.json')", "reward.json is not a file"),
         ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
@@ -272,7 +273,8 @@ def tested(project: Path) -> Path:
     files = {
         "task/solution.py": "def answer(): return 1\n",
         "task/helper.py": "def is_right(value): return value == 2\n",
-        "task/Makefile": f"check:\n\t{sys.executable} cases/check.py\n",
+        "task/Makefile": f".PHONY: check built\ncheck:\n\t{sys.executable} cases/check.py\nbuilt: tests\n\tsh tests\n"
+        f"tests: cases/check.py solution.py\n\techo {sys.executable} cases/check.py > tests\n",
         "checks/cases/test_solution.py": "from check import right\ndef test_it(): assert right\n",
         "checks/cases/check.py": "import json, os, sys\nsys.path += [os.getcwd()]\nimport helper, solution\n"
         "right = helper.is_right(json.loads(json.dumps(solution.answer())))\n"
@@ -289,6 +291,7 @@ SOLVE = "open('solution.py', 'w').write('def answer(): return 2')"
 CHECK = [sys.executable, "cases/check.py"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "cases"]
 PASS = "import os; os._exit(0)"
+RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -310,6 +313,15 @@ PASS = "import os; os._exit(0)"
         (CHECK, "os.symlink('/usr', 'cases'); os.remove('solution.py'); os.symlink('helper.py', 'solution.py')"),
         (CHECK, "os.mkfifo('cases'); os.remove('helper.py'); write('reward.json', '1')"),
         (PYTEST, "write('pytest.toml', '[pytest]\\naddopts = [\"--version\"]')"),
+        (PYTEST, f"write('__init__.py', {PASS!r})"),
+        (
+            [*PYTHON, RUNS_PYTEST],
+            "[os.mkdir(f'x-1.{n}-info') for n in ('dist', 'egg')];"
+            "write('x-1.dist-info/METADATA', 'Name: x'); write('x-1.egg-info/PKG-INFO', 'Name: x');"
+            "[write(f'x-1.{n}-info/entry_points.txt', '[pytest11]\\nx = evil') for n in ('dist', 'egg')];"
+            f"write('evil.py', {PASS!r})",
+        ),
+        (["make", "-s", "built"], "write('tests', 'exit 0')"),
         (
             ["sh", "-c", f"(cd solutions && git status) > /dev/null; {sys.executable} cases/check.py"],
             "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
@@ -318,7 +330,23 @@ PASS = "import os; os._exit(0)"
             "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')",
         ),
     ],
-    ids=["runner", "conftest", "ini", "package", "json", "bytecode", "make", "git", "links", "fifo", "toml", "bare"],
+    ids=[
+        "runner",
+        "conftest",
+        "ini",
+        "package",
+        "json",
+        "bytecode",
+        "make",
+        "git",
+        "links",
+        "fifo",
+        "toml",
+        "root",
+        "plugin",
+        "built",
+        "bare",
+    ],
 )
 async def test_what_an_agent_plants_is_not_judged(
     tested: Path, server: FakeOpenAI, verify: list[str], plant: str, network: str
@@ -429,7 +457,7 @@ def attempt(name, act):
     try: act()
     except OSError: return
     tried.append(name)
-for place in ('reward.json', '/dev/x', 'solution.py', '/usr/x'):
+for place in ('reward.json', '/dev/x', '/proc/x', 'solution.py', '/usr/x'):
     attempt(place, lambda: open(place, 'a').write('1'))
 for place in ('cases/check.py', '/run/verify_files/cases/check.py', '{tested}/checks/cases/check.py'):
     attempt(place, lambda: open(place).read())
@@ -499,18 +527,37 @@ open('rows.jsonl').read()
         assert (await episode(workflow))["answer"] == "[]"
 
 
+async def test_results_elsewhere_in_the_project_are_hidden(tested: Path, server: FakeOpenAI) -> None:
+    """Those of evaluations while a run trains, and those of runs while it is evaluated."""
+    for result in ("out/workflow_output.json", "trained/old/run.json", "runs/old/run.json", "runs/new/x"):
+        (tested / result).parent.mkdir(parents=True)
+        (tested / result).write_text("{}")
+    code = f"""
+import os
+os.chdir({str(tested)!r})
+print([name for name in ('out', 'trained/old', 'runs') if os.listdir(name)])
+"""
+    async with agent(tested, server, code):
+        config = json.loads((tested / "config.yml").read_text())
+    config["eval"]["general"]["output_dir"] = "runs/new"
+    config["finetuning"] = {"output_dir": "trained/new"}
+    (tested / "config.yml").write_text(json.dumps(config))
+    async with Builder(load_config(tested / "config.yml")) as builder:
+        assert await episode(await builder.get_workflow()) == "[]"
+
+
 async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, server: FakeOpenAI) -> None:
-    plant = (
-        "import os, socket; os.mkfifo('fifo'); socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
-    )
+    plant = "import os, socket; os.makedirs('sub/.git/hooks'); os.mkfifo('fifo')\n"
+    plant += "socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
     nested = "for _ in range(300): os.mkdir('nested'); os.chdir('nested')\n"
     block: dict[str, Any] = {"verify": ["sh", "-c", "exit 126"], "verify_files": "checks"}
     for code, whole in ((f"{plant}{nested}raise SystemExit(3)", True), (plant, False)):
         with pytest.raises(WorkflowError, match="its workspace is") as raised:
             await outcome(tested, server, code, **block, workspace={"copy": "task", "result": ["solution.py"]})
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
-        names = {"solution.py", "helper.py", "Makefile", "number.txt", "nested"} if whole else {"solution.py"}
+        names = {"solution.py", "helper.py", "Makefile", "number.txt", "nested", "sub"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
+        assert not whole or not os.listdir(kept / "sub")
 
 
 def alive(marker: str) -> list[psutil.Process]:
@@ -554,6 +601,19 @@ for name in os.listdir('/proc'):
         await outcome(project, server, code + "signal.pause()", network=network, timeout=2)
     await until(lambda: not alive(marker), 0.1)
     assert not leftovers(project)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_nothing_is_changed_once_an_agent_has_ended(project: Path, server: FakeOpenAI, network: str) -> None:
+    code = """
+import os, time
+for number in range(6000): open(f'{number}', 'w').close()
+agent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == agent: time.sleep(0.1)
+    open('number.txt', 'w').write('2')
+"""
+    assert (await outcome(project, server, code, network=network, verify=FIXED))["reward"] == 0.0
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -618,6 +678,7 @@ code = {TAKES.format(each=100)!r}
 running = [subprocess.Popen([sys.executable, '-c', code]) for _ in range(4)]
 [each.wait() for each in running]
 """
+SOCKETS = "import signal, socket\nkept = [socket.socket() for _ in range(1000)]\nsignal.pause()"
 BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 
 
@@ -636,6 +697,7 @@ FULL = "No space left on device"
         (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError", NETWORKS),
         (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
         (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
+        (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500", ["model"]),
         (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1", NETWORKS),
         ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
         ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
@@ -650,6 +712,7 @@ FULL = "No space left on device"
         "memory",
         "together",
         "memfd",
+        "sockets",
         "cpu",
         "file",
         "time",
@@ -689,7 +752,7 @@ async def harms_no_other(project: Path, server: FakeOpenAI, code: str, limits: A
 
 
 def _refused() -> tuple[int, ...]:
-    return bubblewrap._SYSTEM_CALLS[platform.machine()][3]
+    return bubblewrap._SYSTEM_CALLS[platform.machine()][-1]
 
 
 def block_device() -> str:
@@ -751,6 +814,11 @@ def call(number):
 for number in {list(_refused())}:
     attempt(f'system call {{number}}', lambda: call(number))
 assert socket.socketpair() and socket.socket(socket.AF_INET6) and socket.if_nameindex()
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queue:
+    size = queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    queue.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * size)
+    attempt('queue', lambda: queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) != size or 1 / 0)
+os.kill(1, 2)  # SIGINT
 attempt('mine', lambda: pathlib.Path('/tmp/x').write_text('x') and pathlib.Path('x').write_text('x'))
 print(tried)
 {ASK}
@@ -842,6 +910,7 @@ asyncio.run(main())
         ({"workspace": {"copy": "task", "folder": "config.yml"}}, "workspace.folder: .* cannot be made"),
         ({"limits": {"memory": 10_000}}, "`true` cannot be run within workflow.limits"),
         ({"network": "none"}, "network"),
+        ({"network": "host", "limits": {"sockets": 9}}, "limits.sockets needs network: model"),
         ({"network": "host", "limits": {"folder_size": "1MiB"}}, "limits.folder_size needs network: model"),
         ({"verify": ["true"], "workspace": {"copy": "task", "result": None}}, r"result: \[solution.py\]"),
         ({"workspace": {"copy": "task", "result": ["../x"]}}, "result has '../x'; allowed: paths in the workspace"),

@@ -32,9 +32,10 @@ _SHARED_MEMORY = str(64 * 2**20)
 _ACCOUNT = "1000"
 """The number of the root user's account inside: it is not root there."""
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
-_SYSTEM_CALLS = {  # architecture, socket, socketpair, and those that are refused: keys, eBPF, perf, page faults
-    "x86_64": (0xC000003E, 41, 53, (248, 249, 250, 321, 298, 323, 425, 426, 427)),
-    "aarch64": (0xC00000B7, 198, 199, (217, 218, 219, 280, 241, 282, 425, 426, 427)),
+_SOCKET_LEVEL, _RECEIVE_BUFFER = 1, 8
+_SYSTEM_CALLS = {  # architecture, socket, socketpair, setsockopt, those that are refused: keys, eBPF, perf, page faults
+    "x86_64": (0xC000003E, 41, 53, 54, (248, 249, 250, 321, 298, 323, 425, 426, 427)),
+    "aarch64": (0xC00000B7, 198, 199, 208, (217, 218, 219, 280, 241, 282, 425, 426, 427)),
 }
 """Numbers of system calls, from Linux's tables; 425 to 427 are io_uring, which no filter can look into."""
 
@@ -129,22 +130,26 @@ def confined_again(size: int | None, visible: Sequence[str]) -> list[str]:
 
     These see no other processes and none of the verifier's files, and can write only to their own `/tmp`.
     """
-    arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices(), "--tmpfs", "/proc"]
+    arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices()]
+    arguments += ["--tmpfs", "/proc", "--remount-ro", "/proc"]
     return [*arguments, *_private_folders(size, visible), "--ro-bind", f"{ISOLATED}.work", WORK]
 
 
 def system_call_filter() -> bytes:
     """A program of the kernel's packet filter: `struct sock_filter`s, see seccomp(2).
 
-    What is refused fails with EPERM; system calls of another architecture, with ENOSYS.
+    What is refused fails with EPERM; system calls of another architecture, with ENOSYS. Buffers of sockets, which no
+    control group counts, stay as they are.
     """
-    architecture, socket, socketpair, refused = _SYSTEM_CALLS[platform.machine()]
+    architecture, socket, socketpair, setsockopt, refused = _SYSTEM_CALLS[platform.machine()]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, deny, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050026))
+    allow, deny, ignore, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050000, 0x00050026))
     rows = [(load, 0, 0, 4), (equal, 1, 0, architecture), missing]  # code, how many to skip if true, if false, value
     rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
     for number in refused:
         rows += [(equal, 0, 1, number), deny]
+    rows += [(equal, 0, 6, setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
+    rows += [(load, 0, 0, 32), (equal, 0, 1, _RECEIVE_BUFFER), ignore, allow]
     rows += [(equal, 0, 4, socketpair), (load, 0, 0, 16), (equal, 0, 1, _UNIX), allow, deny]
     rows += [(equal, 0, 9, socket), (load, 0, 0, 16), (equal, 5, 0, _UNIX), (equal, 4, 0, _INET), (equal, 3, 0, _INET6)]
     rows += [(equal, 0, 3, _NETLINK), (load, 0, 0, 32), (equal, 0, 1, 0), allow, deny]  # protocol 0 lists interfaces

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
@@ -37,8 +38,12 @@ _RUNNERS = {
     *("pytest.toml", ".pytest.toml", "sitecustomize", "usercustomize", "rust-toolchain", "node_modules", ".justfile"),
     *(".mvn", "go.work", ".yarnrc", "cmakepresets.json", "local.mk", "jest.setup", ".pnp", ".pytest_cache"),
     *("build.gradle", "pom.xml", "cargo.toml", "build.rs", "cmakelists.txt", ".cargo", ".envrc", ".vscode", ".git"),
+    *("settings.gradle", "gradle.properties", "directory.build", "go.mod", ".pnpmfile", "bunfig.toml", "deno.json"),
+    *("deno.jsonc", "karma.conf", "playwright.config", ".rspec", "gemfile", "phpunit.xml", ".proverc", ".bazelrc"),
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
+_IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
+"""Endings of what Python runs of its own accord in a folder that it imports from: pytest loads installed plugins."""
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
 exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
@@ -51,7 +56,7 @@ def _sets_up_tests(name: str) -> bool:
     name = name.lower()
     parts = name.split(".")
     starts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    return bool(starts & _RUNNERS) or name == "__pycache__" or parts[-1] in ("pyc", "pyo", "pth")
+    return bool(starts & _RUNNERS) or name == "__pycache__" or parts[-1] in _IMPORTED
 
 
 def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> None:
@@ -89,7 +94,7 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
     The archive may have been forged. Raises OSError, ValueError for anything that `pack` does not send, or
     tarfile.TarError.
     """
-    later, made, taken = [], {folder}, 0
+    later, made, taken, earlier = [], {folder}, 0, time.time() - 1
     with tarfile.open(mode="r|", fileobj=archive) as entries:
         for entry in entries:
             path = os.path.normpath(os.path.join(folder, entry.name))
@@ -110,6 +115,7 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, entry.mode & 0o777), "wb") as file:
                     shutil.copyfileobj(entries.extractfile(entry), file)  # type: ignore[arg-type]
+                os.utime(path, (earlier, earlier))  # than files that are copied next
             else:
                 raise ValueError(f"{entry.name!r:.80} is neither a file, a folder nor a link")
     for path, target in later if links else ():
@@ -124,10 +130,11 @@ def lay(left: str, work: str, paths: Sequence[str]) -> None:
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        _make_alike(os.path.join(left, path), target)
+        _make_alike(os.path.join(left, path), target, os.path.normpath(path) == ".")
 
 
-def _make_alike(source: str, target: str) -> None:
+def _make_alike(source: str, target: str, is_root: bool = False) -> None:
+    """`is_root`: with an `__init__.py` there, the verifier's tests would be part of a package of the agent."""
     if os.path.islink(source):
         if not os.path.islink(target) or os.readlink(source) != os.readlink(target):
             _remove(target)
@@ -136,7 +143,7 @@ def _make_alike(source: str, target: str) -> None:
             _remove(target)
             os.mkdir(target)
         for name in {*os.listdir(source), *os.listdir(target)}:
-            if not _sets_up_tests(name):
+            if not _sets_up_tests(name) and not (is_root and name == "__init__.py"):
                 _make_alike(os.path.join(source, name), os.path.join(target, name))
     else:
         _remove(target)
@@ -152,7 +159,7 @@ def _remove(path: str) -> None:
 
 
 def _copy(source: str, target: str, *options: str) -> None:
-    command = ["cp", "-R", "-P", "--preserve=mode,timestamps,links", *options, "--", source, target]
+    command = ["cp", "-R", "-P", "--preserve=mode,links", *options, "--", source, target]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(done.stderr.strip().splitlines()[-1])
@@ -164,7 +171,7 @@ def _fill(settings: dict[str, Any]) -> None:
     left, source, files = map(settings.get, ("left", "source", "verify_files"))
     os.makedirs(work, exist_ok=True)
     if source is not None:
-        _copy(f"{source}/.", work)
+        _copy(f"{source}/.", work, "--preserve=timestamps")
     if left is None:
         return
     unpacked = f"{work}.left"
@@ -182,7 +189,7 @@ def _fill(settings: dict[str, Any]) -> None:
     if files is not None:
         for name in os.listdir(files):
             _remove(os.path.join(work, name))
-            _copy(os.path.join(files, name), work)
+            _copy(os.path.join(files, name), work)  # newer than all else: `make` takes nothing for built from them
 
 
 def _execute(command: list[str], settings: dict[str, Any], control: socket.socket) -> None:
@@ -207,12 +214,17 @@ def _send(control: socket.socket, **message: Any) -> None:
         control.send(json.dumps(message).encode())
 
 
-def _wait(child: int, control: socket.socket) -> int | None:
-    """The exit code of the program, which is killed by a message; None if nobody waits for it."""
+def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int | None:
+    """The exit code of the program, which is killed by a message; None if nobody waits for it.
+
+    Raises OverflowError if the network namespace has too many sockets: no control group has what their queues hold.
+    """
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(control, select.POLLIN)
     while True:
+        if most_sockets is not None and _count_sockets() > most_sockets:
+            raise OverflowError("sockets")
         if control.fileno() in [descriptor for descriptor, _ in poll.poll(200)]:
             if not control.recv(16):
                 return None
@@ -224,20 +236,27 @@ def _wait(child: int, control: socket.socket) -> int | None:
                     return os.waitstatus_to_exitcode(ended[1])
 
 
-def _kill_all() -> None:
+def _count_sockets() -> int:
+    """Of the network namespace."""
+    with open("/proc/net/sockstat") as file:
+        return int(file.readline().split()[2])
+
+
+def _kill_all(isolated: bool) -> None:
     """Kills all processes below this one, and those that they start meanwhile."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = file.read().split()
         if not children:
             return
-        for pid in children:
+        for pid in ["-1"] if isolated else children:  # -1: all others of the namespace
             os.kill(int(pid), signal.SIGKILL)  # all are ours until they are waited for
         for _ in children:
             os.waitpid(-1, 0)
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which, as all signals, a program cannot send out of its namespace
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     control = socket.socket(fileno=settings["control"])
     for descriptor in (control.fileno(), settings["output"]):
@@ -260,10 +279,11 @@ def main() -> None:
         _execute(command, settings, control)
     for stream in (0, 1):  # the program's alone: its input and output end with it
         os.close(stream)
-    code, exceeds = _wait(child, control), None
-    if not settings["isolated"]:
-        _kill_all()  # bubblewrap does so otherwise, when this process ends
+    code: int | None = -signal.SIGKILL
+    exceeds = None
     try:
+        code = _wait(child, control, settings["sockets"])
+        _kill_all(settings["isolated"])
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())
             pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])

@@ -100,7 +100,7 @@ class Sandboxed:
         finally:
             if group is not None:
                 await asyncio.to_thread(group.remove)
-        if self.report.get("exceeds") in ("files", "folder_size"):
+        if self.report.get("exceeds") in ("files", "folder_size", "sockets"):
             self.met.append(self.report["exceeds"])
             os.truncate(left, 0)  # it is a part
         if self.met[:1] == ["timeout"]:
@@ -135,6 +135,7 @@ class Sandboxed:
             "work": WORK if inside else str(self._folder / "work"),
             "most_bytes": limits.folder_size,
             "most_files": limits.files,
+            "sockets": limits.sockets if inside else None,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
         }
         script, confining = str(_SCRIPT), list[str]()

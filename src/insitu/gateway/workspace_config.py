@@ -59,6 +59,8 @@ class Limits(BaseModel):
     """Number of files that `result` or a kept workspace has."""
     file_size: ByteSize | None = ByteSize(2**30)
     """Largest file, in bytes; none: no limit."""
+    sockets: int = Field(default=4096, ge=1)
+    """Number of sockets, with `network: model`; a connection between two of its processes has two."""
     cpu_seconds: float | None = Field(default=None, gt=0)
     """Seconds of processor time; none: no limit. `timeout` is that of the clock."""
 
@@ -97,6 +99,8 @@ class WorkspaceKeys(BaseModel):
             )
         if self.network == "host" and "folder_size" in self.limits.model_fields_set:
             raise ValueError("limits.folder_size needs network: model, with which the workspace is a file system")
+        if self.network == "host" and "sockets" in self.limits.model_fields_set:
+            raise ValueError("limits.sockets needs network: model, with which they can be counted")
         self._templates()
         return self
 
