@@ -242,14 +242,14 @@ def _count_sockets() -> int:
         return int(file.readline().split()[2])
 
 
-def _kill_all(isolated: bool) -> None:
+def _kill_all() -> None:
     """Kills all processes below this one, and those that they start meanwhile."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = file.read().split()
         if not children:
             return
-        for pid in ["-1"] if isolated else children:  # -1: all others of the namespace
+        for pid in ["-1"] if os.getpid() == 1 else children:  # -1: all others of the namespace
             os.kill(int(pid), signal.SIGKILL)  # all are ours until they are waited for
         for _ in children:
             os.waitpid(-1, 0)
@@ -283,7 +283,7 @@ def main() -> None:
     exceeds = None
     try:
         code = _wait(child, control, settings["sockets"])
-        _kill_all(settings["isolated"])
+        _kill_all()
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())
             pack(settings["work"], paths, output, settings["most_bytes"], settings["most_files"])
