@@ -22,6 +22,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 INSITU = [sys.executable, "-m", "insitu"]
 TRAINING = "trainer_adapters.backend.training"
 STALE = {"trainers.grpo.staleness": 1}
+WEIGHTED = {**STALE, f"{TRAINING}.truncated_importance": 2}
 CLIPPED = {**STALE, f"{TRAINING}.old_logprobs": "rollout"}
 SIX_STEPS = {f"{TRAINING}.mini_batch_size": 28}
 WARM = {f"{TRAINING}.warmup": 0.3}
@@ -34,13 +35,15 @@ class Arm(NamedTuple):
 
 IN_ORDER = Arm("`staleness: 0`", {})
 DEFAULT = Arm("`staleness: 1`", STALE)
-ROLLOUT = Arm("`staleness: 1`, `old_logprobs: rollout`", CLIPPED)
+WEIGHTS = Arm("`truncated_importance: 2`", WEIGHTED)
+ROLLOUT = Arm("`old_logprobs: rollout`", CLIPPED)
 OTHERS = (
+    WEIGHTS,
     ROLLOUT,
     Arm("`staleness: 0`, six steps a job", SIX_STEPS),
-    Arm("`staleness: 1`, six steps a job", STALE | SIX_STEPS),
-    Arm("`staleness: 1`, six steps a job, `warmup: 0.3`", STALE | SIX_STEPS | WARM),
-    Arm("`staleness: 1`, six steps a job, `old_logprobs: rollout`", CLIPPED | SIX_STEPS),
+    Arm("`truncated_importance: 2`, six steps a job", WEIGHTED | SIX_STEPS),
+    Arm("`truncated_importance: 2`, six steps a job, `warmup: 0.3`", WEIGHTED | SIX_STEPS | WARM),
+    Arm("`old_logprobs: rollout`, six steps a job", CLIPPED | SIX_STEPS),
 )
 SEEDS_OF_OTHERS = 5
 
@@ -91,7 +94,7 @@ def report(
         file, more = make(folder)
         rows = []
         for number, arm in enumerate(arms):
-            count = max(seeds, fewest) if number < 2 else min(SEEDS_OF_OTHERS, fewest)
+            count = max(seeds, fewest) if number < 4 else min(SEEDS_OF_OTHERS, fewest)
             ends = [end_of(file, arm, seed, folder / f"{number}-{seed}", more) for seed in range(count)]
             rows.append(row(arm, ends))
     table = "\n".join(rows)
@@ -121,7 +124,7 @@ def real_model(folder: Path) -> tuple[Path, Mapping[str, Any]]:
 
 PARTS: dict[str, Callable[[int], str]] = {
     "starter": lambda seeds: report("The starter", starter, (IN_ORDER, DEFAULT, *OTHERS), 10, seeds),
-    "tic_tac_toe": lambda seeds: report("Tic-tac-toe", tic_tac_toe, (IN_ORDER, DEFAULT), 3, seeds),
+    "tic_tac_toe": lambda seeds: report("Tic-tac-toe", tic_tac_toe, (IN_ORDER, DEFAULT, WEIGHTS), 1, seeds),
     "real": lambda seeds: report(
         "SmolLM2-135M-Instruct for six epochs", real_model, (IN_ORDER, DEFAULT, ROLLOUT), 1, seeds
     ),

@@ -16,6 +16,7 @@ from processes import HANGS, Process, run, run_project, start_project, wait_unti
 from test_resume import SEEDS
 
 EPOCHS = 3
+RECOMPUTED = ("-o", "trainer_adapters.backend.training.old_logprobs", "recomputed")
 LATER = 5
 """The epochs of a run in which epochs are ahead of an interruption."""
 
@@ -49,7 +50,10 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
     metrics = read_lines(first / "training_metrics.jsonl")
     assert [line["policy_version"] for line in metrics] == [*range(1, EPOCHS + 1)]
     assert [line["sampled_version"] for line in metrics] == [max(epoch - staleness, 0) for epoch in range(EPOCHS)]
-    assert json.loads((first / "run.json").read_text())["training"]["truncated_importance"] == 2, "by default"
+    training = json.loads((first / "run.json").read_text())["training"]
+    assert (training["old_logprobs"], training["clip_low"], training["clip_high"]) == ("rollout", 0.5, 0.5), (
+        "by default"
+    )
     assert [group["epoch"] for group in read_lines(first / "groups.jsonl") if "epoch" in group] == [
         epoch for epoch in range(1, EPOCHS + 1) for _ in range(6)
     ]
@@ -113,6 +117,10 @@ def test_a_fork_samples_from_the_same_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (
+            stale(1, *RECOMPUTED),
+            "staleness is 1, so episodes are of earlier weights: set training.old_logprobs to rollout",
+        ),
         (stale(3), "staleness is 3, but trainer_adapters keep.last is 4; allowed: from 5"),
         (stale(-1), "trainers.grpo.staleness"),
     ],

@@ -233,6 +233,8 @@ class KTOSettings(BaseModel):
     that a [function](../guides/extend.md#a-reference) returns."""
 
 
+_STALE_CLIP = 0.5
+"""Earlier weights are further away than those at the start of the job."""
 LORA_LEARNING_RATE = 1e-4
 """The default for adapters, which are small and start at zero."""
 
@@ -321,12 +323,15 @@ class TrainingOptions(LossSettings):
         return self.model_dump(mode="json", exclude_none=True, exclude=ignored)
 
     def corrected(self) -> Self:
-        """With a correction for episodes of earlier weights: without one, truncated importance sampling.
+        """With a correction for episodes of earlier weights; without one, clipped around what was sampled, and wider.
 
-        Of what was tried, it loses least (benchmarks/staleness.py).
+        Of what was tried, it alone neither collapsed nor learned much more slowly (benchmarks/staleness.py).
         """
-        is_corrected = self.method != "grpo" or self.old_logprobs == "rollout" or self.corrections
-        return self if is_corrected else self.model_copy(update={"truncated_importance": 2.0})
+        if self.method != "grpo" or "old_logprobs" in self.model_fields_set or self.corrections:
+            return self
+        wider = {"clip_low": _STALE_CLIP, "clip_high": _STALE_CLIP}
+        unstated = {key: value for key, value in wider.items() if key not in self.model_fields_set}
+        return self.model_copy(update={"old_logprobs": "rollout", **unstated})
 
     def may_be_one_step(self, episodes: int) -> bool:
         """Whether a job of so many episodes is a single optimizer step, unless they have more rows."""
