@@ -126,6 +126,6 @@ PARTS: dict[str, Callable[[int], str]] = {
     "starter": lambda seeds: report("The starter", starter, (IN_ORDER, DEFAULT, *OTHERS), 10, seeds),
     "tic_tac_toe": lambda seeds: report("Tic-tac-toe", tic_tac_toe, (IN_ORDER, DEFAULT, WEIGHTS), 1, seeds),
     "real": lambda seeds: report(
-        "SmolLM2-135M-Instruct for six epochs", real_model, (IN_ORDER, DEFAULT, ROLLOUT), 1, seeds
+        "SmolLM2-135M-Instruct for six epochs", real_model, (IN_ORDER, DEFAULT, WEIGHTS, ROLLOUT), 1, seeds
     ),
 }
