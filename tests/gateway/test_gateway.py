@@ -25,7 +25,15 @@ from waiting import hang, until
 
 from insitu.capture.dialects import dialects
 from insitu.gateway.proxy import translate_response
-from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, MAX_REQUESTS, EpisodeEndpoint, Gateway, Upstream
+from insitu.gateway.server import (
+    MAX_BODY,
+    MAX_CONNECTIONS,
+    MAX_RECORDED,
+    MAX_REQUESTS,
+    EpisodeEndpoint,
+    Gateway,
+    Upstream,
+)
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
@@ -363,16 +371,19 @@ async def test_a_body_too_large(server: FakeOpenAI) -> None:
     assert len(scope.calls) == 1
 
 
-async def test_what_an_episode_sends_is_limited(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_episode_sends_is_limited(server: FakeOpenAI) -> None:
     """In all, because it is kept: also what the server ignores, and for each choice."""
-    monkeypatch.setattr("insitu.gateway.server.MAX_RECORDED", 2**20)
+    body = {"messages": ask("hi"), "user": "x" * (MAX_RECORDED // 120)}
+
+    def of(n: int) -> io.BytesIO:
+        return io.BytesIO(json.dumps(body | {"n": n}).encode())
+
     async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
-            body = {"messages": [{"role": "user", "content": "hi"}], "user": "x" * 2**18}
             url = f"{door.openai_url}/chat/completions"
-            assert [(await post(url, body | {"n": n}))[0] for n in (1, 4, 1)] == [200, 413, 413]
+            assert [(await post(url, of(n)))[0] for n in (1, 128, 1)] == [200, 413, 413]
         with EpisodeScope() as other, gateway.endpoint(other) as door:
-            assert (await post(f"{door.openai_url}/chat/completions", body))[0] == 200
+            assert (await post(f"{door.openai_url}/chat/completions", of(1)))[0] == 200
     assert len(scope.calls) == 1
 
 

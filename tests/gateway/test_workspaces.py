@@ -606,11 +606,13 @@ for name in os.listdir('/proc'):
 @pytest.mark.parametrize("network", NETWORKS)
 async def test_nothing_is_changed_once_an_agent_has_ended(project: Path, server: FakeOpenAI, network: str) -> None:
     code = """
-import os, time
+import os
 for number in range(6000): open(f'{number}', 'w').close()
-agent = os.getpid()
+end, of_agent = os.pipe()
 if os.fork() == 0:
-    while os.getppid() == agent: time.sleep(0.1)
+    os.close(of_agent)
+    os.read(end, 1)
+    os.system('sleep 0.3')
     open('number.txt', 'w').write('2')
 """
     assert (await outcome(project, server, code, network=network, verify=FIXED))["reward"] == 0.0

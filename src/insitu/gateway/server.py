@@ -128,10 +128,8 @@ class EpisodeEndpoint:
         """Raises RequestRefused if the episode has sent too much."""
         self._recorded += size
         if self._recorded > MAX_RECORDED:
-            problem = (
-                f"this episode has sent too much; allowed: {MAX_RECORDED >> 20} MiB for each choice of its requests"
-            )
-            raise RequestRefused(problem, status=413, code="too_large")
+            allowed = f"{MAX_RECORDED >> 20} MiB for each choice of its requests"
+            raise RequestRefused(f"this episode has sent too much; allowed: {allowed}", status=413, code="too_large")
 
     @contextmanager
     def request(self, most: int) -> Iterator[Callable[[int], None]]:

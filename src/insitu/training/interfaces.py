@@ -185,10 +185,7 @@ class TrainerAdapter(ABC):
         return
 
     def correct_staleness(self) -> None:  # noqa: B027 - optional
-        """Lets the loss allow for episodes of earlier weights where the file does not say how, if the adapter can.
-
-        Called before anything is started or moved, for a run that collects epochs ahead.
-        """
+        """Lets the loss allow for episodes of earlier weights if the file does not say how; called before the start."""
 
     async def prepare_staleness(self, staleness: int, *, pinned: bool) -> None:  # noqa: B027 - optional
         """Called before the first epoch of a run that collects so many epochs ahead, from `pinned` versions.
