@@ -26,8 +26,8 @@ def at(url: str, model: str = "m") -> str:
 def test_a_server_beside_the_backend_that_is_started(tmp_path: Path) -> None:
     said = refusal(project(tmp_path, at("http://127.0.0.1:9/v1")))
     assert said == (
-        "llms.player is trained, but its _type openai names a server of its own, and trainer_adapters.backend starts "
-        f"another with the model under training; allowed: policy, or the model_name {str(MODEL)!r}"
+        "llms.player is trained, but its _type is openai, so its requests go to another server than the backend that "
+        f"trainer_adapters.backend starts; allowed: _type: policy, or model_name: {MODEL}"
     )
 
 

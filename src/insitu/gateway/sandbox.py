@@ -43,7 +43,7 @@ _RUNNERS = {
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
 _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
-"""Endings of what Python runs of its own accord in a folder that it imports from: pytest loads installed plugins."""
+"""Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package."""
 _ISOLATED = """#!/bin/sh
 [ "$(stat -L -c %d:%i -)" != {0.st_dev}:{0.st_ino} ] || exec </dev/null
 exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
@@ -237,7 +237,7 @@ def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int |
 
 
 def _count_sockets() -> int:
-    """Of the network namespace."""
+    """The number of open sockets in this network namespace."""
     with open("/proc/net/sockstat") as file:
         return int(file.readline().split()[2])
 

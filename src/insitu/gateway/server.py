@@ -133,7 +133,7 @@ class EpisodeEndpoint:
 
     @contextmanager
     def request(self, most: int) -> Iterator[Callable[[int], None]]:
-        """While a request is answered whose body has at most `most` bytes; to be told how many once it has been read.
+        """Counts a request as in flight, with `most` bytes until the yielded function gets the size of its body.
 
         Raises RequestRefused if the episode has too many.
         """

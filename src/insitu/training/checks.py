@@ -94,9 +94,9 @@ async def check_servers(trainer: Trainer, config: Config) -> None:
             continue
         if adapter.starts_backend:
             raise ConfigError(
-                f"llms.{name} is trained, but its _type {llm.type} names a server of its own, and "
-                f"trainer_adapters.{config.finetuning.trainer_adapter} starts another with the model under training; "
-                f"allowed: policy, or the model_name {block.starts_from!r}"
+                f"llms.{name} is trained, but its _type is {llm.type}, so its requests go to another server than the "
+                f"backend that trainer_adapters.{config.finetuning.trainer_adapter} starts; allowed: _type: policy, or "
+                f"model_name: {block.starts_from}"
             )
         try:
             returned = await _logprobs(llm)
