@@ -56,9 +56,10 @@ examples: $(VENV)/.installed
 	$(foreach name,$(NAME),$(or $(EXAMPLE_$(name)),$(error NAME=$(name): there are dpo, python and real)) &&) true
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
-# Tests wait for processes: one worker more than there are processors.
+# Tests wait for processes: one worker more than there are processors. After the death of one, pytest-xdist may wait for
+# ever: the suite ends instead.
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
-PYTEST  = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+PYTEST  = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile
 # Workspaces are confined by it.
 BWRAP = /usr/bin/bwrap
 $(BWRAP):

@@ -149,7 +149,10 @@ def test_a_job_changes_the_weights_as_on_the_cpu(folders, tmp_path: Path, attent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(folders, dtype: str) -> None:
+def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(
+    folders, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     loaded = load_model(str(folders["qwen2"]), "cuda", dtype)
     compute, rng = LogprobComputer(loaded), np.random.default_rng(0)
     start = rng.integers(0, 256, 200)
@@ -157,7 +160,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(folders, dty
         Row(np.concatenate([start, rng.integers(0, 256, n)]).astype(np.int32), np.arange(200, 200 + n))
         for n in (17, 60, 90, 31)
     ]
-    assert compute.packs_alike(rows)
+    assert compute.packs_alike(rows), caplog.text
     found = []
     for packed in (False, True):
         policy = build_policy(loaded, LoRASettings(**LORA), seed=0)

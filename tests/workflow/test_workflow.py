@@ -1,6 +1,7 @@
 """Functions, their context and intermediate steps."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from insitu.schemas.steps import (
     StreamEventData,
     TTCEventData,
 )
+from insitu.workflow import event_loop
 from insitu.workflow.context import Context, EpisodeScope
+from insitu.workflow.event_loop import run_async
 from insitu.workflow.functions import Function, FunctionInfo, as_function
 
 
@@ -489,3 +492,11 @@ async def test_a_step_reward_may_name_its_function() -> None:
         with pytest.raises(WorkflowError, match=r"cannot reward 'plan': .* no model call .*: planner, worker"):
             Context.get().reward(1.0, function="plan")
     assert scope.rewards.by_call == {0: 2.5, 1: 1}
+
+
+def test_idle_threads_of_others_are_not_waited_for() -> None:
+    """They would end the process of a command that shares it with them, such as one that a notebook runs."""
+    with ThreadPoolExecutor(1, "insitu-training") as others:
+        others.submit(int).result()
+        run_async(turns(1))
+        assert not event_loop.left_behind

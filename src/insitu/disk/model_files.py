@@ -22,12 +22,13 @@ import math
 import os
 import shutil
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from insitu.disk.files import cannot_read
+from insitu.disk.files import cannot_read, sync_path
 from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, InsituError
 from insitu.schemas.config import file_name_problem
@@ -84,9 +85,13 @@ class TrainingRecord(BaseModel):
 
 
 def write_record(folder: Path, record: TrainingRecord) -> None:
-    """Writes the record with the digests of all other files, which must be complete."""
+    """Writes the record with the digests of all other files, which must be complete; each is synced meanwhile."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECORD_FILE)
-    digests = {path.name: _digest(path) for path in files}
+    with ThreadPoolExecutor() as pool:
+        synced = [pool.submit(sync_path, path) for path in files]
+        digests = dict(zip((path.name for path in files), pool.map(_digest, files), strict=True))
+        for each in synced:
+            each.result()
     complete = record.model_copy(update={"sha256": digests})
     (folder / RECORD_FILE).write_text(complete.model_dump_json(indent=2) + "\n")
 

@@ -28,7 +28,6 @@ STOP_SECONDS = 25.0
 _CLOSE_SECONDS = 5.0
 _MOST_THREADS = 1024
 """For blocking agents. Threads are created on demand; asyncio's default limit depends on the CPUs (6 for two)."""
-_THREAD_NAME = "insitu"
 
 left_behind: list[Any] = []
 """Tasks that ignore their cancellation and threads that block: Python would wait for them for ever when it exits."""
@@ -96,7 +95,15 @@ def run_anywhere(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise
 
 
-def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:
+class AgentThreads(ThreadPoolExecutor):
+    """Threads of blocking agents. `started` are they: other pools of this process are none of its business."""
+
+    def __init__(self) -> None:
+        self.started: list[threading.Thread] = []
+        super().__init__(_MOST_THREADS, "insitu", lambda: self.started.append(threading.current_thread()))
+
+
+def new_loop() -> tuple[asyncio.AbstractEventLoop, AgentThreads]:
     """An event loop for episodes, and its threads."""
     try:
         import uvloop
@@ -114,7 +121,7 @@ def new_loop() -> tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]:
             return super().run_in_executor(executor, func, *args)
 
     loop: asyncio.AbstractEventLoop = Loop()
-    executor = ThreadPoolExecutor(_MOST_THREADS, _THREAD_NAME)
+    executor = AgentThreads()
     loop.set_default_executor(executor)
     return loop, executor
 
@@ -190,8 +197,8 @@ def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> T:
             logger.warning("a task raised %s, which ends nothing but the task", describe_error(error))
 
 
-def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, *, everything: bool) -> None:
-    """Cancels what still runs and leaves behind what does not end; `everything`: also the threads of agents."""
+def _close(loop: asyncio.AbstractEventLoop, executor: AgentThreads, *, everything: bool) -> None:
+    """Cancels what still runs and leaves behind what does not end; `everything`: also threads that agents started."""
 
     async def cancel_all() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -204,10 +211,9 @@ def _close(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, *, eve
 
     _run(loop, loop.create_task(cancel_all()))
     executor.shutdown(wait=False, cancel_futures=True)
-    for thread in threading.enumerate():
-        is_ours = thread.name.startswith(_THREAD_NAME)
-        if not thread.daemon and thread is not threading.current_thread() and (is_ours or everything):
-            thread.join(_CLOSE_SECONDS if is_ours else 0)
-            if thread.is_alive():
-                left_behind.append(thread)
+    for thread in executor.started:
+        thread.join(_CLOSE_SECONDS)
+    ours = threading.current_thread()
+    others = [each for each in threading.enumerate() if everything and not each.daemon and each is not ours]
+    left_behind.extend(each for each in {*executor.started, *others} if each.is_alive())
     loop.close()
