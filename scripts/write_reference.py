@@ -5,14 +5,16 @@ python scripts/write_reference.py --check    exit with 1 if it is out of date
 """
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -27,7 +29,10 @@ from insitu.schemas.kinds import Kind
 
 _TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "path", SecretStr: "string"}
 _TYPE_NAMES |= {MemorySize: "bytes, or a size such as `2GB`"}
-_BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+_TYPE_NAMES |= {ByteSize: "bytes, or a size such as `2GiB`"}
+_BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
+FEWEST_SHARED = 3
+"""Keys that several types have, for them to get a section of their own."""
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
@@ -61,6 +66,16 @@ One YAML file describes the agent, its evaluation, and its training. These rules
 | `ttc_strategies` | test-time compute strategies, by name |
 | `trajectory_builders`, `trainer_adapters`, `trainers` | the three replaceable parts of training, by name |
 | `finetuning` | which of these parts a training run uses, and its settings |
+
+Each key has its type and its default; without one, nothing is set.
+"""
+FUNCTIONS = """\
+Blocks whose `_type`s your plugins register with `register_function`; their keys are the fields of your configuration
+classes. `workflow` is one such block: the function to run on each row. These types are built in.
+"""
+GROUPS = """\
+The other keys of a group are the fields of your configuration class, which `register_function_group` registers
+([functions as tools](../guides/extend.md#functions-as-tools)).
 """
 
 
@@ -93,24 +108,21 @@ def type_text(annotation: Any) -> str:
 
 
 def bounds(field: FieldInfo) -> str:
-    """Formats the bounds of a number, as in `, at least 1`."""
+    """Formats the bounds of a number, as in ` from 1`, ` above 0` or ` from 0 to 1`."""
     limits = [limit for limit in field.metadata if type(limit) in _BOUNDS]
-    return "".join(f", {_BOUNDS[type(each)]} {getattr(each, type(each).__name__.lower()):g}" for each in limits)
+    return "".join(f" {_BOUNDS[type(each)]} {getattr(each, type(each).__name__.lower()):g}" for each in limits)
 
 
 def default(field: FieldInfo) -> str:
+    """As in `, required` or `, 0.5`; empty for nothing, for a block whose keys have defaults, and for none."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return "none"
-    if value in ("", SecretStr("")):
-        return "empty"
-    if isinstance(value, BaseModel):
-        return "see below"
+        return ", required"
+    if value is None or value in ("", SecretStr(""), {}) or isinstance(value, BaseModel):
+        return ""
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`".replace("'", '"')
+        return f", `{str(value).lower()}`"
+    return f", `{list(value) if isinstance(value, tuple) else value}`".replace("'", '"')
 
 
 def description(model: type[BaseModel]) -> str:
@@ -119,68 +131,94 @@ def description(model: type[BaseModel]) -> str:
     return "" if text.startswith(("The section", "The block")) else text
 
 
-def table(model: type[BaseModel]) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
+def entries(model: type[BaseModel]) -> dict[str, str]:
+    """An item of a list for each key, those that are required first, then those that the class adds itself."""
     own = model.__annotations__
     fields = shown_fields(model).items()
+    items = {}
     for name, field in sorted(fields, key=lambda item: (not item[1].is_required(), item[0] not in own)):
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{name}` | {type_text(field.annotation)}{bounds(field)} | {default(field)} | {meaning} |"
+        meaning = " ".join((field.description or "").split())
+        items[name] = f"- `{name}` ({type_text(field.annotation)}{bounds(field)}{default(field)}): {meaning}"
+    return items
 
 
-def section(title: str, model: type[BaseModel], path: str, level: int = 2) -> Iterator[str]:
-    """Yields a model's text and table, then those of its nested models, titled by their path in the file."""
-    yield f"{'#' * level} {title}\n"
-    if description(model):
-        yield f"{description(model)}\n"
-    if shown_fields(model):
-        yield from table(model)
-        yield ""
-    for name, field in shown_fields(model).items():
-        for inner in models_of(field.annotation):
-            yield from section(f"`{path}.{name}`", inner, f"{path}.{name}", level + 1)
+class Page:
+    """The lines of the page. A block that several parts of a file have is described where it is first."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._described: dict[str, tuple[str, ...]] = {}
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    def section(
+        self, title: str, model: type[BaseModel], path: str, level: int = 2, shared: Collection[str] = ()
+    ) -> None:
+        """A model's text and keys, then those of its nested models, titled by their path; `shared` are described."""
+        items = entries(model)
+        content = (description(model), *items.values())
+        if self._described.get(title) == content:
+            return
+        self._described[title] = content
+        self.add(f"{'#' * level} {title}", "", *([content[0], ""] if content[0] else []))
+        self.add(*(item for item in items.values() if item not in shared))
+        if others := [f"`{name}`" for name, item in items.items() if item in shared]:
+            self.add(f"- {', '.join(others)}: see [keys of several types](#{_anchor(path, 'of several types')})")
+        if items:
+            self.add("")
+        for name, field in shown_fields(model).items():
+            for inner in models_of(field.annotation):
+                self.section(f"`{path}.{name}`", inner, f"{path}.{name}", level + 1)
+
+    def components(self, kind: Kind) -> None:
+        """A section per built-in `_type`; types with identical keys share one, and keys of several types are first."""
+        models = {name: registry.find(kind, name).config_type for name in kind.built_in}  # type: ignore[union-attr]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, model in models.items():
+            alike.setdefault((description(model), *entries(model).values()), []).append(name)
+        counted = Counter(item for content in alike for item in content[1:])
+        shared = [item for item, count in counted.items() if count > 1]
+        path = f"{kind.section}.NAME"
+        if len(shared) >= FEWEST_SHARED:
+            self.add(f"### `{path}`: of several types", "", *shared, "")
+        else:
+            shared = []
+        for names in alike.values():
+            title = ", ".join(f"`{name}`" for name in names)
+            self.section(f"`_type`: {title}", models[names[0]], path, 3, shared)
 
 
-def components(kind: Kind) -> Iterator[str]:
-    """Yields a section per built-in `_type`; types with identical keys share one."""
-    models = {name: registry.find(kind, name).config_type for name in kind.built_in}  # type: ignore[union-attr]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, model in models.items():
-        alike.setdefault((description(model), *table(model)), []).append(name)
-    for names in alike.values():
-        title = ", ".join(f"`{name}`" for name in names)
-        yield from section(f"`_type`: {title}", models[names[0]], f"{kind.section}.NAME", 3)
+def _anchor(path: str, rest: str) -> str:
+    """Of the heading that `components` writes."""
+    return re.sub(r"[^\w -]", "", f"{path}: {rest}".lower()).replace(" ", "-")
 
 
 def page() -> str:
-    lines = [
-        INTRODUCTION,
-        *section("`general`", GeneralConfig, "general"),
-        "## `general.executor`\n",
-        *components(kinds.EXECUTOR),
-        "## `llms`\n",
-        *components(kinds.LLM),
-        "## `functions` and `workflow`\n",
-        "Blocks whose `_type`s your plugins register with `register_function`; their keys are the fields of your",
-        "configuration classes. `workflow` is one such block: the function to run on each row. Two types are built in,",
-        "for [external agents](../guides/external-agents.md).\n",
-        *components(kinds.FUNCTION),
-        *section("`function_groups`", FunctionGroupBaseConfig, "function_groups.NAME"),
-        "\nThe other keys of a group are the fields of your configuration class, which `register_function_group`",
-        "registers ([functions as tools](../guides/extend.md#functions-as-tools)).\n",
-        *section("`eval.general`", EvalGeneralConfig, "eval.general"),
-        "## `eval.general.dataset`\n",
-        *components(kinds.DATASET),
-        "## `eval.evaluators`\n",
-        "Blocks whose `_type`s your plugins register with `register_evaluator`.\n",
-    ]
+    """The whole page."""
+    made = Page()
+    made.add(INTRODUCTION)
+    made.section("`general`", GeneralConfig, "general")
+    made.add("## `general.executor`", "")
+    made.components(kinds.EXECUTOR)
+    made.add("## `llms`", "")
+    made.components(kinds.LLM)
+    made.add("## `functions` and `workflow`", "", FUNCTIONS)
+    made.components(kinds.FUNCTION)
+    made.section("`function_groups`", FunctionGroupBaseConfig, "function_groups.NAME")
+    made.add(GROUPS)
+    made.section("`eval.general`", EvalGeneralConfig, "eval.general")
+    made.add("## `eval.general.dataset`", "")
+    made.components(kinds.DATASET)
+    made.add("## `eval.evaluators`", "", "Blocks whose `_type`s your plugins register with `register_evaluator`.", "")
     for kind in (kinds.TTC_STRATEGY, kinds.TRAJECTORY_BUILDER, kinds.TRAINER_ADAPTER, kinds.TRAINER):
-        lines += [f"## `{kind.section}`\n", *components(kind)]
-    lines += section("`finetuning`", FinetuneConfig, "finetuning")
-    text = "\n".join(lines)
+        made.add(f"## `{kind.section}`", "")
+        made.components(kind)
+    made.section("`finetuning`", FinetuneConfig, "finetuning")
+    text = "\n".join(made.lines)
     for kind in (kinds.DATASET, kinds.EXECUTOR):
         text = text.replace(f"{kind.section}.NAME", kind.section)
+        text = text.replace(f"#{_anchor(f'{kind.section}.NAME', '')}", f"#{_anchor(kind.section, '')}")
     return text.rstrip() + "\n"
 
 
