@@ -35,7 +35,7 @@ from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
 from insitu.backend.server import create_backend
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.lora import LoRASettings
 from insitu.wire.addresses import http_url
 from insitu.wire.http_server import listening
 

@@ -18,7 +18,8 @@ from torch import nn
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 from real_model import real_model

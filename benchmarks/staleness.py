@@ -94,7 +94,7 @@ def report(
         file, more = make(folder)
         rows = []
         for number, arm in enumerate(arms):
-            count = max(seeds, fewest) if number < 4 else min(SEEDS_OF_OTHERS, fewest)
+            count = max(seeds, fewest) if number < 2 else fewest if number < 4 else min(SEEDS_OF_OTHERS, fewest)
             ends = [end_of(file, arm, seed, folder / f"{number}-{seed}", more) for seed in range(count)]
             rows.append(row(arm, ends))
     table = "\n".join(rows)

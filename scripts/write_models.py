@@ -15,9 +15,12 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from model_families import REFUSED, SERVED, Family  # noqa: E402
 
-SERVED_HEAD = """| family | `model_type` | has | sampled | trained | LoRA: `all-linear` | rows |
-|---|---|---|---|---|---|---|
+SERVED_HEAD = """| family | `model_type` | has | LoRA: `all-linear` | rows |
+|---|---|---|---|---|
 """
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+SHORT = {ATTENTION: "attention", (*ATTENTION, "gate_proj", "up_proj", "down_proj"): "usual"}
+"""Sets of modules that many families have, as the page calls them."""
 REFUSED_HEAD = """| family | `model_type` | reason |
 |---|---|---|
 """
@@ -36,8 +39,8 @@ def page() -> str:
 
 
 def _served(family: Family) -> str:
-    modules = ", ".join(f"`{name}`" for name in family.lora)
-    cells: list[Any] = [family.name, f"`{family.model_type}`", family.has, "yes", "yes", modules]
+    modules = SHORT.get(tuple(family.lora)) or ", ".join(f"`{name}`" for name in family.lora)
+    cells: list[Any] = [family.name, f"`{family.model_type}`", family.has, modules]
     return "".join(f"| {cell} " for cell in (*cells, "packed" if family.packed else "padded")) + "|\n"
 
 

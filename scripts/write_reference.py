@@ -164,7 +164,8 @@ class Page:
         self.add(f"{'#' * level} {title}", "", *([content[0], ""] if content[0] else []))
         self.add(*(item for item in items.values() if item not in shared))
         if others := [f"`{name}`" for name, item in items.items() if item in shared]:
-            self.add(f"- {', '.join(others)}: see [keys of several types](#{_anchor(path, 'of several types')})")
+            named = "all" if len(others) == len(shared) else ", ".join(others)
+            self.add(f"- {named} of the [keys of several types](#{_anchor(path, 'of several types')})")
         if items:
             self.add("")
         for name, field in shown_fields(model).items():

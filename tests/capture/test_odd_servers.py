@@ -14,7 +14,7 @@ from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 
 from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
-from insitu.gateway.server import EpisodeEndpoint
+from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.wire.http_format import COMPACT

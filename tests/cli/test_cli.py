@@ -37,6 +37,19 @@ def test_the_installed_programs_need_little_memory_for_their_help(program: str) 
     assert int(peak) / (2**20 if sys.platform == "darwin" else 2**10) < 60
 
 
+def test_shells_complete_commands_and_options() -> None:
+    """As docs/reference/cli.md has bash set up."""
+    script = (
+        'eval "$(_INSITU_COMPLETE=bash_source insitu)"; complete -p insitu; '
+        "COMP_WORDS=(insitu finetune --valid); COMP_CWORD=2; _insitu_completion insitu; echo ${COMPREPLY[@]}"
+    )
+    script = f"PATH={Path(sys.executable).parent}:$PATH; {script}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    registered, offered = done.stdout.splitlines()
+    assert registered == "complete -o nosort -F _insitu_completion insitu"
+    assert {"--validation_dataset", "--validation_interval"} <= set(offered.split())
+
+
 @pytest.mark.parametrize("command", slow_after(2, ["", "finetune", "eval", "run", "trajectories"]))
 def test_help_imports_little(command: str) -> None:
     """So it is there immediately: it takes as long as its imports."""

@@ -23,17 +23,10 @@ from marks import slow_after, slow_but
 from processes import HANGS
 from waiting import hang, until
 
-from insitu.capture.dialects import dialects
+from insitu.formats.dialects import dialects
+from insitu.gateway.endpoint import MAX_RECORDED, MAX_REQUESTS, EpisodeEndpoint, Pace
 from insitu.gateway.proxy import translate_response
-from insitu.gateway.server import (
-    MAX_BODY,
-    MAX_CONNECTIONS,
-    MAX_RECORDED,
-    MAX_REQUESTS,
-    EpisodeEndpoint,
-    Gateway,
-    Upstream,
-)
+from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
@@ -583,6 +576,22 @@ async def test_an_episode_may_not_have_every_request(server: FakeOpenAI) -> None
         assert (await post(f"{other.openai_url}/chat/completions", slow))[0] == 200
         await end_tasks(*endless)
         await until(lambda: has_status(url, 200))
+
+
+async def test_a_flood_holds_up_its_own_episode(server: FakeOpenAI) -> None:
+    """Whatever it asks for; another episode, and a request of none, are answered before the flood has passed."""
+    async with gateway_to(model_client(server)) as gateway, AsyncExitStack() as episodes:
+        scopes = [episodes.enter_context(EpisodeScope(training=True)) for _ in range(2)]
+        door, other = (episodes.enter_context(gateway.endpoint(scope)) for scope in scopes)
+        door.pace = Pace(rate=20, burst=10)
+        body = {"model": "m", "messages": ask("hi")}
+        odd = [asyncio.create_task(post(f"{door.openai_url}/chat/completions", {"messages": 1})) for _ in range(30)]
+        await until(lambda: sum(task.done() for task in odd) >= 10, every=0.01)
+        assert (await post(f"{other.openai_url}/chat/completions", body))[0] == 200
+        assert (await post(f"{gateway.address}/e/none/v1/chat/completions", body))[0] == 401
+        assert not all(task.done() for task in odd)
+        assert {status for status, _ in await asyncio.gather(*odd)} == {400}
+        assert (await post(f"{door.openai_url}/chat/completions", body))[0] == 200
 
 
 async def has_status(url: str, status: int) -> bool:

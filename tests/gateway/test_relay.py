@@ -23,7 +23,8 @@ from test_gateway import ask, claude, gateway_to, plain, post, text_by
 from waiting import until
 from yarl import URL
 
-from insitu.gateway.server import MAX_BODY, EpisodeEndpoint, Upstream
+from insitu.gateway.endpoint import EpisodeEndpoint
+from insitu.gateway.server import MAX_BODY, Upstream
 from insitu.workflow.context import EpisodeScope
 
 HI = json.dumps({"model": "x", "messages": ask("hi")}).encode()

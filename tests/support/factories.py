@@ -215,7 +215,8 @@ def recorded_run(folder: Path, *scores: list[float], lora: bool = False, dataset
     from insitu.backend.learner.batches import Row
     from insitu.backend.learner.learner import Learner
     from insitu.backend.model import load_model
-    from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+    from insitu.schemas.lora import LoRASettings
+    from insitu.schemas.training_jobs import TrainingSettings
 
     loaded = load_model(str(save_tiny_model(folder.parent / f"{folder.name}-base")), "cpu")
     learner = Learner(loaded, folder / "backend", default_lora=LoRASettings(rank=4, alpha=32) if lora else None)

@@ -11,7 +11,7 @@ import openai
 from message_formats import TOOLS, Family
 from taught_models import Turn, dialogue
 
-from insitu.gateway.server import EpisodeEndpoint
+from insitu.gateway.endpoint import EpisodeEndpoint
 
 
 class Answer(NamedTuple):

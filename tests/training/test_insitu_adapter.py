@@ -60,7 +60,14 @@ OPTIONS: dict[str, Any] = {
     "attention": "packed",
     "gradient_checkpointing": True,
     "compile": False,
-    "lora": {"rank": 3, "alpha": 5.0, "dropout": 0.0, "target_modules": ["q_proj"]},
+    "lora": {
+        "rank": 3,
+        "alpha": 5.0,
+        "rslora": True,
+        "init": "gaussian",
+        "dropout": 0.0,
+        "target_modules": ["q_proj"],
+    },
     "dpo": None,
     "kto": None,
 }

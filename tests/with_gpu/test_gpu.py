@@ -28,7 +28,7 @@ from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import load_model
 from insitu.errors import BackendError
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.lora import LoRASettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -26,7 +26,8 @@ from insitu.backend.learner.learner import Learner, TrainedVersion
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel, load_model, quiet_peft
 from insitu.errors import BackendError, RequestRefused
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 LENGTHS = (1, 9, 30, 50, WINDOW + 1, 150, 290, 290)
 """Tokens of the prompts; more than 256 are computed in two parts, the first of which the last two share."""

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from insitu.capture.dialects import StreamTranslator, Translation, dialects
 from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import recording_transport
 from insitu.errors import RequestRefused
+from insitu.formats.dialects import StreamTranslator, Translation, dialects, translate
 from insitu.wire.addresses import authorized
 from insitu.workflow.llms import ModelClient
 
@@ -68,7 +68,7 @@ class _TranslatingTransport:
         ledger = current_call_site.get().ledger
         memory = {} if ledger is None else self._memories.setdefault(ledger, {})
         try:
-            translation = dialect(orjson.loads(content), memory)
+            translation = translate(dialect, orjson.loads(content), memory)
         except RequestRefused as error:
             body = dialect.error(str(error), error.status, error.param, error.code)
             return _Call(request, refusal=self._json(body, error.status))

@@ -29,6 +29,7 @@ from insitu.disk.model_files import (
     check_model,
     check_templates,
     code_problem,
+    split_revision,
     stored_model,
 )
 from insitu.errors import BackendError
@@ -169,7 +170,7 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
     """Source of the full weights, and whether `source` is an adapter for them."""
     folder = Path(source)
     if not folder.exists():
-        if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        if source.startswith((".", "/", "~")) or split_revision(source)[0].count("/") > 1:
             raise BackendError(f"there is no folder {source} (looked in {Path.cwd()})")
         return source, False
     if is_gguf(folder):
@@ -185,11 +186,13 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
     with wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
         config = json.loads((folder / "adapter_config.json").read_text())
         check_adapter(folder, config)
-        base = config.get("base_model_name_or_path")
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:
         raise BackendError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
     relative = folder / base
-    return (str(relative) if not Path(base).exists() and relative.exists() else base), True
+    if Path(base).exists() or relative.exists():
+        return (base if Path(base).exists() else str(relative)), True
+    return (f"{base}@{revision}" if revision else base), True
 
 
 _MATCHING = """import json, re, resource, sys
@@ -282,7 +285,7 @@ def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, att
     transformers_logging.disable_progress_bar()
     with quiet_transformers():  # its report of the tensors would hide the messages below
         module, loading = model_class.from_pretrained(location, **options)
-    module.name_or_path = str(folder)  # what peft writes as the base of adapters; of a file, not its folder
+    module.name_or_path = split_revision(folder)[0]  # what peft writes as the base; of a file, not its folder
     if missing := sorted(loading["missing_keys"]):
         others = f" and {len(missing) - 1} other tensors are" if len(missing) > 1 else " is"
         raise BackendError(f"the weights of {folder} are incomplete: {missing[0]}{others} missing")

@@ -37,8 +37,8 @@ from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, InsituError, PluginError
 from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
+from insitu.schemas.lora import LoRASettings
 from insitu.schemas.parts import load_named
-from insitu.schemas.training_jobs import LoRASettings
 from insitu.wire.addresses import http_url
 from insitu.wire.endings import stop_signals
 from insitu.wire.http_server import guard, json_response, listening

@@ -19,9 +19,7 @@ import orjson
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.schemas.steps import ROOT_INVOCATION, IntermediateStepCategory, InvocationNode
-
-CHAT = "chat/completions"
-TEXT = "completions"
+from insitu.wire.http_format import CHAT, TEXT
 
 
 class CompletionRequest(NamedTuple):

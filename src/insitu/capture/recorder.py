@@ -24,13 +24,13 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.ledger import CHAT, CallLedger, CallSite, CompletionRequest, current_call_site
+from insitu.capture.ledger import CallLedger, CallSite, CompletionRequest, current_call_site
 from insitu.capture.stream_assembler import StreamAssembler
 from insitu.errors import CaptureError
 from insitu.schemas.episodes import ModelCall, Needs
 from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import choice_tokens, sent_logprobs
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, error_message, error_param, load_json, parse_count
+from insitu.wire.http_format import CHAT, COMPACT, JSON, MALFORMED, error_message, error_param, load_json, parse_count
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from insitu.disk.model_files import NO_CODE, SAFE_OPTIONS, check_weights
+from insitu.disk.model_files import NO_CODE, SAFE_OPTIONS, check_weights, split_revision
 from insitu.errors import BackendError, install_command
 
 _MAGIC = b"GGUF"
@@ -31,9 +31,10 @@ def check_gguf(file: str | Path) -> None:
 
 
 def model_location(source: str | Path) -> tuple[str, dict[str, str]]:
-    """The folder or Hub name that `from_pretrained` gets for a model, and its option for a GGUF file."""
+    """The folder or Hub name that `from_pretrained` gets for a model, and its options: a GGUF file, or a revision."""
     if not is_gguf(source):
-        return str(source), {}
+        name, revision = split_revision(source)
+        return name, {} if revision is None else {"revision": revision}
     check_gguf(source)
     return str(Path(source).parent), {"gguf_file": Path(source).name}
 
@@ -43,13 +44,13 @@ def weights_location(source: str | Path) -> tuple[str, dict[str, Any]]:
 
     Raises BackendError for local weights that are not safetensors or GGUF.
     """
-    location, of_file = model_location(source)
-    if of_file:
+    location, options = model_location(source)
+    if "gguf_file" in options:
         config: Any = importlib.import_module("transformers").GgufConfig
-        return location, {**NO_CODE, **of_file, "quantization_config": config(dequantize=True)}
+        return location, {**NO_CODE, **options, "quantization_config": config(dequantize=True)}
     if Path(source).is_dir():
         check_weights(Path(source))
-    return location, SAFE_OPTIONS
+    return location, {**SAFE_OPTIONS, **options}
 
 
 def gguf_chat_template(file: Path) -> str | None:

@@ -32,7 +32,8 @@ from insitu.disk.files import cannot_read, sync_path
 from insitu.disk.json_files import read_object
 from insitu.errors import BackendError, InsituError
 from insitu.schemas.config import file_name_problem
-from insitu.schemas.training_jobs import LoRASettings, Retention
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -316,13 +317,33 @@ def stored_model(source: str) -> StoredModel | None:
         return None
 
 
-def downloaded(name: str) -> Path | None:
-    """The folder of a model in the Hub's cache; None if it is not there. https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+def split_revision(source: str | Path) -> tuple[str, str | None]:
+    """The name of a model of the Hub and its branch, tag or commit, which follows `@`; a path of this machine has none.
+
+    Raises BackendError for an empty revision.
+    """
+    name, separator, revision = str(source).partition("@")
+    if not separator or Path(source).exists():
+        return str(source), None
+    if not revision:
+        raise BackendError(f"{source} ends in @ without a revision; a model of the Hub is NAME or NAME@REVISION")
+    return name, revision
+
+
+def downloaded(source: str) -> Path | None:
+    """The folder of a model in the Hub's cache, named after its commit; None if it is not there.
+
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    name, revision = split_revision(source)
     home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
     model = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"models--{name.replace('/', '--')}"
-    if name.count("/") > 1 or not (model / "refs/main").is_file():
+    if name.count("/") > 1:
         return None
-    return model / "snapshots" / (model / "refs/main").read_text().strip()
+    known = model / "refs" / (revision or "main")
+    if known.is_file():
+        return model / "snapshots" / known.read_text().strip()
+    return snapshot if revision and (snapshot := model / "snapshots" / revision).is_dir() else None
 
 
 def _parameters(path: Path) -> int:

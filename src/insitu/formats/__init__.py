@@ -5,4 +5,5 @@ tool_calls    the text of a call in each format, as its name and its arguments
 templates     what a chat template keeps of a conversation
 regions       where a completion has content, reasoning and calls
 parser        a completion, whole or in pieces, as content, reasoning and tool calls
+dialects      the APIs that agents use, each translated to completions
 """

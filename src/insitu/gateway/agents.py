@@ -27,7 +27,8 @@ from insitu.builder import Builder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.bubblewrap import find_bubblewrap
 from insitu.gateway.cgroups import Cgroup
-from insitu.gateway.server import Address, EpisodeEndpoint, Gateway, GatewayConfig, Upstream
+from insitu.gateway.endpoint import EpisodeEndpoint
+from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces

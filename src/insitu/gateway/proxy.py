@@ -11,9 +11,9 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
-from insitu.capture.dialects import StreamTranslator, Translation
 from insitu.capture.recorder import Exchange
 from insitu.errors import CaptureError, RequestRefused
+from insitu.formats.dialects import StreamTranslator, Translation
 from insitu.wire.http_format import MALFORMED, error_message
 from insitu.wire.http_server import parse_json
 

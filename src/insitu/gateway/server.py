@@ -16,7 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 import aiohttp
@@ -25,14 +24,15 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from yarl import URL
 
-from insitu.capture.dialects import ChatTranslation, Dialect, Translation, dialects
-from insitu.capture.ledger import CHAT, CallLedger, CallSite, current_call_site
+from insitu.capture.ledger import CallLedger, current_call_site
 from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
+from insitu.formats.dialects import ChatTranslation, Dialect, Translation, dialects, translate
 from insitu.gateway import proxy
+from insitu.gateway.endpoint import EpisodeEndpoint, Pace
 from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.addresses import authorized, http_url
-from insitu.wire.http_format import COMPACT, JSON, MALFORMED, retry_header
+from insitu.wire.http_format import CHAT, COMPACT, JSON, retry_header
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
@@ -42,12 +42,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 """Maximum `n` of a request."""
-MAX_REQUESTS = 256
-"""Requests that an episode may have at once."""
-MAX_HELD = 8 * MAX_BODY
-"""Bytes of bodies that an episode may have at once."""
-MAX_RECORDED = 2**30
-"""Bytes of requests to a model that an episode may send in all, for each choice: they are kept until it ends."""
 MAX_CONNECTIONS = 1024
 """Connections to the socket of an agent's network namespace at once."""
 _CONNECT_TIMEOUT = 30.0
@@ -102,68 +96,6 @@ class GatewayConfig(BaseModel):
         return self
 
 
-@dataclass
-class EpisodeEndpoint:
-    """The base URLs for one episode's agent; they are valid until the episode ends."""
-
-    key: str = field(repr=False)
-    address: str
-    site: CallSite = field(repr=False)
-    ledger: CallLedger = field(repr=False)
-    memories: dict[Dialect, dict[str, Any]] = field(default_factory=dict, repr=False)
-    """What each dialect keeps from one request of the episode to the next."""
-    failure: str | None = None
-    """Why the latest call failed, if the model's server was at fault."""
-    sessions: list[str] = field(default_factory=list, repr=False)
-    """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
-
-    _recorded: int = field(default=0, repr=False)
-    _requests: int = field(default=0, repr=False)
-    _held: int = field(default=0, repr=False)
-
-    def note_failure(self, failure: str | None) -> None:
-        self.failure = failure
-
-    def record(self, size: int) -> None:
-        """Raises RequestRefused if the episode has sent too much."""
-        self._recorded += size
-        if self._recorded > MAX_RECORDED:
-            allowed = f"{MAX_RECORDED >> 20} MiB for each choice of its requests"
-            raise RequestRefused(f"this episode has sent too much; allowed: {allowed}", status=413, code="too_large")
-
-    @contextmanager
-    def request(self, most: int) -> Iterator[Callable[[int], None]]:
-        """Counts a request as in flight, with `most` bytes until the yielded function gets the size of its body.
-
-        Raises RequestRefused if the episode has too many.
-        """
-        held = most
-
-        def hold(size: int) -> None:
-            nonlocal held
-            self._held += size - held
-            held = size
-
-        if self._requests >= MAX_REQUESTS or self._held + most > MAX_HELD:
-            allowed = f"{MAX_REQUESTS} requests, and {MAX_HELD >> 20} MiB of bodies"
-            raise RequestRefused(f"this episode has too many requests; allowed at once: {allowed}", status=429)
-        self._requests += 1
-        self._held += most
-        try:
-            yield hold
-        finally:
-            self._requests -= 1
-            self._held -= held
-
-    @property
-    def openai_url(self) -> str:
-        return f"{self.address}/e/{self.key}/v1"
-
-    @property
-    def anthropic_url(self) -> str:
-        return f"{self.address}/e/{self.key}"
-
-
 class Gateway:
     """Serves at `bind` until it is closed.
 
@@ -192,6 +124,7 @@ class Gateway:
         self._ended: OrderedDict[bytes, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
         self._open = AsyncExitStack()
         self._session: aiohttp.ClientSession
+        self._unknown = Pace()
         self.address = ""
         self.port = 0
         self.late_calls = 0
@@ -260,7 +193,10 @@ class Gateway:
         endpoint = None
         try:
             key = request.match_info["key"]
-            endpoint = self._find_endpoint(headers.get(_SESSION_HEADER, "") if key == _SESSIONS else key)
+            key = headers.get(_SESSION_HEADER, "") if key == _SESSIONS else key
+            known = self._endpoints.get(_hashed(key))
+            await (self._unknown if known is None else known.pace).wait()
+            endpoint = self._find_endpoint(key)
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)
             with endpoint.request(proxy.largest_body(request)) as hold:
@@ -297,10 +233,7 @@ class Gateway:
         llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
         if llm is None:
             return await self._forward(request, route, body, decompressed=True)
-        try:
-            translation = dialect(data, endpoint.memories.setdefault(dialect, {}))
-        except MALFORMED as error:
-            raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
+        translation = translate(dialect, data, endpoint.memories.setdefault(dialect, {}))
         return await self._complete(request, endpoint, llm, translation)
 
     def _find_endpoint(self, key: str) -> EpisodeEndpoint:

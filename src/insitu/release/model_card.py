@@ -8,7 +8,7 @@ import orjson
 import yaml
 
 from insitu import __version__
-from insitu.disk.model_files import TrainingRecord
+from insitu.disk.model_files import TrainingRecord, split_revision
 from insitu.runs.reader import RunReader
 
 _METHODS = {
@@ -43,7 +43,7 @@ def model_card(run: Path, subject: CardSubject) -> str:
 def _base(record: TrainingRecord) -> tuple[str, bool]:
     """The name of the base model, and whether it is one of the Hub."""
     path = Path(record.started_from)
-    return (path.name, False) if path.is_absolute() else (record.started_from, True)
+    return (path.name, False) if path.is_absolute() else (split_revision(record.started_from)[0], True)
 
 
 def _metadata(subject: CardSubject, settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +73,8 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
     yield "method", _METHODS.get(method, method)
     lora = record.lora
     yield "trained weights", f"LoRA adapters of rank {lora.rank}, alpha {lora.alpha:g}" if lora is not None else "all"
+    if commit := (settings.get("starting_model") or {}).get("commit"):
+        yield "base model's commit", f"`{commit}`"
     if (dataset := settings.get("dataset")) is not None:
         yield "data", f"{_data(dataset)} (SHA-256 `{dataset['sha256']}`)"
     yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from insitu.schemas.lora import LoRASettings
 from insitu.schemas.parts import PYTHON, Objective, Optimizer, Part, Reference, Schedule
 
 _SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
@@ -70,21 +71,6 @@ class KeepConfig(BaseModel):
     less than 256 MiB with their optimizer state; of others as many as take a twentieth of the work. Those that `every`
     names, the best and the last are always written. With several learner processes, vLLM, a GPU or Python code in
     `training`, every version is, before its job has completed."""
-
-
-class LoRASettings(BaseModel):
-    """Trains low-rank adapters instead of all weights (Hu et al., arXiv:2106.09685)."""
-
-    model_config = _SETTINGS
-
-    rank: int = Field(default=16, ge=1, le=65536)
-    """Rank of the two matrices whose product is added to each weight."""
-    alpha: float = Field(default=32, gt=0)
-    """The product is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, le=0)
-    """Always 0: with dropout the learner's log-probabilities would not be those of the sampler."""
-    target_modules: str | list[str] = "all-linear"
-    """Layers that get adapters: module names or suffixes, or `all-linear`."""
 
 
 def _check_range(bounds: tuple[float, float]) -> tuple[float, float]:

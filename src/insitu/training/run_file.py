@@ -11,7 +11,7 @@ from insitu.collect.evaluation import held_out_record
 from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.disk.json_files import read_object
-from insitu.disk.model_files import model_digest
+from insitu.disk.model_files import downloaded, model_digest
 from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
 from insitu.schemas.components import FunctionBaseConfig
 from insitu.training.interfaces import Trainer, TrajectoryBuilder
@@ -57,11 +57,14 @@ def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: P
 
 
 def _starting_model(folder: Path) -> dict[str, str | None] | None:
-    """The model that the run's own backend started from, if it has one; without a digest if it is one of the Hub."""
+    """The model that the run's own backend started from, if it has one: with a digest, or its commit on the Hub."""
     if not (record := folder / BACKEND_FOLDER / STARTED_FILE).is_file():
         return None
     model = Path(read_object(record)["model"])
-    return {"file": str(model), "sha256": model_digest(model) if model.exists() else None}
+    if model.exists():
+        return {"file": str(model), "sha256": model_digest(model)}
+    snapshot = downloaded(str(model))
+    return {"file": str(model), "sha256": None, "commit": None if snapshot is None else snapshot.name}
 
 
 def run_record(

@@ -19,6 +19,8 @@ COMPACT = "application/vnd.insitu.completion+json"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 BODY_DIFFERS = "Body-Differs"
 """Header of a response about the job of an idempotency key, if another body was sent with the key at first."""
+CHAT, TEXT = "chat/completions", "completions"
+"""Routes of OpenAI's API, below `/v1`."""
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 """Exceptions raised by reading JSON of an unexpected shape, and by `orjson.loads`."""
 

@@ -28,7 +28,7 @@ from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.protocols.openai.chat import ChatFormatter, ChatRequest
 from insitu.errors import RequestRefused
 from insitu.formats.parser import MessageFormats, forced_grammar
-from insitu.gateway.server import EpisodeEndpoint
+from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.workflow.context import EpisodeScope
 
 LENGTH = 2048

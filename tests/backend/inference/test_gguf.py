@@ -19,7 +19,8 @@ from insitu.disk.gguf_files import gguf_chat_template
 from insitu.disk.model_files import model_digest
 from insitu.errors import BackendError
 from insitu.release.model_export import export_model, open_source
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 TOKENS = torch.tensor([[1, 5, 7, 2, 9]])
 

@@ -26,8 +26,9 @@ from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.model_files import read_record, write_record
 from insitu.errors import BackendError, InsituError, JobFailed, RequestRefused
+from insitu.schemas.lora import LoRASettings
 from insitu.schemas.parts import load_named
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
 

@@ -26,7 +26,8 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.errors import RequestRefused
 from insitu.integrations.torchrun.group import RankGroup
 from insitu.schemas.backend_processes import LearnerOptions
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 CPU = torch.device("cpu")
 LORA = LoRASettings(rank=4, alpha=12)

@@ -14,6 +14,7 @@ from insitu.errors import RequestRefused
 from insitu.integrations.art.server.rows import ArtBatch, build_batch
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtGroups, ArtModel, parse
+from insitu.schemas.lora import LoRASettings
 from insitu.schemas.training_jobs import KLSettings
 
 DATA = Path(__file__).parents[2] / "data/art"
@@ -231,7 +232,7 @@ def test_what_is_asked_arrives():
     assert (settings.old_logprobs, settings.truncated_importance) == ("recomputed", 2.0)
     assert (settings.learning_rate, settings.kl.beta, settings.kl.estimator) == (1e-3, 0.3, "k3")
     assert (settings.betas, settings.weight_decay, settings.max_grad_norm) == ((0.8, 0.95), 0.0, 1.0)
-    assert settings.lora.model_dump() == {"rank": 4, "alpha": 12, "dropout": 0.0, "target_modules": ["q_proj"]}
+    assert settings.lora == LoRASettings(rank=4, alpha=12, target_modules=["q_proj"])
     assert settings.seed == 7
     options = plan.options
     assert (options.scale_rewards, options.advantage_balance) == (False, -0.5)

@@ -31,7 +31,8 @@ from insitu.backend.protocols import ServedModels
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.sampler import MAX_ATTEMPTS, VllmSampler
 from insitu.schemas.backend_processes import SamplerOptions
-from insitu.schemas.training_jobs import JobState, LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import JobState, TrainingSettings
 
 REQUEST = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=3, ignore_eos=True))
 ADAPTERS, FULL = "adapter_config.json", "config.json"

@@ -20,7 +20,7 @@ from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import GREEDY_TEMPERATURE
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.lora import LoRASettings
 
 MAX_IN_FLIGHT = 8192
 """Completions running or waiting, from which on requests are refused."""

@@ -35,8 +35,9 @@ from insitu.backend.model import LoadedModel
 from insitu.disk.files import delete_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, JobRecord, TrainingRecord, check_model, read_record, weights_digest
 from insitu.errors import BackendError, RequestRefused
+from insitu.schemas.lora import LoRASettings
 from insitu.schemas.parts import load_named
-from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
+from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from insitu.backend.learner.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
 from insitu.backend.model import LoadedModel, check_experts, check_patterns, complete_model, quiet_peft, wrap_errors
+from insitu.disk.model_files import split_revision
 from insitu.errors import BackendError, JobFailed
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 
 _PROBED_TOKENS = 64
 _FINGERPRINTED = 256
@@ -214,6 +216,7 @@ def loaded_adapter(module: nn.Module) -> LoRASettings | None:
     return LoRASettings(
         rank=config.r,
         alpha=config.lora_alpha,
+        rslora=config.use_rslora,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
     )
 
@@ -225,7 +228,8 @@ def same_adapters(requested: LoRASettings | None, current: LoRASettings | None) 
     named, trained = (sorted(m) if isinstance(m := lora.target_modules, list) else m for lora in (requested, current))
     # A checkpoint of adapters lists the modules that a name such as `all-linear` selected.
     same_targets = named == trained or (isinstance(named, str) and not isinstance(trained, str))
-    return same_targets and requested == current.model_copy(update={"target_modules": requested.target_modules})
+    others = {"target_modules": requested.target_modules, "init": requested.init}
+    return same_targets and requested == current.model_copy(update=others)
 
 
 def replace_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
@@ -244,8 +248,11 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        use_rslora=lora.rslora,
+        init_lora_weights=True if lora.init == "kaiming" else lora.init,
         target_modules=_target_modules(loaded.module, lora),
         task_type="CAUSAL_LM",
+        revision=split_revision(loaded.source)[1],
     )
     with torch.random.fork_rng(), quiet_peft():
         torch.manual_seed(seed)

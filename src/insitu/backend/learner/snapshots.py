@@ -13,7 +13,8 @@ from insitu.backend.learner.policy import TrainablePolicy
 from insitu.backend.learner.versions import Versions
 from insitu.backend.model import LoadedModel
 from insitu.disk.model_files import TrainingRecord, read_record
-from insitu.schemas.training_jobs import LoRASettings, Retention, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 SMALL_SNAPSHOT = 1 << 28
 """Bytes of a snapshot below which every version gets one."""

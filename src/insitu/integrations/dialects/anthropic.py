@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
+from insitu.formats.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "stream")

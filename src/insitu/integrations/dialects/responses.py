@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
 from insitu.errors import RequestRefused
+from insitu.formats.dialects import Translation, as_chunk, join_text, present, refuse_unsupported, unsupported_type
 from insitu.wire.http_format import format_event
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed", "user")

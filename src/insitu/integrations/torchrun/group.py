@@ -24,7 +24,8 @@ from insitu.disk.model_files import JobRecord
 from insitu.errors import BackendError, JobFailed
 from insitu.integrations.torchrun.heartbeat import LIMIT_SECONDS, Heartbeats
 from insitu.schemas.backend_processes import LearnerOptions
-from insitu.schemas.training_jobs import LoRASettings, TrainingSettings
+from insitu.schemas.lora import LoRASettings
+from insitu.schemas.training_jobs import TrainingSettings
 from insitu.wire.child_process import ChildProcess, describe_exit
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from insitu.integrations.vllm.replica import (
 )
 from insitu.integrations.vllm.servers import started_servers
 from insitu.schemas.backend_processes import SamplerOptions
-from insitu.schemas.training_jobs import LoRASettings
+from insitu.schemas.lora import LoRASettings
 from insitu.wire.endings import end_tasks
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import remember_secret

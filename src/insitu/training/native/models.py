@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from insitu.builder import Builder
-from insitu.disk.model_files import downloaded
+from insitu.disk.model_files import downloaded, split_revision
 from insitu.errors import ConfigError
 from insitu.runs.checkpoints import NAMES, find_checkpoint
 
@@ -20,7 +20,7 @@ def resolve_model(model: str, builder: Builder) -> str:
     try:
         folder = find_checkpoint(builder.config, model, key, builder.moved).folder
     except ConfigError as error:
-        if model in NAMES or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        if model in NAMES or model.startswith((".", "/", "~")) or split_revision(model)[0].count("/") > 1:
             raise
         logger.info("%s; assuming a Hugging Face repo id", error)
         return model
@@ -35,17 +35,21 @@ def check_hub(model: str) -> None:
         return
     import ssl
     from urllib.error import HTTPError, URLError
+    from urllib.parse import quote
     from urllib.request import Request, urlopen
 
+    name, revision = split_revision(model)
     hub, where = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), f"the trainer adapter's model: {model}"
     missing = f"{where} is neither a folder or file here nor in the cache of the Hugging Face Hub"
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         raise ConfigError(f"{missing}, and HF_HUB_OFFLINE is set")
     try:
-        urlopen(Request(f"{hub}/{model}/resolve/main/config.json", method="HEAD"), timeout=_HUB_SECONDS).close()
+        address = f"{hub}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
+        urlopen(Request(address, method="HEAD"), timeout=_HUB_SECONDS).close()
     except HTTPError as error:
         if error.code == 404:
-            raise ConfigError(f"{missing}, and {hub} has no such model") from None
+            lacks = "has no such model" if revision is None else "has no such model or revision"
+            raise ConfigError(f"{missing}, and {hub} {lacks}") from None
         logger.info("%s answered %d for %s", hub, error.code, model)  # the backend may have the right to read it
     except OSError as error:
         reason = error.reason if isinstance(error, URLError) else error

@@ -1,13 +1,14 @@
 """The OpenAI-compatible endpoints: completions of chats and of texts, and the list of models.
 
-In: a request. Out: what the sampler has completed, streamed or not. `chat` and `text` are the two kinds of request,
-with their prompts and the format of the response; `text` also has what both share. `tokens` gives the token ids of
-their prompts.
+In: a request, in this API or in one of `formats.dialects`. Out: what the sampler has completed, streamed or not. `chat`
+and `text` are the two kinds of request, with their prompts and the format of the response; `text` also has what both
+share. `tokens` gives the token ids of their prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -16,32 +17,60 @@ from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import GenerationRequest, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
-from insitu.backend.protocols.openai.text import ResponseFormatter, SamplingRequest, TextRequest
+from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest, TextRequest
 from insitu.backend.protocols.openai.tokens import token_routes
 from insitu.errors import RequestRefused
-from insitu.wire.http_format import COMPACT, DONE, JSON, accepts_compact, error_body, format_event
-from insitu.wire.http_server import json_response, parse_body, read_body
+from insitu.formats.dialects import ChatTranslation, Dialect, Translation, dialects, translate
+from insitu.wire.http_format import CHAT, COMPACT, DONE, JSON, TEXT, accepts_compact, error_body, format_event
+from insitu.wire.http_server import json_response, parse_body, parse_json, read_body
 
 MAX_BODY = 16 * 2**20
+
+
+class DialectRequest(RequestModel):
+    """A request in another API; its translation checks the rest."""
+
+    model: str
+
+
 Job = tuple[SamplingRequest, list[GenerationRequest], WeightVersion]
 
 
 @dataclass(frozen=True)
 class CompletionEndpoint:
-    """Completions of one kind of request; they are aborted if the client disconnects."""
+    """Completions of one kind of request, in a dialect; they are aborted if the client disconnects."""
 
     kind: type[SamplingRequest]
     services: Services
+    dialect: Dialect = ChatTranslation
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, MAX_BODY)
+        if self.dialect.verbatim:
+            return await self._answer(request, body, None)
+        try:
+            translation = await parse_body(self._translate, body)
+            completion = translation.completion_request({}, translation.request["model"])
+            return await self._answer(request, orjson.dumps(completion), translation)
+        except RequestRefused as error:
+            problem = self.dialect.error(str(error), error.status, error.param, error.code)
+            return json_response(problem, status=error.status)
+
+    def _translate(self, body: bytes) -> Translation:
+        data = parse_json(body)
+        DialectRequest.model_validate(data)
+        return translate(self.dialect, data, {})
+
+    async def _answer(self, request: web.Request, body: bytes, translation: Translation | None) -> web.StreamResponse:
         # a chat template is a program of the model's author, which may loop
         job = await parse_body(self._parse, body, may_loop=self.kind is ChatRequest)
         formatter = self.kind.formatter(job[0], [each.prompt for each in job[1]], self.services.sampler.tokenizer)
         formatter.says_processed = self.services.options.sampler == "embedded"
         formatter.compact = job[0].may_be_compact and accepts_compact(request.headers)
         formatter.weights_of = lambda version: self.services.weights_digest(job[2]._replace(version=version))
-        return await (self._stream(request, job, formatter) if job[0].stream else self._complete(job, formatter))
+        if job[0].stream:
+            return await self._stream(request, job, formatter, translation)
+        return await self._complete(job, formatter, translation)
 
     def _parse(self, body: bytes) -> Job:
         request = self.kind.parse(body)
@@ -64,7 +93,7 @@ class CompletionEndpoint:
         limits = max_length, vocab_size, len(sampler.tokenizer.eos_token_ids)
         return request, request.generation_requests(prompts, *limits), model.weights
 
-    async def _complete(self, job: Job, formatter: ResponseFormatter) -> web.Response:
+    async def _complete(self, job: Job, formatter: ResponseFormatter, translation: Translation | None) -> web.Response:
         request, requests, weights = job
         outputs = await self.services.sampler.complete(requests, weights)
         response = formatter.response(outputs)
@@ -74,6 +103,7 @@ class CompletionEndpoint:
             scores = await self._prompt_logprobs(prompts, weights._replace(version=version))
             for choice, logprobs in zip(response["choices"], scores, strict=True):
                 choice["prompt_logprobs"] = logprobs
+        response = response if translation is None else translation.response(response)
         kind = COMPACT if formatter.compact else JSON
         return json_response(response, headers={"X-Policy-Version": str(version)}, content_type=kind)
 
@@ -89,8 +119,12 @@ class CompletionEndpoint:
                 logprobs_by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
         return [logprobs_by_prompt[tuple(prompt)] for prompt in prompts]
 
-    async def _stream(self, request: web.Request, job: Job, formatter: ResponseFormatter) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, job: Job, formatter: ResponseFormatter, translation: Translation | None
+    ) -> web.StreamResponse:
         """Sends a server-sent event per delta; an error after the first event is sent as an event."""
+        events = _own_events if translation is None else translation.events
+        end = _own_end if translation is None else translation.end
         options, requests, weights = job
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -101,17 +135,25 @@ class CompletionEndpoint:
                     if not response.prepared:
                         response.headers["X-Policy-Version"] = str(delta.version)
                         await response.prepare(request)
-                    await response.write(format_event(orjson.dumps(formatter.chunk(index, delta))))
+                    await response.write(b"".join(events(formatter.chunk(index, delta))))
             if options.include_usage:
-                await response.write(format_event(orjson.dumps(formatter.usage_chunk(delta.version))))
-            await response.write(format_event(DONE))
+                await response.write(b"".join(events(formatter.usage_chunk(delta.version))))
+            await response.write(b"".join(end(None)))
         except ConnectionError:  # the client has left
             raise
         except Exception as error:  # the response has started, so an error can only be sent as an event
             if not response.prepared:
                 raise
-            await response.write(format_event(orjson.dumps(error_body(str(error), 500))))
+            await response.write(b"".join(end(str(error))))
         return response
+
+
+def _own_events(chunk: dict[str, Any]) -> Iterator[bytes]:
+    yield format_event(orjson.dumps(chunk))
+
+
+def _own_end(failure: str | None) -> Iterator[bytes]:
+    yield format_event(DONE if failure is None else orjson.dumps(error_body(failure, 500)))
 
 
 _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
@@ -125,6 +167,11 @@ def routes(services: Services) -> list[ApiRoute]:
         endpoint = CompletionEndpoint(kind, services).complete
         return ApiRoute("POST", path, endpoint, summary, request=[kind], streamed=True)
 
+    def translated(route: str, dialect: Dialect) -> ApiRoute:
+        endpoint = CompletionEndpoint(ChatRequest, services, dialect).complete
+        summary = f"A chat completion by the API of {route}"
+        return ApiRoute("POST", f"/v1/{route}", endpoint, summary, request=[DialectRequest], streamed=True)
+
     async def list_models(request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [{"id": name, **_MODEL} for name in models.names()]})
 
@@ -137,5 +184,6 @@ def routes(services: Services) -> list[ApiRoute]:
         ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model"),
         completions("/v1/chat/completions", ChatRequest, "Chat"),
         completions("/v1/completions", TextRequest, "Text"),
+        *(translated(*each) for each in dialects().items() if each[0] not in (CHAT, TEXT)),
         *token_routes(services),
     ]

@@ -33,7 +33,7 @@ from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
 from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
-from insitu.gateway.server import EpisodeEndpoint
+from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.templates import check_placeholders, template_texts
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import register_evaluator

@@ -26,7 +26,8 @@ from insitu.disk.files import writable_folder
 from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
-from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
+from insitu.gateway.endpoint import EpisodeEndpoint
+from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.integrations.environments.inspect.pool import WorkerPool, command, describe
 from insitu.registry import register_dataset_loader, register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef

@@ -15,7 +15,8 @@ from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, first_problem
 from insitu.gateway.agents import episode_endpoint
-from insitu.gateway.server import EpisodeEndpoint, Gateway, GatewayConfig
+from insitu.gateway.endpoint import EpisodeEndpoint
+from insitu.gateway.server import Gateway, GatewayConfig
 from insitu.integrations.environments.verifiers.tasksets import TasksetSettings, taskset_type
 from insitu.registry import register_evaluator
 from insitu.schemas.components import FunctionBaseConfig, LLMRef

@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import orjson
 
-from insitu.capture.ledger import CHAT, TEXT
 from insitu.errors import PluginError, RequestRefused
 from insitu.schemas.parts import load_named, names
 from insitu.wire.connection import parse_events
-from insitu.wire.http_format import error_body, error_message, format_event
+from insitu.wire.http_format import CHAT, MALFORMED, TEXT, error_body, error_message, format_event
 
 
 class Translation(ABC):
@@ -88,6 +87,14 @@ class TextTranslation(ChatTranslation):
 
 
 Dialect = type[Translation]
+
+
+def translate(dialect: Dialect, request: dict[str, Any], memory: dict[str, Any]) -> Translation:
+    """Raises RequestRefused for a request that cannot be translated."""
+    try:
+        return dialect(request, memory)
+    except MALFORMED as error:
+        raise RequestRefused(f"the request is malformed: {type(error).__name__} {error}") from error
 
 
 @cache

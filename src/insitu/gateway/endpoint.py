@@ -1,0 +1,98 @@
+"""The endpoint of an episode: its address, what its dialects remember, and how much it may send."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from insitu.capture.ledger import CallLedger, CallSite
+from insitu.errors import RequestRefused
+from insitu.formats.dialects import Dialect
+from insitu.gateway.proxy import MAX_BODY
+
+MAX_REQUESTS = 256
+"""Requests that an episode may have at once."""
+MAX_HELD = 8 * MAX_BODY
+"""Bytes of bodies that an episode may have at once."""
+MAX_RECORDED = 2**30
+"""Bytes of requests to a model that an episode may send in all, for each choice: they are kept until it ends."""
+RATE, BURST = 100.0, 1000
+"""Requests a second of an episode, whatever they ask for, once it has made so many: further ones wait their turn, so
+that an agent that floods the gateway holds up itself and not its neighbours."""
+
+
+class Pace:
+    """Lets `rate` requests pass a second, after `burst` at once: the generic cell rate algorithm (ITU-T I.371)."""
+
+    def __init__(self, rate: float = RATE, burst: int = BURST) -> None:
+        self._rate, self._burst = rate, burst
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._next = max(self._next, now) + 1 / self._rate
+        if (ahead := self._next - now - self._burst / self._rate) > 0:
+            await asyncio.sleep(ahead)
+
+
+@dataclass
+class EpisodeEndpoint:
+    """The base URLs for one episode's agent; they are valid until the episode ends."""
+
+    key: str = field(repr=False)
+    address: str
+    site: CallSite = field(repr=False)
+    ledger: CallLedger = field(repr=False)
+    memories: dict[Dialect, dict[str, Any]] = field(default_factory=dict, repr=False)
+    """What each dialect keeps from one request of the episode to the next."""
+    failure: str | None = None
+    """Why the latest call failed, if the model's server was at fault."""
+    sessions: list[str] = field(default_factory=list, repr=False)
+    """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
+    pace: Pace = field(default_factory=Pace, repr=False)
+    _recorded: int = field(default=0, repr=False)
+    _requests: int = field(default=0, repr=False)
+    _held: int = field(default=0, repr=False)
+
+    def note_failure(self, failure: str | None) -> None:
+        self.failure = failure
+
+    def record(self, size: int) -> None:
+        """Raises RequestRefused if the episode has sent too much."""
+        self._recorded += size
+        if self._recorded > MAX_RECORDED:
+            allowed = f"{MAX_RECORDED >> 20} MiB for each choice of its requests"
+            raise RequestRefused(f"this episode has sent too much; allowed: {allowed}", status=413, code="too_large")
+
+    @contextmanager
+    def request(self, most: int) -> Iterator[Callable[[int], None]]:
+        """Counts a request as in flight, with `most` bytes until the yielded function gets the size of its body.
+
+        Raises RequestRefused if the episode has too many.
+        """
+        held = most
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._held += size - held
+            held = size
+
+        if self._requests >= MAX_REQUESTS or self._held + most > MAX_HELD:
+            allowed = f"{MAX_REQUESTS} requests, and {MAX_HELD >> 20} MiB of bodies"
+            raise RequestRefused(f"this episode has too many requests; allowed at once: {allowed}", status=429)
+        self._requests += 1
+        self._held += most
+        try:
+            yield hold
+        finally:
+            self._requests -= 1
+            self._held -= held
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.address}/e/{self.key}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        return f"{self.address}/e/{self.key}"

@@ -1,0 +1,63 @@
+"""The other APIs of `insitu backend`, by the official clients of OpenAI and Anthropic."""
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from tiny_backend import Served
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def claude(served: Served) -> Any:
+    """Sends the key as `x-api-key`."""
+    async with anthropic.AsyncAnthropic(base_url=served.address, api_key=served.token, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def gpt(served: Served) -> Any:
+    async with openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key=served.token, max_retries=0) as client:
+        yield client
+
+
+async def test_every_api_gives_what_chat_completions_give(served: Served, claude: Any, gpt: Any) -> None:
+    """Of greedy samples, streamed or not; with the number of tokens and the reason for the end."""
+    chat = await gpt.chat.completions.create(model="policy", messages=HELLO, max_tokens=12, temperature=0)
+    expected, sampled = chat.choices[0].message.content, chat.usage.completion_tokens
+    asked: Any = {"model": "policy", "extra_body": {"temperature": 0}}
+
+    message = await claude.messages.create(messages=HELLO, max_tokens=12, **asked)
+    async with claude.messages.stream(messages=HELLO, max_tokens=12, **asked) as stream:
+        streamed = await stream.get_final_message()
+    for each in (message, streamed):
+        assert "".join(block.text for block in each.content) == expected
+        assert (each.usage.input_tokens, each.usage.output_tokens) == (chat.usage.prompt_tokens, sampled)
+        assert each.stop_reason == "max_tokens"
+
+    response = await gpt.responses.create(input="hello", max_output_tokens=12, **asked)
+    limits = {"max_output_tokens": 12, **asked}
+    events = [event async for event in await gpt.responses.create(input="hello", stream=True, **limits)]
+    for each in (response, events[-1].response):
+        assert each.output_text == expected
+        assert each.usage.output_tokens == sampled
+        assert each.incomplete_details.reason == "max_output_tokens"
+    assert len({tuple(sample["token_ids"]) for sample in served.samples()[-5:]}) == 1
+
+
+async def test_refusals_have_the_form_of_their_api(claude: Any, gpt: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="'other'") as unknown:
+        await claude.messages.create(model="other", messages=HELLO, max_tokens=4)
+    assert unknown.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await claude.messages.create(model="policy", messages=HELLO, max_tokens=0)
+    with pytest.raises(anthropic.BadRequestError, match="the request is malformed"):
+        await claude.messages.create(model="policy", messages=[1], max_tokens=4)
+    with pytest.raises(openai.NotFoundError, match="there is no response 'r'"):
+        await gpt.responses.create(model="policy", input="a", previous_response_id="r")
+    with pytest.raises(openai.BadRequestError, match="model"):
+        await gpt.responses.create(model=None, input="a")
+    with pytest.raises(anthropic.AuthenticationError):
+        await claude.with_options(api_key="wrong").messages.create(model="policy", messages=HELLO, max_tokens=4)
