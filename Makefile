@@ -26,9 +26,9 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 to 3.14; name one with: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first and alone: any release but the pinned one pulls gigabytes of GPU packages.
+# torch goes first and alone, in the build for this machine.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) -c constraints.txt torch
+	@scripts/install_torch.sh $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch

@@ -1,9 +1,13 @@
 """What installs with insitu, and what does without the packages of the extra `local`."""
 
+import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -92,3 +96,45 @@ def test_a_run_against_a_backend_at_a_url_needs_the_core_only(tmp_path: Path) ->
         assert not (tmp_path / "run/reward_plot.png").exists()
         assert "run" in insitu("runs", "show", "run")
         insitu("eval", "config.yml")
+
+
+@pytest.mark.parametrize(
+    ("driver", "index", "chosen", "said"),
+    [
+        (False, "here", "here", "torch's CPU build, about 0.2 GB, from"),
+        (False, "gone", "", "as pip finds it, up to 2.8 GB"),
+        (True, "here", "", "with CUDA's libraries, up to 2.8 GB"),
+        (False, "own", "", "from the index that pip is configured with"),
+    ],
+)
+def test_torch_is_the_build_for_this_machine(tmp_path: Path, driver: bool, index: str, chosen: str, said: str) -> None:
+    """The real script and an index on a port; a Python that only says what pip would get."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    python = programs / "python"
+    configured = "echo global.index-url=own" if index == "own" else "true"
+    installing = 'echo "extra $PIP_EXTRA_INDEX_URL $*"'
+    cases = f'*config*) {configured};; *pip*) {installing};; *) exec {sys.executable} "$@";;'
+    python.write_text(f"#!/bin/sh\ncase $* in {cases} esac\n")
+    if driver:
+        (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    (tmp_path / "torch").mkdir()
+    serve = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        variables = {"PATH": f"{programs}:{os.environ['PATH']}"}
+        variables["TORCH_CPU_INDEX"] = address if index != "gone" else f"{address}/gone"
+        try:
+            script = [str(ROOT / "scripts/install_torch.sh"), str(python)]
+            done = subprocess.run(script, capture_output=True, text=True, check=True, env=variables)
+        finally:
+            server.shutdown()
+            thread.join()
+    first, last = done.stdout.splitlines()
+    assert said in first
+    arguments = "-m pip install --quiet --disable-pip-version-check -c constraints.txt torch"
+    assert last == f"extra {address if chosen else ''} {arguments}"

@@ -18,10 +18,10 @@ LARGE = 135_000_000
 @pytest.mark.parametrize(
     ("flags", "frozen", "expected"),
     [
-        ({"avx2", "avx512_f", "avx512_bf16"}, LARGE, torch.bfloat16),
+        ({"avx2", "avx512_f", "avx512_bf16"}, LARGE, torch.float32),
         ({"avx512_f", "amx_bf16"}, LARGE, torch.bfloat16),
         ({"avx512_bf16", "amx_bf16"}, 100_000_000, torch.float32),
-        ({"avx512_bf16"}, 0, torch.float32),  # all weights are trained
+        ({"amx_bf16"}, 0, torch.float32),  # all weights are trained
         ({"avx2", "avx512_f", "avx512_fp16", "amx_tile"}, LARGE, torch.float32),
         (set(), LARGE, torch.float32),
     ],
