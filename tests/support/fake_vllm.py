@@ -126,7 +126,7 @@ class FakeVllm:
         if self._runner is not None:
             for site in self._runner.sites:
                 await site.stop()
-            await turns()  # connections that have just been accepted are known then, and closed
+            await turns(20)  # connections that have just been accepted are known then, and closed
             await self._runner.cleanup()
             self._runner = None
 

@@ -96,7 +96,7 @@ class Command:
     def wait_until(self, holds: Callable[[], Any]) -> None:
         """Waits for something that the command does; fails if it has ended instead."""
         wait_until(lambda: holds() or self.poll() is not None)
-        assert holds(), "the command has ended"
+        assert holds(), f"the command has ended: {getattr(self, 'errors', '')}"
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
