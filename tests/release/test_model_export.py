@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,8 @@ def test_damaged_weights_and_initial_weights_are_not_exported(tmp_path: Path) ->
     code, text = export(source, tmp_path / "out", "--checkpoint", "latest")
     assert code == 1
     assert text.startswith(f"failed: {weights} is damaged: its SHA-256 is not that in training.json")
+    shutil.rmtree(source / "backend/checkpoints")
+    assert "not trained; no job of the run has completed" in export(source, tmp_path / "out")[1]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run-base"}
 
 

@@ -90,9 +90,8 @@ def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
         raise ConfigError(f"{key}: {name!r} is not a checkpoint; allowed: {', '.join(NAMES)}, step_N")
     folder, note = _of_run(run, name, key)
     if folder is None:
-        raise ConfigError(
-            f"{key}: the checkpoint is {note}: these weights were not trained; `latest` is the newest version"
-        )
+        newest = "`latest` is the newest version" if _steps(run / CHECKPOINTS) else _why_none(run)
+        raise ConfigError(f"{key}: the checkpoint is {note}: these weights were not trained; {newest}")
     return folder
 
 

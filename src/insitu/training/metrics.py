@@ -219,7 +219,8 @@ def likely_causes(groups: Sequence[Group]) -> list[Cause]:
         causes.append(cut)
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
-        change = "check that the evaluator distinguishes good answers from bad ones, and that some answers are good"
+        change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
+        change += "some answers are good"
         causes.append(Cause("constant_reward", f"every episode has the reward {rewards.pop():g}", change))
     elif not causes:
         what = f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row"
