@@ -203,7 +203,7 @@ def test_damaged_weights_and_initial_weights_are_not_exported(tmp_path: Path) ->
     assert code == 1
     assert text.startswith(f"failed: {weights} is damaged: its SHA-256 is not that in training.json")
     shutil.rmtree(source / "backend/checkpoints")
-    assert "not trained; no job of the run has completed" in export(source, tmp_path / "out")[1]
+    assert "were not trained; a backend at a url keeps its own elsewhere" in export(source, tmp_path / "out")[1]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run-base"}
 
 
