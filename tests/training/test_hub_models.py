@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from factories import digits_project, write_rows
 from fake_hub import fake_hub
 from processes import run_project
@@ -72,6 +73,11 @@ def test_a_run_starts_from_the_revision_that_its_file_names(cached: Path, tmp_pa
     card = (tmp_path / "out/README.md").read_text()
     assert "base_model: org/tiny\n" in card
     assert COMMITS["v2"] in card
+    assert 'AutoModelForCausalLM.from_pretrained("org/tiny", revision="v2")' in card
+    assert "vllm serve org/tiny --revision v2 --enable-lora" in card
+    insitu("export", "run", tmp_path / "merged", "--merge")
+    base = load_file(cached / COMMITS["v2"] / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")[EMBEDDING], base[EMBEDDING])
 
 
 def test_what_a_revision_may_be(cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,16 @@ def _evaluation(run: Path, subject: CardSubject) -> list[str]:
 
 
 def _use(subject: CardSubject) -> list[str]:
-    base, _ = _base(subject.record)
+    base, on_hub = _base(subject.record)
+    revision = split_revision(subject.record.started_from)[1] if on_hub else None
     load, serve = 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")', "vllm serve PATH_OR_NAME"
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if subject.is_adapter:
         imports = ["from peft import PeftModel", *imports]
-        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "PATH_OR_NAME")'
-        serve = f"vllm serve {base} --enable-lora --lora-modules {subject.name.rpartition('/')[2]}=PATH_OR_NAME"
+        chosen = f'"{base}"' + (f', revision="{revision}"' if revision else "")
+        load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({chosen}), "PATH_OR_NAME")'
+        at = f" --revision {revision}" if revision else ""
+        serve = f"vllm serve {base}{at} --enable-lora --lora-modules {subject.name.rpartition('/')[2]}=PATH_OR_NAME"
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")'
     code = [*imports, "", f"model = {load}", tokenizer]
     return ["```python", *code, "```", "", "With vLLM:", "", "```bash", serve, "```"]

@@ -79,7 +79,8 @@ def _merge(adapter: Path, target: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"--merge needs torch, transformers and peft: {install_command('local')}") from error
     transformers.utils.logging.disable_progress_bar()
-    base = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    settings = peft.PeftConfig.from_pretrained(adapter)
+    base = settings.base_model_name_or_path + (f"@{settings.revision}" if settings.revision else "")
     location, options = weights_location(base)
     with foreign_errors(BackendError, f"{adapter} cannot be merged into {base}"):
         module: Any = transformers.AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32, **options)

@@ -78,8 +78,8 @@ class AccessPolicy:
         if self.token is not None:
             if is_public:
                 return
-            key = headers.get("x-api-key")  # how clients of Anthropic's API send it
-            scheme = _authorized_by(self.token, f"bearer {key}" if key else headers.get("authorization", ""))
+            sent = headers.get("authorization", ""), f"bearer {headers.get('x-api-key', '')}"  # as Anthropic's clients
+            scheme = next(filter(None, (_authorized_by(self.token, each) for each in sent)), None)
             if scheme is None:
                 problem = f"the bearer token is missing or wrong (it is the server's {self._token_name})"
                 raise RequestRefused(problem, status=401, code="invalid_token")

@@ -59,5 +59,7 @@ async def test_refusals_have_the_form_of_their_api(claude: Any, gpt: Any) -> Non
         await gpt.responses.create(model="policy", input="a", previous_response_id="r")
     with pytest.raises(openai.BadRequestError, match="model"):
         await gpt.responses.create(model=None, input="a")
+    both = gpt.with_options(default_headers={"x-api-key": "of another server"})
+    assert (await both.models.list()).data, "the gateway sends both; one of them is enough"
     with pytest.raises(anthropic.AuthenticationError):
         await claude.with_options(api_key="wrong").messages.create(model="policy", messages=HELLO, max_tokens=4)
