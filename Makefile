@@ -16,8 +16,9 @@ help:
 	@echo "    art, customizer, vllm, ray     services and engines with their real packages"
 	@echo "    frameworks, environments, javascript, trackers, preferences    libraries with their real packages"
 	@echo "    distributed, containers, browser, wheel    torchrun, podman, Chromium, the built package"
+	@echo "    lowest, latest, gguf    other releases of the dependencies, llama.cpp's converter"
 	@echo "make test WITH=list   what each of them tests, and how long it takes"
-	@echo "make check        lint, formatting and types"
+	@echo "make check        lint, formatting, types, and the documentation as a site in build/site"
 	@echo "make examples     train the other examples; one of them: make examples NAME=dpo (or python, real)"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md (about 65 minutes)"
 	@echo "make clean        remove all environments, caches and runs"
@@ -75,6 +76,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/test_with.py --install docs
+	.environments/docs/bin/hadolint Containerfile
+	.environments/docs/bin/python scripts/build_site.py
 	$(BIN)/python -m pytest -m types tests/integrations/nat/test_nat_paths.py
 
 bench: $(VENV)/.installed-dev
@@ -82,4 +86,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .environments examples/javascript/node_modules runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .environments examples/javascript/node_modules runs build .pytest_cache .mypy_cache .ruff_cache

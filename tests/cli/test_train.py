@@ -150,7 +150,7 @@ def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
     done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "2", folder=folder)
     assert (done.returncode, done.stderr) == (0, "")
     row = json.dumps({"question": "fail", "answer": "of the row"})
-    done = run("ask", "runs/answer", "fail", "--row", row, "--checkpoint", "last", folder=folder)
+    done = run("ask", "runs/answer", "fail", "--row", row, "--checkpoint", "latest", folder=folder)
     assert done.returncode == 1
     assert "failed: the agent failed: LookupError: of the row" in done.stderr
 

@@ -729,6 +729,7 @@ def test_what_files_of_the_toolkit_may_not_have(write: Any, sections: dict[str, 
 MAY_CHANGE = (
     *("general.executor*", "finetuning.num_epochs", "finetuning.output_dir", "finetuning.validation.interval"),
     *("finetuning.validation.patience", "finetuning.validation.beside", "finetuning.report_to*", "general.metrics_*"),
+    "finetuning.hub*",
     *("eval.general.max_concurrency", "eval.general.output*", "eval.general.evaluator_timeout", "eval.general.stall_*"),
     *("*.file_path", "*.api_key", "*.base_url", "*.url", "llms.*.timeout", "llms.*.max_retries"),
     *("trainer_adapters.*.device", "trainer_adapters.*.*_timeout", "trainer_adapters.*.keep*"),

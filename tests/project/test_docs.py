@@ -327,7 +327,7 @@ def check_written(path: Path, text: str, block: Block, where: str) -> None:
     elif block.language == "yaml":
         load_config(path)
     else:
-        assert block.language in ("python", "ini", "dockerfile"), where  # the last two: tests/runs/test_operate.py
+        assert block.language in ("python", "ini"), where  # the last: tests/runs/test_operate.py
 
 
 def check_printed(text: str, printed: str) -> None:

@@ -139,6 +139,9 @@ def test_the_card_says_how_the_model_was_trained_and_nothing_of_this_machine(
     assert card.data.library_name == ("peft" if is_adapter else "transformers")
     assert card.data.tags == ["insitu", "grpo", *(["lora"] if kind == "adapters" else [])]
     assert card.data.base_model is None, "the base is a folder of this machine"
+    assert card.data.eval_results is not None
+    (result,) = card.data.eval_results
+    assert (card.data.model_name, result.dataset_name, result.metric_value) == ("out", "held-out rows", 0.75)
     for text in (
         "| method | GRPO (group-relative policy optimization, arXiv:2402.03300) |",
         "## Use",
@@ -147,6 +150,7 @@ def test_the_card_says_how_the_model_was_trained_and_nothing_of_this_machine(
         "e" * 64,
         "| seed | 3 |",
         "`insitu_run_run`, configured by `agent.yml`",
+        "| command | `insitu finetune agent.yml` |",
         '"learning_rate": 0.01',
         "| before training | 0.250 |",
         "| these weights (epoch 1) | 0.750 |",

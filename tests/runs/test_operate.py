@@ -221,7 +221,11 @@ def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
 
 
 def test_the_container_file_has_commands_that_exist(tmp_path: Path) -> None:
-    lines = [line.partition(" ") for line in block("Dockerfile").splitlines()]
+    """`make check` lints it; no base image can be had where these tests run."""
+    text = (ROOT / "Containerfile").read_text()
+    lines = [line.partition(" ") for line in text.splitlines() if not line.startswith("#")]
+    copied = re.findall(r"^!(\S+)$", (ROOT / ".containerignore").read_text(), re.MULTILINE)
+    assert all((ROOT / each).exists() for each in copied)
     allowed = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {name for name, _, _ in lines} <= allowed
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -231,7 +235,7 @@ def test_the_container_file_has_commands_that_exist(tmp_path: Path) -> None:
         pip = subprocess.run([sys.executable, "-m", *words[:2], "--help"], capture_output=True, text=True)
         assert {word for word in words if word.startswith("-")} <= set(re.findall(r"(?<=[ ,])-[\w-]+", pip.stdout))
         assert (ROOT / words[words.index("-c") + 1]).is_file()
-    assert installs[1][-1].removeprefix(".[").removesuffix("]") in extras
+    assert {*installs[1][-1].removeprefix(".[").removesuffix("]").split(",")} <= extras.keys()
     instructions = ("HEALTHCHECK", "ENTRYPOINT", "CMD")
     executed = {name: json.loads(rest[rest.index("[") :]) for name, _, rest in lines if name in instructions}
     assert executed["ENTRYPOINT"] == ["insitu"]

@@ -67,6 +67,7 @@ OPTIONS: dict[str, Any] = {
         "init": "gaussian",
         "dropout": 0.0,
         "target_modules": ["q_proj"],
+        "modules_to_save": ["norm"],
     },
     "dpo": None,
     "kto": None,

@@ -109,12 +109,14 @@ class Workload:
 
     `request_tokens` is the length of a prompt with its completion, `job_tokens` the number of tokens that a training
     job computes; `versions` are the trained versions that are loaded to sample from, besides the starting weights.
-    Without `trains`, the model is only served.
+    Without `trains`, the model is only served. `whole_embeddings`: how many of the embeddings and the head are trained
+    whole beside adapters.
     """
 
     dtype: str = "float32"
     trains: bool = True
     lora_rank: int | None = None
+    whole_embeddings: int = 0
     quantization: str | None = None
     micro_batch_tokens: int = CPU_MICRO_BATCH
     gradient_checkpointing: bool = False
@@ -184,7 +186,8 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         weights = int((shape.parameters - shape.linear) * size + shape.linear * QUANTIZED[workload.quantization])
     trained = 0
     if workload.trains:
-        trained = shape.parameters if lora is None else shape.lora * lora
+        saved = workload.whole_embeddings * shape.vocab * shape.hidden
+        trained = shape.parameters if lora is None else shape.lora * lora + saved
     longest = max(workload.micro_batch_tokens, workload.request_tokens)  # a row is not split
     tokens = min(workload.job_tokens, longest) if workload.trains else 0
     if shape.parameters >= SMALL_MODEL:

@@ -42,10 +42,12 @@ from insitu.wire.json_values import json_form
 from insitu.workflow.event_loop import run_anywhere
 
 T = TypeVar("T")
+ROWS_PER_EPOCH = "trajectory_builders.episodes.rows_per_epoch"
 _OPTIONS = {
     "trainer_adapters.backend.model": "--model",
     "the trainer adapter's model": "--model",
     "finetuning.num_epochs": "--epochs",
+    ROWS_PER_EPOCH: "--rows_per_epoch",
     "finetuning.output_dir": "--output_dir",
     "eval.general.dataset.file_path": "--rows",
     "workflow.function": "AGENT",

@@ -127,6 +127,7 @@ class BackendOptions:
     learner_nodes: int = _option(1, "Machines that train together.", type=_COUNT)
     learner_rendezvous: str | None = _option(None, "HOST:PORT of this machine for the others.")
     sampler: str = _option("embedded", "What samples.", type=click.Choice(["embedded", "vllm"]))
+    sampler_python: str | None = _option(None, "The Python that has vLLM (default: this one).", metavar="PATH")
     sampler_gpus: tuple[int, ...] = _option((), "GPUs of the vLLM to start, as 0,1.", callback=_numbers)
     sampler_tensor_parallel: int = _option(1, "GPUs for each vLLM server.", type=_COUNT)
     sampler_args: dict[str, Any] | None = _option(  # noqa: RUF009

@@ -12,7 +12,7 @@ from insitu.cli import options
 @click.argument("question")
 @click.option("--row", metavar="JSON", help="The row that the agent gets (default: the question alone).")
 @click.option(
-    "--checkpoint", metavar="NAME", help="best, last or the number of a step (default: the best, else the last)."
+    "--checkpoint", metavar="NAME", help="best, latest or the number of a step (default: the best, else the latest)."
 )
 @click.option("--temperature", type=click.FloatRange(min=0), help="Of all its model calls (default: that of training).")
 def command(run_dir: Path, question: str, row: str | None, checkpoint: str | None, temperature: float | None) -> None:
@@ -29,9 +29,7 @@ def command(run_dir: Path, question: str, row: str | None, checkpoint: str | Non
         raise ConfigError(f"--row is not JSON: {error}") from error
     if columns is not None and not isinstance(columns, dict):
         raise ConfigError(f"--row is {row}; it must be a JSON object of columns")
-    if checkpoint == "last":
-        checkpoint = "latest"
-    elif checkpoint is not None and checkpoint.isdecimal():
+    if checkpoint is not None and checkpoint.isdecimal():
         checkpoint = f"step_{int(checkpoint):06d}"
     with Run(run_dir) as run, foreign_errors(WorkflowError, "the agent failed"):
         answer = run.ask(question, row=columns, checkpoint=checkpoint, temperature=temperature)

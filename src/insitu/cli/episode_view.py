@@ -90,6 +90,8 @@ def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
         yield f"  scored later, {scored['timestamp'][:16]}: {_format_text(text, view)}"
     if record["outcome"] == "ok" or record["output"] is not None:
         yield f"  answer: {_format_text(record['output'], view)}"
+    if expected := ((episode.group or {}).get("row") or {}).get("expected"):
+        yield f"  expected: {_format_text(expected, view)}"
 
 
 def _format_training(episode: RecordedEpisode) -> str:

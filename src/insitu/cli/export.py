@@ -31,7 +31,8 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, kind:
             raise ConfigError(not_found("--as: the kind", kind, names("exports")))
         print(load_named("exports", kind)(run_dir, out))
         return
-    from insitu.release.model_export import check_push, export_model, open_source, upload
+    from insitu.errors import BackendError
+    from insitu.release.model_export import check_push, create_repository, export_model, open_source, upload
     from insitu.runs.checkpoints import checkpoint_of_run
 
     source = open_source(run_dir, checkpoint_of_run(run_dir, checkpoint, "--checkpoint"))
@@ -41,4 +42,9 @@ def command(run_dir: Path, out: Path, checkpoint: str | None, merge: bool, kind:
     kind = "adapter" if source.is_adapter and not merge else "model"
     print(f"exported {source.folder.name} of {run_dir} to {out} ({kind})")
     if push is not None:
-        print(f"uploaded to {upload(out, push)}")
+        try:
+            url = create_repository(push)
+            upload(out, push, f"exported by insitu: {out.name}")
+        except BackendError as error:
+            raise BackendError(f"{out} is complete, but {error}") from error
+        print(f"uploaded to {url}")

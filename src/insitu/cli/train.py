@@ -15,6 +15,7 @@ from insitu.wire.redaction import results_console
 @click.option("--rows", required=True, type=options.PATH, help="The rows: .json .jsonl .csv .parquet .xlsx")
 @click.option("--model", required=True, help="A folder, or a name on the Hugging Face Hub.")
 @click.option("--epochs", type=click.IntRange(min=1), default=1, help="Epochs to train.")
+@click.option("--rows_per_epoch", type=click.IntRange(min=1), metavar="N", help="Rows of an epoch (default: all).")
 @click.option("--held_out", default="0.2", help="Fraction of the rows that is scored and not trained, or their file.")
 @click.option("--output_dir", type=options.PATH, help="Run directory (default: runs/FUNCTION).")
 @click.option("--save", type=options.PATH, metavar="FILE", help="Write the run's settings, for `insitu finetune FILE`.")
@@ -25,6 +26,7 @@ def command(
     rows: Path,
     model: str,
     epochs: int,
+    rows_per_epoch: int | None,
     held_out: str,
     output_dir: Path | None,
     save: Path | None,
@@ -34,8 +36,10 @@ def command(
 
     Prints the score on rows that are held out before and after, and what to do next.
     """
-    from insitu.api.train import train
+    from insitu.api.train import ROWS_PER_EPOCH, train
 
+    if rows_per_epoch is not None:
+        override = ((ROWS_PER_EPOCH, str(rows_per_epoch)), *override)
     trained = train(
         agent,
         score,

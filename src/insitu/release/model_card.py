@@ -27,16 +27,24 @@ class CardSubject(NamedTuple):
     is_adapter: bool
 
 
+class _Scores(NamedTuple):
+    """The validations of the weights before training and of these."""
+
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
 def model_card(run: Path, subject: CardSubject) -> str:
     """Markdown with YAML metadata. Names files, but no folders of this machine."""
     settings = RunReader(run).settings(required=True)
-    lines = ["---", yaml.safe_dump(_metadata(subject, settings), sort_keys=False).rstrip(), "---", ""]
+    scores = _validations(run, subject)
+    lines = ["---", yaml.safe_dump(_metadata(subject, settings, scores), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
     lines += _table(("", ""), _training(subject, settings))
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
-    lines += ["", "## Evaluation", "", *_evaluation(run, subject), "", "## Use", "", *_use(subject), ""]
+    lines += ["", "## Evaluation", "", *_evaluation(scores), "", "## Use", "", *_use(subject), ""]
     return "\n".join(lines)
 
 
@@ -46,15 +54,29 @@ def _base(record: TrainingRecord) -> tuple[str, bool]:
     return (path.name, False) if path.is_absolute() else (split_revision(record.started_from)[0], True)
 
 
-def _metadata(subject: CardSubject, settings: dict[str, Any]) -> dict[str, Any]:
+def _metadata(subject: CardSubject, settings: dict[str, Any], scores: _Scores) -> dict[str, Any]:
+    """As the Hub reads it: https://huggingface.co/docs/hub/model-cards#model-card-metadata"""
     base, on_hub = _base(subject.record)
     method = (settings.get("training") or {}).get("method")
+    dataset = settings.get("dataset") or {}
     relation = {"base_model": base, "base_model_relation": "adapter" if subject.is_adapter else "finetune"}
     return {
         "library_name": "peft" if subject.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         **(relation if on_hub else {}),
+        **({"datasets": [dataset["path"]]} if dataset.get("commit") else {}),
         "tags": ["insitu", *filter(None, [method]), *(["lora"] if subject.record.lora else [])],
+        **({"model-index": [_index(subject, scores.after["avg_reward"])]} if scores.after is not None else {}),
+    }
+
+
+def _index(subject: CardSubject, score: float) -> dict[str, Any]:
+    """The score of these weights, as an entry of `model-index`."""
+    metric = {"type": "mean_score", "name": "mean score", "value": score}
+    rows = {"type": "held-out", "name": "held-out rows"}
+    return {
+        "name": subject.name,
+        "results": [{"task": {"type": "text-generation"}, "dataset": rows, "metrics": [metric]}],
     }
 
 
@@ -79,7 +101,9 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
         yield "data", f"{_data(dataset)} (SHA-256 `{dataset['sha256']}`)"
     yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
     yield "seed", str(settings.get("seed"))
-    yield "run", f"`{settings.get('run_id')}`, configured by `{Path(str(settings.get('source'))).name}`"
+    file = Path(str(settings.get("source"))).name
+    yield "run", f"`{settings.get('run_id')}`, configured by `{file}`"
+    yield "command", f"`insitu finetune {file}`"
     yield "insitu", str(settings.get("insitu"))
 
 
@@ -90,14 +114,19 @@ def _data(dataset: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} `{value}`" for key, value in dataset.items() if key != "sha256")
 
 
-def _evaluation(run: Path, subject: CardSubject) -> list[str]:
+def _validations(run: Path, subject: CardSubject) -> _Scores:
     validations = [each for each in RunReader(run).validations() if "error" not in each]
     before = next((each for each in validations if each["epoch"] == 0), None)
     scored = [each for each in validations if each["policy_version"] == subject.record.version]
-    if before is None or not scored:
+    return _Scores(before, scored[-1] if scored else None)
+
+
+def _evaluation(scores: _Scores) -> list[str]:
+    before, after = scores
+    if before is None or after is None:
         return ["These weights were not scored on held-out rows."]
     rows = []
-    for name, record in (("before training", before), (f"these weights (epoch {scored[-1]['epoch']})", scored[-1])):
+    for name, record in (("before training", before), (f"these weights (epoch {after['epoch']})", after)):
         low, high = record["ci95"]
         interval = "unknown" if low is None else f"{low:.3f} to {high:.3f}"
         rows.append((name, f"{record['avg_reward']:.3f}", interval, record["num_examples"]))

@@ -95,36 +95,57 @@ def _merge(adapter: Path, target: Path) -> None:
 
 def check_push(name: str, source: Source, merge: bool) -> None:
     """Raises ConfigError if the upload cannot succeed: a wrong name, a missing package, an adapter of a local model."""
+    check_repository(name, "--push")
+    if source.is_adapter and not merge:
+        check_base(source.record.started_from, "--push", "--merge")
+
+
+def check_repository(name: str, key: str) -> None:
+    """Raises ConfigError naming `key` if it is not the name of a repository, or there is no token of the Hub."""
     hub = _hub()
     try:
         importlib.import_module("huggingface_hub.utils").validate_repo_id(name)
     except ValueError as error:  # huggingface-hub's HFValidationError
-        raise ConfigError(f"--push: {name!r} is not the name of a repository: {error}") from None
+        raise ConfigError(f"{key}: {name!r} is not the name of a repository: {error}") from None
     if hub.get_token() is None:
-        raise ConfigError("--push: no token of the Hugging Face Hub; set HF_TOKEN or run `hf auth login`")
-    base = Path(source.record.started_from)
-    if source.is_adapter and base.is_absolute() and not merge:  # a model of the Hub has a name with one slash
-        raise ConfigError(f"--push: the adapter's base model {base.name} is on this machine only; add --merge")
+        raise ConfigError(f"{key}: no token of the Hugging Face Hub; set HF_TOKEN or run `hf auth login`")
 
 
-def upload(folder: Path, name: str) -> str:
-    """Uploads the folder as one commit to a model repository, a private one if it is new; returns its URL.
+def check_base(model: str | Path, key: str, merge: str) -> None:
+    """Raises ConfigError if those who get an adapter of this model could not get the model; `merge` helps."""
+    if (base := Path(model)).is_absolute():  # a model of the Hub has a name with one slash
+        raise ConfigError(f"{key}: the adapter's base model {base.name} is on this machine only; add {merge}")
 
-    The token is that of the environment or of the user's login. Raises BackendError.
+
+def create_repository(name: str, private: bool = True) -> str:
+    """Creates a model repository of the Hub if there is none of this name; returns its URL. Raises BackendError.
+
+    The token is that of the environment or of the user's login.
+    """
+    try:
+        return str(_hub().HfApi(library_name="insitu").create_repo(name, private=private, exist_ok=True))
+    except Exception as error:  # huggingface-hub raises its own errors, httpx's and OSError
+        raise BackendError(f"the repository {name} cannot be created: {_one_line(error)}") from error
+
+
+def upload(folder: Path, name: str, message: str) -> None:
+    """Uploads the folder as one commit to a model repository; files that are there already are not sent again.
+
+    Raises BackendError.
     """
     api: Any = _hub().HfApi(library_name="insitu")
     try:
-        url = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
-        message = f"exported by insitu: {folder.name}"
         api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, commit_message=message)
-    except Exception as error:  # huggingface-hub raises its own errors, httpx's and OSError
-        reason = format_error(error)
-        raise BackendError(f"{folder} is complete, but its upload to {name} failed: {reason}") from error
-    return str(url)
+    except Exception as error:  # as above
+        raise BackendError(f"its upload to {name} failed: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(format_error(error).split())
 
 
 def _hub() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
-        raise ConfigError(f"--push needs huggingface-hub: {install_command('local')}") from error
+        raise ConfigError(f"uploads need huggingface-hub: {install_command('local')}") from error

@@ -76,6 +76,8 @@ class SamplerOptions(BaseModel):
 
     kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
     """`embedded`: the backend's own process. `vllm`: vLLM servers."""
+    python: str | None = None
+    """The Python of another environment that has vLLM, such as `~/vllm/bin/python`; none: that of the backend."""
     gpus: list[int] | None = None
     """GPUs of the vLLM that the backend starts; none: those that vLLM chooses. There is a server for each
     `tensor_parallel` of them."""
@@ -93,7 +95,7 @@ class SamplerOptions(BaseModel):
         fields = self.model_fields_set - {"kind"}
         if self.kind == "embedded" and fields:
             raise ValueError(f"{', '.join(sorted(fields))}: allowed with _type: vllm only")
-        if self.addresses and (unused := sorted(fields & {"gpus", "tensor_parallel", "args"})):
+        if self.addresses and (unused := sorted(fields & {"python", "gpus", "tensor_parallel", "args"})):
             raise ValueError(f"{', '.join(unused)}: allowed without addresses only, for a vLLM that the backend starts")
         if self.api_key is not None and not self.addresses:
             raise ValueError("api_key: allowed with addresses only")

@@ -18,64 +18,17 @@ from insitu.schemas.components import (
 )
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
+from insitu.schemas.finetuning_parts import ALLOWED_REWARDS as ALLOWED_REWARDS
+from insitu.schemas.finetuning_parts import MAX_REWARD as MAX_REWARD
 from insitu.schemas.finetuning_parts import CurriculumLearningConfig as CurriculumLearningConfig
+from insitu.schemas.finetuning_parts import HubConfig as HubConfig
+from insitu.schemas.finetuning_parts import RewardFunctionConfig as RewardFunctionConfig
 from insitu.schemas.finetuning_parts import ValidationConfig as ValidationConfig
-from insitu.schemas.parts import ShapePart
+from insitu.schemas.finetuning_parts import parse_reward as parse_reward
+from insitu.schemas.finetuning_parts import signed as signed
 from insitu.schemas.training_jobs import KeepConfig
 
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-
-MAX_REWARD = 1e30
-"""Largest magnitude of a reward: squares and sums of larger ones overflow."""
-ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-"""For messages."""
-
-
-def parse_reward(name: str) -> tuple[str, int]:
-    """The evaluator and sign of a reward: `NAME`, or `-NAME` if less is better."""
-    return (name[1:], -1) if name.startswith("-") else (name, 1)
-
-
-def signed(value: float, sign: int) -> float:
-    """A score as a reward; 0 stays 0.0, not -0.0."""
-    return value if sign > 0 else 0.0 - value
-
-
-class RewardFunctionConfig(WritableModel):
-    """The evaluator that provides the reward, and the reward of failed episodes."""
-
-    model_config = _DOCUMENTED
-
-    name: str
-    """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
-    on_failure: float | str = "exclude"
-    """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
-    shape: ShapePart | None = None
-    """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
-    reward."""
-
-    @property
-    def evaluator(self) -> str:
-        """The key under `eval.evaluators`."""
-        return parse_reward(self.name)[0]
-
-    @property
-    def sign(self) -> int:
-        """1, or -1 if less is better."""
-        return parse_reward(self.name)[1]
-
-    @field_validator("on_failure")
-    @classmethod
-    def _exclude_or_number(cls, value: float | str) -> float | str:
-        if value == "exclude":
-            return value
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError("allowed: exclude, or a number") from None
-        if not abs(number) <= MAX_REWARD:  # NaN too
-            raise ValueError(f"allowed: exclude, or a number {ALLOWED_REWARDS}")
-        return number
 
 
 class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
@@ -129,6 +82,11 @@ class TrainerAdapterConfig(TypedBaseModel, BaseModelRegistryTag):
     def served_name(self) -> str | None:
         """The name its model is served under; None if only the running backend knows it."""
         return None
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether its jobs train LoRA adapters over the weights of `starts_from`."""
+        return False
 
     @property
     def starts_from(self) -> str | None:
@@ -206,8 +164,15 @@ class FinetuneConfig(WritableModel):
     """
     report_to: MayChange[list[str]] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
+    hub: MayChange[HubConfig | None] = None
+    """Uploads to the Hugging Face Hub, by a process of its own that does not hold up the run."""
     run_configuration: FinetuneRunConfig | None = None
     """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
+
+    @property
+    def followers(self) -> list[str]:
+        """The names of the trackers that follow the run."""
+        return list(dict.fromkeys([*self.report_to, *(["hub"] if self.hub is not None else [])]))
 
     @field_validator("report_to", mode="before")
     @classmethod

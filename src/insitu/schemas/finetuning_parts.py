@@ -1,13 +1,67 @@
-"""Parts of the section `finetuning`: the curriculum and the validation."""
+"""Parts of the section `finetuning`: the reward, the curriculum, the validation and the uploads."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from insitu.schemas.components import MayChange, WritableModel
+from insitu.schemas.parts import ShapePart
 
 _DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
+MAX_REWARD = 1e30
+"""Largest magnitude of a reward: squares and sums of larger ones overflow."""
+ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+"""For messages."""
+
+
+def parse_reward(name: str) -> tuple[str, int]:
+    """The evaluator and sign of a reward: `NAME`, or `-NAME` if less is better."""
+    return (name[1:], -1) if name.startswith("-") else (name, 1)
+
+
+def signed(value: float, sign: int) -> float:
+    """A score as a reward; 0 stays 0.0, not -0.0."""
+    return value if sign > 0 else 0.0 - value
+
+
+class RewardFunctionConfig(WritableModel):
+    """The evaluator that provides the reward, and the reward of failed episodes."""
+
+    model_config = _DOCUMENTED
+
+    name: str
+    """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
+    on_failure: float | str = "exclude"
+    """`exclude` leaves failed episodes out of their group; a number is used as their reward."""
+    shape: ShapePart | None = None
+    """A [function](../guides/extend.md#a-reward-shape) that turns the score into the reward; none: the score is the
+    reward."""
+
+    @property
+    def evaluator(self) -> str:
+        """The key under `eval.evaluators`."""
+        return parse_reward(self.name)[0]
+
+    @property
+    def sign(self) -> int:
+        """1, or -1 if less is better."""
+        return parse_reward(self.name)[1]
+
+    @field_validator("on_failure")
+    @classmethod
+    def _exclude_or_number(cls, value: float | str) -> float | str:
+        if value == "exclude":
+            return value
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError("allowed: exclude, or a number") from None
+        if not abs(number) <= MAX_REWARD:  # NaN too
+            raise ValueError(f"allowed: exclude, or a number {ALLOWED_REWARDS}")
+        return number
 
 
 class CurriculumLearningConfig(WritableModel):
@@ -57,3 +111,18 @@ class ValidationConfig(WritableModel):
         if self.dataset is None and self.config_file is None:
             raise ValueError("dataset is missing (or config_file, whose dataset is then used)")
         return self
+
+
+class HubConfig(WritableModel):
+    """Uploads checkpoints, as `insitu export` writes them, to the Hugging Face Hub while the run goes on."""
+
+    model_config = _DOCUMENTED | ConfigDict(extra="forbid")
+
+    repo: str
+    """The model repository, `OWNER/NAME`, which is created if it does not exist."""
+    push: Literal["best", "last"] = "best"
+    """`best`: the weights with the best validation score so far; `last`: the newest that are written."""
+    private: bool = True
+    """Whether a repository that is created is private."""
+    merge: bool = False
+    """Merge an adapter into its base model."""

@@ -27,3 +27,6 @@ class LoRASettings(BaseModel):
     """Always 0: with dropout the learner's log-probabilities would not be those of the sampler."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get adapters: module names or suffixes, or `all-linear`."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as `lm_head`. vLLM cannot
+    load these, and of tied embeddings neither side can be named."""

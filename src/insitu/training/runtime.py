@@ -106,7 +106,7 @@ async def finetuning_main(run_config: FinetuneRunConfig | Config, console: Conso
     with MonitorPort(config.general.metrics_host, config.general.metrics_port, folder) as port:
         async with (
             ready_run(config, request, console) as ready,
-            reported(finetuning.report_to, folder),
+            reported(finetuning.followers, folder),
             port.serving() as url,
         ):
             if url is not None:
@@ -176,7 +176,7 @@ async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> 
     config = config or requested_config(request)
     if not config.finetuning.enabled:
         raise ConfigError(f"{config.source}: finetuning.enabled is false; set it to true to train")
-    check_trackers(config.finetuning.report_to)
+    check_trackers(config)
     if isinstance(request.resume, Path) and not holds_run(request.resume):
         raise ConfigError(f"--resume: {request.resume} holds no run that can continue")
     completed = _with_validation(request, config)

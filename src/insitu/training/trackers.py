@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from insitu.config import Config
 from insitu.errors import ConfigError, PluginError, foreign_errors, install_command, not_found
 
 GROUP = "insitu.trackers"
@@ -51,6 +52,14 @@ class Tracker(ABC):
     package: ClassVar[str | None] = None
     """What it imports, apart from what insitu needs itself; the package is installed by the extra of insitu `extra`."""
     extra: ClassVar[str | None] = None
+    key: ClassVar[str] = KEY
+    """The key of the file that asks for it."""
+    end_seconds: ClassVar[float] = 10.0
+    """How long it may take after the end of a run."""
+
+    @classmethod  # noqa: B027 - optional
+    def check(cls, config: Config) -> None:
+        """Raises ConfigError if it cannot follow the run of a file."""
 
     @classmethod
     def server(cls) -> str | None:
@@ -82,12 +91,13 @@ def tracker_class(name: str) -> type[Tracker]:
     return tracker
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError for a tracker that does not exist, or whose package is not installed."""
-    if names:
+def check_trackers(config: Config) -> None:
+    """Raises ConfigError for a tracker that does not exist, cannot follow the run, or whose package is missing."""
+    if config.finetuning.followers:
         _processes()
-    for name in names:
+    for name in config.finetuning.followers:
         tracker = tracker_class(name)
+        tracker.check(config)
         if tracker.package is None:
             continue
         spec = find_spec(tracker.package)

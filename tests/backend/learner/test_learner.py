@@ -14,6 +14,7 @@ import torch
 from factories import disk_space
 from marks import slow_after, slow_but
 from model_families import tiny_config
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -31,6 +32,8 @@ from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
 
 LORA = {"rank": 4, "alpha": 8}
+WHOLE = {**LORA, "modules_to_save": ["lm_head", "model.norm"]}
+"""Adapters, and beside them modules that are trained whole."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -301,8 +304,10 @@ def test_a_job_that_fails_leaves_everything_as_it_was(llama, tmp_path, lora):
     assert sorted(p.name for p in (tmp_path / "a/checkpoints").iterdir()) == ["step_000001", "step_000002"]
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("kind", slow_but(["gpt2"], ["llama", "gpt2"]))
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    slow_after(3, [("gpt2", None), ("gpt2", LORA), ("llama", WHOLE), ("llama", None), ("llama", LORA)]),
+)
 def test_a_checkpoint_is_a_model_and_training_goes_on_from_it(models, tmp_path, kind, lora):
     loaded = models[kind]
     rows = make_rows(loaded.module)
@@ -349,6 +354,37 @@ def test_adapters_share_the_base_with_what_is_served(llama, tmp_path):
     size = sum(path.stat().st_size for path in result.checkpoint.glob("*.safetensors"))
     assert (result.checkpoint / "adapter_model.safetensors").exists()
     assert size < 200_000
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_modules_are_trained_whole_beside_adapters(llama, tmp_path):
+    """As peft does, which reads the checkpoint, also merged."""
+    rows = make_rows(llama.module)
+    result, _ = train(Learner(llama, tmp_path), rows, lora=WHOLE)
+    saved = load_file(result.checkpoint / "adapter_model.safetensors")
+    whole = {name: value for name, value in saved.items() if "lora_" not in name}
+    assert sorted(whole) == ["base_model.model.lm_head.weight", "base_model.model.model.norm.weight"]
+    assert not torch.equal(whole["base_model.model.lm_head.weight"], llama.module.lm_head.weight)
+    tokens = rows[0].token_ids.tolist()
+    base = AutoModelForCausalLM.from_pretrained(llama.source)
+    adapted = PeftModel.from_pretrained(base, result.checkpoint)
+    expected = reference_logprobs(adapted, tokens)
+    assert torch.allclose(reference_logprobs(result.module, tokens), expected, atol=1e-6)
+    assert torch.allclose(reference_logprobs(adapted.merge_and_unload(), tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "says"),
+    [
+        ("tail", False, "lora.modules_to_save names tail, but the model has no such module with weights"),
+        ("lm_head", True, "lora.modules_to_save names lm_head, but this model's embeddings are tied"),
+        ("model", True, "lora.modules_to_save names model, but this model's embeddings are tied"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole(tmp_path, name, tied, says):
+    loaded = load_model(str(save_tiny_model(tmp_path, tie_word_embeddings=tied)), "cpu")
+    with pytest.raises(BackendError, match=says):
+        build_policy(loaded, LoRASettings(modules_to_save=[name]), seed=0)
 
 
 @pytest.mark.slow
@@ -448,7 +484,7 @@ def test_the_learning_rate_over_a_run():
     assert rates(5, warmup=0.4, schedule="linear") == pytest.approx([0.5, 1, 1, 2 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize("lora", slow_after(1, [None, LORA]))
+@pytest.mark.parametrize("lora", slow_after(1, [None, LORA, WHOLE]))
 def test_a_backend_started_again_continues_its_training(llama, tmp_path, lora):
     """As if it had never stopped; with the model it was told to load, or with the checkpoint it made last."""
     rows = make_rows(llama.module)

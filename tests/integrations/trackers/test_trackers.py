@@ -207,6 +207,7 @@ async def test_a_tracker_that_hangs_is_ended_with_the_run(
     tmp_path: Path, site: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(site)
     made_up(tmp_path, 2)
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(HANGS), reported([name], tmp_path, end_seconds=0.3):
@@ -222,6 +223,7 @@ async def test_a_run_that_cannot_be_followed_is_a_warning(
 ) -> None:
     """Such as that of the NeMo Customizer trainer, or of a plugin's."""
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(site)
     (made_up(tmp_path, 2) / "progress.json").unlink()
     with caplog.at_level(logging.WARNING):
         async with reported(["recording"], tmp_path):
@@ -291,6 +293,7 @@ async def test_a_tracker_that_was_killed_says_why(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(site)
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(HANGS), reported(["killed"], made_up(tmp_path, 2)):
             await until(lambda: caplog.records)

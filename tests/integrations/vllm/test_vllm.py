@@ -43,6 +43,7 @@ ADDRESS = "http://10.0.0.7:8000"
         ({"_type": "vllm", "addresses": ["10.0.0.7:8000"]}, "addresses has '10.0.0.7:8000'; each must begin with http"),
         ({"_type": "vllm", "addresses": [ADDRESS, ADDRESS]}, "addresses has the same address twice"),
         ({"_type": "vllm", "addresses": [ADDRESS], "args": {"x": 1}}, "args: allowed without addresses only"),
+        ({"_type": "vllm", "addresses": [ADDRESS], "python": "x"}, "python: allowed without addresses only"),
         ({"_type": "vllm", "api_key": "k"}, "api_key: allowed with addresses only"),
         ({"_type": "vllm", "args": {"served_model_name": "x"}}, "args has served_model_name, which the backend sets"),
     ],
@@ -140,6 +141,8 @@ def test_an_address_without_a_server_is_refused_at_start() -> None:
             ("--sampler", "vllm"),
             "sampler: vllm is not installed in the Python of the backend (pip install -e",
         ),
+        (("--sampler", "vllm", "--sampler_python", sys.executable), f"sampler.python: {sys.executable} has no vllm"),
+        (("--sampler", "vllm", "--sampler_python", "/no/python"), "sampler.python: /no/python cannot be run: "),
     ],
 )
 def test_options_of_the_command_that_do_not_fit(options: tuple[str, ...], problem: str) -> None:

@@ -129,7 +129,7 @@ class TrainablePolicy:
             self.overwrite((name, as_master(name, p)) for name, p in module.to(self.loaded.device).named_parameters())
         else:
             prefix = f".{self.module.active_adapter}."
-            short = {name.replace(prefix, "."): name for name in self.trainable}
+            short = {name.replace(".modules_to_save", "").replace(prefix, "."): name for name in self.trainable}
             path = folder / "adapter_model.safetensors"
             with wrap_errors(f"{path} cannot be read"):
                 saved = load_file(path)
@@ -173,15 +173,20 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
     if lora is not None and loaded_adapter(loaded.module) is None:
         module = _with_adapters(loaded, lora, seed)
     else:
-        trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or "lora_" in name}
+        trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or _is_adapted(name)}
         weights = {name: as_master(name, p) for name, p in trained.items()}
         module = replace_weights(loaded.module, weights)
     for name, parameter in module.named_parameters():
-        if lora is None or "lora_" in name:
+        if lora is None or _is_adapted(name):
             parameter.requires_grad_(True)
     if lora is not None:
         speed_up(module)
     return TrainablePolicy(module, lora, loaded)
+
+
+def _is_adapted(name: str) -> bool:
+    """Whether a parameter of a model with adapters is trained."""
+    return "lora_" in name or ".modules_to_save." in name
 
 
 @torch.no_grad()
@@ -207,17 +212,15 @@ def loaded_adapter(module: nn.Module) -> LoRASettings | None:
     if not configs:
         return None
     config = configs[module.active_adapter]
-    if config.peft_type != "LORA" or config.modules_to_save:
-        raise BackendError(
-            f"the adapter is of type {config.peft_type} with modules_to_save {config.modules_to_save}; "
-            "only LORA adapters without modules_to_save can be trained"
-        )
+    if config.peft_type != "LORA":
+        raise BackendError(f"the adapter is of type {config.peft_type}; only LORA adapters can be trained")
     targets = config.target_modules
     return LoRASettings(
         rank=config.r,
         alpha=config.lora_alpha,
         rslora=config.use_rslora,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
+        modules_to_save=list(config.modules_to_save or ()),
     )
 
 
@@ -245,12 +248,14 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
     from peft import LoraConfig, get_peft_model
 
     check_patterns("lora", {"target_modules": lora.target_modules}, loaded.module)
+    _check_saved(loaded.module, lora.modules_to_save)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         use_rslora=lora.rslora,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
         target_modules=_target_modules(loaded.module, lora),
+        modules_to_save=list(lora.modules_to_save) or None,
         task_type="CAUSAL_LM",
         revision=split_revision(loaded.source)[1],
     )
@@ -262,6 +267,21 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
     check_experts(f"lora.target_modules is {lora.target_modules!r}", module)
     return module
+
+
+def _check_saved(module: Any, names: Sequence[str]) -> None:
+    """Raises BackendError for modules to train whole that the model lacks, or that it shares the weights of."""
+    own = dict(module.named_modules())
+    embeddings = (module.get_input_embeddings(), module.get_output_embeddings())
+    tied = embeddings[0] is not None and embeddings[1] is not None and embeddings[0].weight is embeddings[1].weight
+    for name in names:
+        found = [each for path, each in own.items() if path.endswith(name)]  # as peft chooses them
+        if not any(True for each in found for _ in each.parameters()):
+            raise BackendError(f"lora.modules_to_save names {name}, but the model has no such module with weights")
+        if tied and any(part is shared for each in found for part in each.modules() for shared in embeddings):
+            raise BackendError(
+                f"lora.modules_to_save names {name}, but this model's embeddings are tied: one is the other"
+            )
 
 
 def _target_modules(module: nn.Module, lora: LoRASettings) -> str | list[str]:

@@ -34,8 +34,8 @@ from insitu.wire.redaction import hide_url_secrets, redact, redact_stream, remem
 
 logger = logging.getLogger(__name__)
 
-END_SECONDS = 10.0
-"""How long trackers may take after the end of a run, all together."""
+_QUIET_SECONDS = 10.0
+"""How long the end of a run waits for a tracker before it says so."""
 ORPHAN_SECONDS = 5.0
 """How long the tracker of an earlier process of the run may take to end, before it is killed."""
 _CONNECT_SECONDS = 5.0
@@ -47,8 +47,11 @@ _NOTE = "the files of the run have everything"
 
 
 @asynccontextmanager
-async def reported(names: Sequence[str], folder: Path, end_seconds: float = END_SECONDS) -> AsyncIterator[None]:
-    """Trackers follow the run in `folder` while the body runs. One that fails is reported once, as a warning."""
+async def reported(names: Sequence[str], folder: Path, end_seconds: float | None = None) -> AsyncIterator[None]:
+    """Trackers follow the run in `folder` while the body runs. One that fails is reported once, as a warning.
+
+    Each may take `end_seconds` after it, or what its class allows.
+    """
     path = _absolute(folder)
     running = [asyncio.create_task(_run_process(name, path, end_seconds), name=f"tracker {name}") for name in names]
     running += [asyncio.create_task(_check_server(name), name=f"server of {name}") for name in names]
@@ -76,30 +79,34 @@ async def _check_server(name: str) -> None:
         logger.warning("%s: %s cannot reach %s: %s; %s", KEY, name, hide_url_secrets(url), why, _NOTE)
 
 
-async def _run_process(name: str, folder: Path, end_seconds: float) -> None:
+async def _run_process(name: str, folder: Path, end_seconds: float | None) -> None:
     """Runs a tracker's process until it has ended; if cancelled, tells it to end, and kills it if it does not."""
+    key, end_seconds = tracker_class(name).key, end_seconds or tracker_class(name).end_seconds
     log = folder / TRACKERS / f"{name}.log"
     command = [sys.executable, "-m", "insitu.integrations.trackers.processes", name, str(folder)]
     try:
         process = ChildProcess(command, log, os.environ, stdin=subprocess.PIPE, append=True)
     except OSError as error:
-        logger.warning("%s: %s cannot be started: %s; %s", KEY, name, error, _NOTE)
+        logger.warning("%s: %s cannot be started: %s; %s", key, name, error, _NOTE)
         return
     try:
         await process.end()
     except asyncio.CancelledError:
         process.close_input()
-        await process.end(end_seconds)
+        await process.end(min(_QUIET_SECONDS, end_seconds))
+        if not process.ended and end_seconds > _QUIET_SECONDS:
+            logger.warning("%s: the run has ended; %s may take up to %g s more", key, name, end_seconds)
+            await process.end(end_seconds)
     finally:
         ended_itself, code = process.ended, process.code or 0
         await asyncio.to_thread(process.kill)
     if not ended_itself:
-        logger.warning("%s: %s did not end within %g s after the run; %s", KEY, name, end_seconds, _NOTE)
+        logger.warning("%s: %s did not end within %g s after the run; %s", key, name, end_seconds, _NOTE)
     elif code:
         why = " (as when memory runs out)" if code == -signal.SIGKILL else ""
         how = "has failed" if code > 0 else process.outcome() + why
         last = redact((last_lines(log) or ["without a message"])[-1][:300])
-        logger.warning("%s: %s %s: %s (%s); %s", KEY, name, how, last, log, _NOTE)
+        logger.warning("%s: %s %s: %s (%s); %s", key, name, how, last, log, _NOTE)
 
 
 def _absolute(folder: Path) -> Path:

@@ -131,6 +131,8 @@ class VllmSampler(Sampler):
                 problem = f"lora is set, but {replica.name} cannot load adapters"
                 flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 raise RequestRefused(f"sampler: {problem}: start it with {flags}", param="settings.lora")
+        if lora is not None and lora.modules_to_save:
+            raise RequestRefused("lora.modules_to_save: vLLM loads adapters only", param="settings.lora")
         if lora is not None and self._started_rank is not None and lora.rank > self._started_rank:
             problem = f"lora.rank is {lora.rank}, but vLLM was started for adapters of rank {self._started_rank}"
             raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ from insitu.wire.child_process import ChildProcess
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allows as the maximum rank of adapters."""
+
+
+_LOOK_SECONDS = 60.0
 
 
 class StartedServer:
@@ -88,8 +92,7 @@ def started_servers(
     options: SamplerOptions, loaded: LoadedModel, max_length: int, adapter_rank: int | None, folder: Path
 ) -> list[StartedServer]:
     """The servers of the options, not yet started: one for each `tensor_parallel` GPUs; they log into `folder`."""
-    if importlib.util.find_spec("vllm") is None:
-        raise BackendError(f"sampler: vllm is not installed in the Python of the backend ({install_command('vllm')})")
+    python = _python_with_vllm(options)
     size = options.tensor_parallel
     groups = [options.gpus[at : at + size] for at in range(0, len(options.gpus), size)] if options.gpus else [None]
     model = base_and_adapter(loaded.source)[0]
@@ -101,13 +104,32 @@ def started_servers(
         link_model(Path(model), links)
         model = str(links)
     settings = _settings(options, model, loaded, max_length, adapter_rank)
-    command = [sys.executable, "-m", SERVER_MODULE, *_arguments(settings)]
+    command = [python, "-m", SERVER_MODULE, *_arguments(settings)]
     servers = []
     for index, gpus in enumerate(groups):
         name = "the vLLM server" if len(groups) == 1 else f"vLLM server {index}"
         log = folder / ("vllm.log" if len(groups) == 1 else f"vllm.{index}.log")
         servers.append(StartedServer(name, command, _environment(gpus), log))
     return servers
+
+
+def _python_with_vllm(options: SamplerOptions) -> str:
+    """Raises BackendError if there is none."""
+    if options.python is None:
+        if importlib.util.find_spec("vllm") is None:
+            here = f"the Python of the backend ({install_command('vllm')}, or name another Python with the key python)"
+            raise BackendError(f"sampler: vllm is not installed in {here}")
+        return sys.executable
+    python = str(Path(options.python).expanduser())
+    look = "import importlib.util, sys; sys.exit(3 * (importlib.util.find_spec('vllm') is None))"
+    try:
+        done = subprocess.run([python, "-c", look], capture_output=True, check=False, timeout=_LOOK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"sampler.python: {python} cannot be run: {error}") from error
+    if done.returncode:
+        why = "has no vllm" if done.returncode == 3 else f"fails: {done.stderr.decode(errors='replace').strip()[-200:]}"
+        raise BackendError(f"sampler.python: {python} {why}")
+    return python
 
 
 def _settings(

@@ -189,6 +189,10 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         return self.keep
 
     @property
+    def trains_adapters(self) -> bool:
+        return self.training.lora is not None
+
+    @property
     def starts_from(self) -> str | None:
         return self.model
 

@@ -21,6 +21,8 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 _LETTERS_PER_TOKEN = 4
 _AROUND_QUESTION = 64
 """Tokens of a prompt besides the row's question: the template, and instructions."""
+_EMBEDDINGS = {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"}
+"""Names of the modules with a vector for each token."""
 _COMPLETION = 1024
 """Tokens of a completion if no `max_tokens` limits them."""
 
@@ -43,6 +45,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     workload = Workload(
         dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
+        whole_embeddings=len(_EMBEDDINGS.intersection(training.lora.modules_to_save)) if training.lora else 0,
         quantization=block.quantization,
         micro_batch_tokens=training.micro_batch_tokens if on_gpu else min(training.micro_batch_tokens, CPU_MICRO_BATCH),
         gradient_checkpointing=training.gradient_checkpointing,
