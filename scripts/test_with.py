@@ -102,7 +102,8 @@ def install_with_uv(python: Path, wanted: list[str], unwanted: list[str]) -> Non
     asked = [python, "-m", "pip", "config", "get", "global.find-links"]
     links = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
     run(uv, "pip", "install", "--quiet", "--python", python, *wanted, UV_FIND_LINKS=links)
-    run(uv, "pip", "uninstall", "--quiet", "--python", python, *unwanted)
+    if unwanted:
+        run(uv, "pip", "uninstall", "--quiet", "--python", python, *unwanted)
 
 
 def python_for(entry: dict[str, Any]) -> str | None:

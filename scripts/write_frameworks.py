@@ -3,7 +3,6 @@
 import ast
 import json
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,22 @@ from insitu.errors import install_command
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests/with_frameworks" / "results"
 PAGE = ROOT / "docs" / "frameworks.md"
+AGENTS = Path("src/insitu/starter/agents")
+"""What `insitu init --framework` writes."""
 MODES = ("whole", "streamed")
 HEAD = """# Agent frameworks
 
-`builder.get_llm(name, wrapper_type=NAME)` returns a framework's native model object, and every completion it samples is
-captured for training. The packages are extras of insitu; install them in the root of the clone, with `.venv` activated.
+`insitu init NAME --framework NAME` writes a project with one of the agents below. Its file names the function that
+builds the agent, and the framework whose model object the function is given:
+
+```yaml fragment
+workflow: {_type: python, function: "agent:build", framework: langgraph, model: student}
+```
+
+Every completion that the model object samples is captured for training. In a [component of your
+own](guides/extend.md#register-a-component), `builder.get_llm(name, wrapper_type=NAME)` returns the object, as in the
+full examples. The packages are extras of insitu; install them in the root of the clone, with `.venv` activated. Some
+exclude one another: [two environments](#two-environments) serve one run.
 
 | framework | `wrapper_type` | package | tested version | streaming | tool steps | if a tool raises | concurrent calls |
 |---|---|---|---|---|---|---|---|
@@ -24,11 +34,17 @@ captured for training. The packages are extras of insitu; install them in the ro
 TAIL = """
 ## What is tested
 
-`make test WITH=frameworks` tests each row of the table with the real package against a real `insitu backend`: an agent
-with one tool runs 12 episodes concurrently, the captured token ids and logprobs are compared with what the backend
-sampled, every model call and tool run must belong to its own episode, and one training job must change the policy
-version. The tool raises an exception for one of three questions. Its `TOOL_END` step carries the error; the framework
-either reports it to the model and continues, or ends its run, which fails the episode.
+`make test WITH=frameworks`: each row of the table with the real package and a real backend. 12 concurrent episodes have
+a tool that raises for one question in three; the captured token ids and logprobs are those that the backend sampled,
+every call and tool run belongs to its own episode, and a job changes the policy version.
+
+## Two environments
+
+crewai, autogen, verifiers, openenv, inspect and vllm need versions of packages that some of the others exclude;
+`[tool.uv]` in `pyproject.toml` lists the pairs. The agent and the control plane are in one environment, the backend in
+another, `insitu backend --model ... --output_dir ...`, to which the file's trainer adapter has the `url` in place of
+`model`. vLLM can have [its own](guides/scale.md#sample-by-vllm), and an agent too, as [a
+program](guides/external-agents.md).
 
 ## Other frameworks
 
@@ -78,10 +94,10 @@ def _line(name: str, found: dict[str, Any]) -> str:
 
 
 def _section(name: str, found: dict[str, Any]) -> str:
-    example = Path("examples/frameworks") / f"{name}_agent.py"
+    example, agent = (Path("examples/frameworks") / f"{name}_agent.py", AGENTS / f"{name}.py.txt")
     return (
         f"\n## {found['framework']}\n\n{_prose(ROOT / f'src/insitu/integrations/frameworks/{name}.py')}\n\n"
-        f"```python from={example}\n{_agent(ROOT / example)}```\n\n[Full example](../{example}).\n"
+        f"```python from={agent}\n{(ROOT / agent).read_text()}```\n\n[With `get_llm`](../{example}).\n"
     )
 
 
@@ -103,26 +119,6 @@ def _is_code(text: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-def _agent(example: Path) -> str:
-    """Returns the parts of an example that use insitu: its imports and the body of the `agent` factory."""
-    source = example.read_text()
-    tree = ast.parse(source)
-    made = next(n for n in tree.body if isinstance(n, ast.AsyncFunctionDef) and n.name == "agent")
-    body = source.splitlines()[made.body[0].lineno - 1 : made.body[-1].lineno - 1]  # to the `yield` that ends it
-    return "".join(_imports(tree)) + textwrap.dedent("\n".join(body)).rstrip() + "\n"
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    found = [
-        n
-        for n in tree.body
-        if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("insitu.integrations.frameworks")
-    ]
-    yield from (f"{ast.unparse(node)}\n" for node in found)
-    if found:
-        yield "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A YAML file becomes a frozen `Config`: overrides, environment variables, and a check of every key.
 
 In: a file, or its contents, and what a request overrides. Out: a `Config`, which nothing writes to, or a ConfigError
-with all problems. Read this file first, then `schemas/config`, `short_form` and `checking`.
+with all problems. Read this file first, then `schemas/config`, `yaml_loader` (also overrides),
+`short_form` and `checking`.
 """
 
 import copy

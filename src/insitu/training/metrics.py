@@ -202,8 +202,11 @@ def without_variance(collected: TrajectoryCollection, drop_reasons: Mapping[str,
     return [group for group in collected.trajectories if any(drop_reasons.get(str(t.id)) == _ALIKE for t in group)]
 
 
-def likely_causes(groups: Sequence[Group]) -> list[Cause]:
-    """Why the episodes of each of these groups scored the same, as far as their calls and scores show it."""
+def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] = ()) -> list[Cause]:
+    """Why the episodes of each of these groups scored the same, as far as their calls and scores show it.
+
+    `earlier` are the lines of `reward_history.json` of the run's epochs before.
+    """
     if not groups:
         return []
     causes = []
@@ -221,12 +224,25 @@ def likely_causes(groups: Sequence[Group]) -> list[Cause]:
     if len(rewards) == 1:
         change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
         change += "some answers are good"
-        causes.append(Cause("constant_reward", f"every episode has the reward {rewards.pop():g}", change))
+        reward = rewards.pop()
+        what = f"every episode has the reward {reward:g}"
+        if better := [line for line in earlier if _is_above(line, reward)]:
+            best = max(better, key=lambda line: float(line["avg_reward"]))
+            what += f", after {best['avg_reward']:.3g} on average in epoch {best['epoch']}: the model has moved too far"
+            change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
+            change += "reference_gap of training_metrics.jsonl show where it left"
+        causes.append(Cause("constant_reward", what, change))
     elif not causes:
         what = f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row"
         change = "use rows that are neither too easy nor too hard, or a finer score"
         causes.append(Cause("same_reward_in_groups", what, change))
     return causes
+
+
+def _is_above(line: Mapping[str, Any], reward: float) -> bool:
+    """Whether an epoch's mean is above a reward by more than a tenth of what its best episode is."""
+    average, best = line["avg_reward"], line["max_reward"]
+    return average is not None and best is not None and average - reward > 0.1 * (best - reward)
 
 
 def untrained_causes(reported: Mapping[str, Any]) -> list[Cause]:

@@ -142,7 +142,8 @@ class Run:
         self.results[epoch] = result = EpochResult(metrics | {"job": None, "seconds": timings})
         result.add_reported("selection", reported)
         if not any(collection.trajectories):
-            causes = likely_causes(without_variance(collected.collection, collection.drop_reasons))
+            earlier = [line for line in self.rewards if line["epoch"] < epoch]
+            causes = likely_causes(without_variance(collected.collection, collection.drop_reasons), earlier)
             self._causes = [*map(str, (*causes, *untrained))]
             dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
             self.warn(epoch, "; ".join([dropped, *self._causes]))

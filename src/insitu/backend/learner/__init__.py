@@ -1,12 +1,18 @@
 """Training: from rows to new weights; start reading at jobs, then learner.
 
 jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
+snapshots       which versions get a checkpoint, and which jobs are logged instead
+versions        the versions on disk, and which expire, by the rule in `disk/model_files`
+states          the weights and optimizer that the next job continues from
 learner         the weights of a policy from job to job, and the learners of all policies
 parts           jobs whose rows come in parts, computed as they arrive
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses          the losses as pure functions
+kl_rows         the rows of which the KL divergence from the starting weights is measured
 batches         rows to optimizer steps, micro-batches and tensors, and the ranks that share them
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
+prefix_tree     attention over rows of which many begin alike
+adapters        the products of LoRA layers
 policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files
 """
