@@ -19,7 +19,7 @@ HEAD = """# Agent frameworks
 `insitu init NAME --framework NAME` writes a project with one of the agents below. Its file names the function that
 builds the agent, and the framework whose model object the function is given:
 
-```yaml fragment
+```text
 workflow: {_type: python, function: "agent:build", framework: langgraph, model: student}
 ```
 

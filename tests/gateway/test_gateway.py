@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import anthropic
@@ -30,6 +31,7 @@ from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
+from insitu.wire.paced_connections import BURST, SHARE, Parsing
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
@@ -378,6 +380,58 @@ async def test_what_an_episode_sends_is_limited(server: FakeOpenAI) -> None:
         with EpisodeScope() as other, gateway.endpoint(other) as door:
             assert (await post(f"{door.openai_url}/chat/completions", of(1)))[0] == 200
     assert len(scope.calls) == 1
+
+
+async def test_small_values_count_as_what_they_take_in_memory(server: FakeOpenAI) -> None:
+    body = {"messages": ask("hi"), "x": [{}] * 100_000}
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            url = f"{door.openai_url}/chat/completions"
+            statuses = [(await post(url, io.BytesIO(json.dumps(body | {"n": 20}).encode())))[0] for _ in range(3)]
+            assert statuses == [200, 200, 413]
+
+
+async def test_an_error_repeats_no_long_key(server: FakeOpenAI) -> None:
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            body = json.dumps({"model": "x", "input": "a", "k" * 10**6: 1}).encode()
+            status, answer = await post(f"{door.openai_url}/responses", io.BytesIO(body))
+    assert status == 400
+    assert len(json.dumps(answer)) < 5000
+
+
+def test_parsing_has_a_share_of_the_time() -> None:
+    parsing = Parsing()
+    assert parsing.wait(0.0) == 0
+    parsing.spend(0.0, 1.0)  # seconds; the next is due when they are the share
+    assert parsing.wait(1.0) == pytest.approx((1.0 - BURST) / SHARE - 1.0)
+    assert parsing.wait(100.0) == 0
+
+
+async def test_a_body_in_tiny_chunks_arrives_whole(server: FakeOpenAI) -> None:
+    """Also when its connection was not read for a while."""
+    body = json.dumps({"messages": ask("hi"), "user": "x" * 100_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            path = urlsplit(f"{door.openai_url}/chat/completions").path
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+            )
+
+            async def ask_once() -> bytes:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head + chunks)
+                answer = await reader.read()
+                writer.close()
+                return answer
+
+            async with gateway.serving(listener):
+                answers = await asyncio.gather(*(ask_once() for _ in range(4)))
+    assert all(b"200 OK" in answer and b"echo: hi" in answer for answer in answers)
+    assert len(scope.calls) == 4
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import socket
@@ -323,6 +324,11 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
         ),
         (["make", "-s", "built"], "write('tests', 'exit 0')"),
         (
+            ["sh", "-c", f"git init -q; git config core.hooksPath .hooks; git checkout -q -b x; {shlex.join(CHECK)}"],
+            "os.mkdir('.hooks'); write('.hooks/post-checkout', '#!/bin/sh\\necho 1 > reward.json');"
+            "os.chmod('.hooks/post-checkout', 0o755)",
+        ),
+        (
             ["sh", "-c", f"(cd solutions && git status) > /dev/null; {sys.executable} cases/check.py"],
             "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
             "write('solutions/HEAD', 'ref: refs/heads/a');"
@@ -345,6 +351,7 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
         "root",
         "plugin",
         "built",
+        "hooks",
         "bare",
     ],
 )
@@ -499,26 +506,31 @@ async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI
 async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:
     """Not in the project's repository, in what earlier runs kept, or in results that are made later; nor are rows."""
     run(["git", "init", "-q", str(tested)])
-    (tested / "rows.jsonl").write_text('{"id": 7, "question": "hi", "answer": "secret"}')
+    (elsewhere := tested / "elsewhere").mkdir()
+    (elsewhere / "rows.jsonl").write_text('{"id": 7, "question": "hi", "answer": "secret"}')
+    for system in (".git/objects", ".hg", ".svn"):
+        (elsewhere / system).mkdir(parents=True)
+        (elsewhere / system / "history").touch()
     for place in ("out.1", "other"):
         (tested / place).mkdir()
         (tested / place / "run.json").write_text("{}")
     code = f"""
 import os
 os.chdir({str(tested)!r})
-print([name for name in ('.git', 'out', 'out.1', 'other', 'checks') if os.listdir(name)])
-open('rows.jsonl').read()
+histories = [f'elsewhere/{{name}}' for name in ('.git', '.hg', '.svn')]
+print([name for name in (*histories, '.git', 'out', 'out.1', 'other', 'checks') if os.listdir(name)])
+open('elsewhere/rows.jsonl').read()
 """
     async with agent(tested, server, code, verify=CHECK, verify_files="checks"):
         config = json.loads((tested / "config.yml").read_text())
     assert not (tested / "out").exists()
-    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "elsewhere/rows.jsonl"}
     (tested / "config.yml").write_text(json.dumps(config))
     load_dataset(load_config(tested / "config.yml"))
     async with Builder(load_config(tested / "config.yml")) as builder:
         workflow = await builder.get_workflow()
         (tested / "out/made").mkdir()
-        with pytest.raises(WorkflowError, match=r"Permission denied: 'rows.jsonl'"):
+        with pytest.raises(WorkflowError, match=r"Permission denied: 'elsewhere/rows.jsonl'"):
             await episode(workflow)
         (tested / "agent.py").write_text(code.replace("open(", "str("))
         with pytest.raises(WorkflowError, match="no attribute 'read'"):
@@ -546,9 +558,17 @@ print([name for name in ('out', 'trained/old', 'runs') if os.listdir(name)])
         assert await episode(await builder.get_workflow()) == "[]"
 
 
+async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: FakeOpenAI) -> None:
+    code = "raise SystemExit('\\x1b]0;title\\x07\\x9b2J')"
+    with pytest.raises(WorkflowError, match="\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}") as raised:
+        await outcome(project, server, code)
+    assert not {"\x1b", "\x07", "\x9b"} & {*str(raised.value)}
+
+
 async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, server: FakeOpenAI) -> None:
     plant = "import os, socket; os.makedirs('sub/.git/hooks'); os.mkfifo('fifo')\n"
     plant += "socket.socket(socket.AF_UNIX).bind('socket'); os.symlink('/', 'root')\n"
+    plant += "os.makedirs('sub/bare/objects'); open('sub/bare/HEAD', 'w')\n"
     nested = "for _ in range(300): os.mkdir('nested'); os.chdir('nested')\n"
     block: dict[str, Any] = {"verify": ["sh", "-c", "exit 126"], "verify_files": "checks"}
     for code, whole in ((f"{plant}{nested}raise SystemExit(3)", True), (plant, False)):
@@ -558,6 +578,7 @@ async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, se
         names = {"solution.py", "helper.py", "Makefile", "number.txt", "nested", "sub"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
         assert not whole or not os.listdir(kept / "sub")
+        assert "collect_ignore_glob" in (kept.parent / "conftest.py").read_text()
 
 
 def alive(marker: str) -> list[psutil.Process]:
@@ -773,7 +794,7 @@ async def test_an_agent_reaches_its_model_and_nothing_else(
         ports = [listener.getsockname()[1], int(server.base_url.split(":")[2].split("/")[0])]
         disk = block_device()
         code = f"""
-import ctypes, json, os, pathlib, socket, subprocess, sys
+import ctypes, fcntl, json, os, pathlib, socket, subprocess, sys
 row = json.load(sys.stdin)
 if row['id'] == 'first':
     open({str(project / "stop")!r}).read()
@@ -820,6 +841,17 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queue:
     size = queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     queue.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * size)
     attempt('queue', lambda: queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) != size or 1 / 0)
+with open('/run/source/number.txt') as file:
+    attempt('lease', lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK))
+attempt('score', lambda: open('/proc/self/oom_score_adj', 'w').write('0'))
+sent = []
+def flood():
+    for _ in range(40):
+        pair = socket.socketpair()
+        sent.append(pair)
+        socket.send_fds(pair[0], [b'x'], [0] * 250)
+attempt('descriptors in flight', flood)
+del sent
 os.kill(1, 2)  # SIGINT
 attempt('mine', lambda: pathlib.Path('/tmp/x').write_text('x') and pathlib.Path('x').write_text('x'))
 print(tried)

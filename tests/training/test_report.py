@@ -83,7 +83,10 @@ def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes
 @pytest.mark.parametrize(
     ("mean", "says"),
     [
-        (0.45, "every episode has the reward 0, after 0.45 on average in epoch 2: the model has moved too far: lower lear"),
+        (
+            0.45,
+            "every episode has the reward 0, after 0.45 on average in epoch 2: the model has moved too far: lower lear",
+        ),
         (0.05, "every episode has the reward 0: check"),
     ],
 )
@@ -91,7 +94,6 @@ def test_rewards_that_are_lost_are_not_the_evaluators_fault(mean: float, says: s
     earlier = [{"epoch": epoch, "avg_reward": value, "max_reward": 1.0} for epoch, value in ((1, 0.0), (2, mean))]
     (cause,) = likely_causes([[episode(0.0, answer(text)) for text in "ab"]], earlier)
     assert str(cause).startswith(says)
-
 
 
 def test_only_groups_without_variance_are_explained() -> None:

@@ -26,7 +26,9 @@ def test_an_export_is_converted_to_gguf(tmp_path: Path) -> None:
     training = {"learning_rate": 1e-2, "lora": {"rank": 4}}
     digits_project(tmp_path, rows=4, model=str(tmp_path / "base"), training=training)
     (tmp_path / "letters.py").write_text("def score(answer):\n    return sum(map(ord, answer)) % 10 / 10\n")
-    code, _, errors = run_project(tmp_path, "-o", "eval.evaluators.score", "{_type: python, function: letters.py:score}")
+    code, _, errors = run_project(
+        tmp_path, "-o", "eval.evaluators.score", "{_type: python, function: letters.py:score}"
+    )
     assert code == 0, errors
     merged, file = tmp_path / "merged", tmp_path / "agent.gguf"
     done = run("export", tmp_path / "run", merged, "--merge")

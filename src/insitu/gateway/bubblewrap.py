@@ -33,11 +33,14 @@ _ACCOUNT = "1000"
 """The number of the root user's account inside: it is not root there."""
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _SOCKET_LEVEL, _RECEIVE_BUFFER = 1, 8
-_SYSTEM_CALLS = {  # architecture, socket, socketpair, setsockopt, those that are refused: keys, eBPF, perf, page faults
-    "x86_64": (0xC000003E, 41, 53, 54, (248, 249, 250, 321, 298, 323, 425, 426, 427)),
-    "aarch64": (0xC00000B7, 198, 199, 208, (217, 218, 219, 280, 241, 282, 425, 426, 427)),
+_SET_LEASE = 1024
+"""A command of fcntl(2): whoever opens the file would wait for the program, up to 45 seconds each time."""
+_SYSTEM_CALLS = {  # architecture, socket, socketpair, setsockopt, fcntl; refused: keys, eBPF, perf, page faults, AIO
+    "x86_64": (0xC000003E, 41, 53, 54, 72, (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
+    "aarch64": (0xC00000B7, 198, 199, 208, 25, (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),
 }
-"""Numbers of system calls, from Linux's tables; 425 to 427 are io_uring, which no filter can look into."""
+"""Numbers of system calls, from Linux's tables. Contexts of asynchronous I/O are counted for the machine as a whole;
+425 to 427 are io_uring, which no filter can look into."""
 
 
 @functools.cache
@@ -105,6 +108,8 @@ def confined(
     for entry in filter(os.path.exists, (f"/proc/{name}" for name in _SYSTEM_PATHS)):
         arguments += ["--ro-bind", entry, entry]
     arguments += ["--bind", "/proc/sys/user", "/proc/sys/user"]  # each namespace has its own; bubblewrap writes there
+    if last:  # else bubblewrap writes there once more
+        arguments += ["--remount-ro", "/proc"]
     arguments += _private_folders(size, visible)
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
@@ -141,13 +146,14 @@ def system_call_filter() -> bytes:
     What is refused fails with EPERM; system calls of another architecture, with ENOSYS. Buffers of sockets, which no
     control group counts, stay as they are.
     """
-    architecture, socket, socketpair, setsockopt, refused = _SYSTEM_CALLS[platform.machine()]
+    architecture, socket, socketpair, setsockopt, fcntl, refused = _SYSTEM_CALLS[platform.machine()]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, deny, ignore, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050000, 0x00050026))
     rows = [(load, 0, 0, 4), (equal, 1, 0, architecture), missing]  # code, how many to skip if true, if false, value
     rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
     for number in refused:
         rows += [(equal, 0, 1, number), deny]
+    rows += [(equal, 0, 4, fcntl), (load, 0, 0, 24), (equal, 0, 1, _SET_LEASE), deny, allow]
     rows += [(equal, 0, 6, setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
     rows += [(load, 0, 0, 32), (equal, 0, 1, _RECEIVE_BUFFER), ignore, allow]
     rows += [(equal, 0, 4, socketpair), (load, 0, 0, 16), (equal, 0, 1, _UNIX), allow, deny]

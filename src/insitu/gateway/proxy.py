@@ -23,6 +23,8 @@ MAX_BODY = 32 * 2**20
 """Maximum size of a request body in bytes, compressed or not."""
 MAX_VALUES = 2**19
 """Commas and brackets in a request body: a megabyte of code or numbers, which exceeds the context of any model."""
+_VALUE_BYTES = 128
+"""A small object of Python's with its place in a list; an empty dictionary takes as much in several copies."""
 _LARGE = 2**20
 _NOT_FORWARDED = frozenset(
     (
@@ -62,6 +64,11 @@ def parse_request(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RequestRefused(f"the body is a JSON {type(data).__name__}; expected an object", code="malformed_json")
     return data
+
+
+def memory_of(body: bytes) -> int:
+    """About what its values take in memory."""
+    return max(len(body), _VALUE_BYTES * sum(map(body.count, (b",", b"[", b"{"))))
 
 
 def payload(body: bytes) -> bytes | io.BytesIO | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -21,6 +22,8 @@ from insitu.workflow.programs import Program, run_program
 
 _SCRIPT = Path(__file__).with_name("sandbox.py")
 _PYTHON = os.path.realpath("/proc/self/exe")
+_MAX_OPEN_FILES = 4096
+"""Of a program; also descriptors that are sent and not yet received."""
 _LOOK_SECONDS = 0.2
 """Time between two looks at the limits of a program."""
 _SENDING_SECONDS = 10.0
@@ -118,7 +121,9 @@ class Sandboxed:
     def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int = -1) -> list[str]:
         """A shell that enters a control group, becomes bubblewrap, and starts the sandbox, with its settings."""
         place, limits, inside = self._place, self._place.limits, self._place.isolated
-        rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 0}
+        # Descriptors in flight are counted by account, against this limit of whoever sends one.
+        files = min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2)
+        rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 0, "NOFILE": files}
         if group is None:
             rlimits |= {"DATA": limits.memory, "CPU": limits.cpu_seconds}
             rlimits["NPROC"] = limits.processes if inside else None  # which counts all of the account elsewhere

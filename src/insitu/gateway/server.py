@@ -44,6 +44,8 @@ MAX_CHOICES = 128
 """Maximum `n` of a request."""
 MAX_CONNECTIONS = 1024
 """Connections to the socket of an agent's network namespace at once."""
+_MAX_MESSAGE = 2000
+"""Characters of an error: some repeat a key or a value of the request."""
 _CONNECT_TIMEOUT = 30.0
 _READ_TIMEOUT = 600.0
 """Seconds to wait for a model's server if its configuration has no timeout; the OpenAI client's default."""
@@ -200,9 +202,14 @@ class Gateway:
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)
             with endpoint.request(proxy.largest_body(request)) as hold:
-                return await self._answer(request, endpoint, route, dialect, hold)
+                response = await self._answer(request, endpoint, route, dialect, hold)
+                if not response.prepared:  # until the agent has read it, the request counts as in flight
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
         except RequestRefused as error:
-            return _json(dialect.error(str(error), error.status, error.param, error.code), error.status)
+            message, param = f"{error!s:.{_MAX_MESSAGE}}", error.param and error.param[:_MAX_MESSAGE]
+            return _json(dialect.error(message, error.status, param, error.code), error.status)
         except CaptureError as error:
             is_agents = endpoint is not None and endpoint.ledger.capture_error is None
             status, code = (400, "unsupported") if is_agents else (424, "capture_error")
@@ -227,7 +234,7 @@ class Gateway:
         if request.method != "POST" or route.text not in dialects():
             return await self._forward(request, route, await read_body(request, MAX_BODY))
         body = await read_body(request, MAX_BODY, decompress=True)
-        hold(len(body))
+        hold(proxy.memory_of(body))
         data = await parse_body(proxy.parse_request, body)
         self._find_endpoint(endpoint.key)  # the episode may have ended since
         llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
@@ -261,7 +268,7 @@ class Gateway:
         if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
             raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
         content = orjson.dumps(body)
-        endpoint.record(n * len(content))
+        endpoint.record(n * proxy.memory_of(content))
         exchange = llm.recorder.begin("POST", f"/{translation.route}", content, endpoint.site)
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")

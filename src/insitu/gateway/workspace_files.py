@@ -43,8 +43,9 @@ def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
 
 
 def repositories(folder: Path) -> Iterator[Path]:
-    """The folders of the Git repository that a folder is in: with its history, they have all files that were in it."""
+    """The folders of the repositories that a folder is in: with its history, they have all files that were in it."""
     for place in (folder, *folder.parents):
+        yield from (each for name in (".svn", ".hg", ".jj", ".dvc") if (each := place / name).is_dir())
         git = place / ".git"
         if git.is_file():  # a further work tree, or a submodule
             git = place / git.read_text().removeprefix("gitdir:").strip()

@@ -44,12 +44,14 @@ _JUDGES = {
     "PYTHONSAFEPATH": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "INSITU_ISOLATED": ISOLATED,
-    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_COUNT": "2",
     "GIT_CONFIG_KEY_0": "safe.bareRepository",
     "GIT_CONFIG_VALUE_0": "explicit",
+    "GIT_CONFIG_KEY_1": "core.hooksPath",
+    "GIT_CONFIG_VALUE_1": os.devnull,
 }
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
-Git ignores bare repositories."""
+Git ignores bare repositories and hooks."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _RESULTS = (RUN, WORKFLOW_OUTPUT)
 """Files by which a folder is known as one with results."""
@@ -114,7 +116,8 @@ class Workspaces:
         else:
             results.append(run_dir.parent)  # with runs that begin later
         yield from (each for each in (run_dir, *results) if each not in (own, *own.parents))
-        yield from read_rows
+        for path in read_rows:
+            yield from (path, *repositories(path.parent))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
@@ -195,14 +198,16 @@ class Workspaces:
         if not left.exists() or not left.stat().st_size:
             return None
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if len([*copy.parent.iterdir()]) >= self.settings.max_kept:
+        if sum(each.is_dir() for each in copy.parent.iterdir()) >= self.settings.max_kept:
             return None
         try:
             copy.mkdir()
             with left.open("rb") as archive:
                 unpack(archive, str(copy), limits.folder_size, limits.files, links=False)
-            for git in [*copy.rglob(".git")]:  # its configuration names programs, and it is the agent's
+            bare = [head.parent for head in copy.rglob("HEAD") if (head.parent / "objects").is_dir()]
+            for git in [*copy.rglob(".git"), *bare]:  # its configuration names programs, and it is the agent's
                 remove(git)
+            (copy.parent / "conftest.py").write_text('collect_ignore_glob = ["*"]  # what agents have left\n')
         except (OSError, ValueError, RecursionError, tarfile.TarError) as error:
             logger.warning("the workspace %s cannot be kept: %s", folder.name, error)
             remove(copy)

@@ -37,6 +37,7 @@ from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
 from insitu.wire.json_values import gc_paused
 from insitu.wire.open_files import raise_file_limit
+from insitu.wire.paced_connections import PacedConnection, Parsing
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -105,7 +106,7 @@ async def listening(
     async with AsyncExitStack() as ending:
         ending.push_async_callback(runner.cleanup)
         if isinstance(address, socket.socket):
-            accept = partial(_accept, runner.server, connections)
+            accept = partial(_accept, runner.server, connections, Parsing())
             served = await asyncio.get_running_loop().create_server(accept, sock=address, backlog=_BACKLOG)
             ending.callback(served.close)
             yield address.getsockname()[:2]
@@ -118,9 +119,9 @@ async def listening(
             yield runner.addresses[0][:2]
 
 
-def _accept(server: Any, most: int | None) -> asyncio.BaseProtocol:
+def _accept(server: Any, most: int | None, parsing: Parsing) -> asyncio.BaseProtocol:
     is_full = most is not None and len(server.connections) >= most
-    return _Full() if is_full else server()
+    return _Full() if is_full else PacedConnection(server(), parsing)
 
 
 class _Full(asyncio.Protocol):

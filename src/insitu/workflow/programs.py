@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -18,6 +19,8 @@ GRACE_SECONDS = 2.0
 """Seconds between SIGTERM and SIGKILL, and then for the remaining output."""
 _KEPT_STDERR_BYTES = 2000
 """How much of the end of a program's standard error is kept."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would act on, but line breaks and tabs."""
 _READ_BYTES = 2**16
 _running_groups: set[int] = set()
 """The process groups of running programs."""
@@ -126,7 +129,8 @@ class Program:
     @property
     def stderr_tail(self) -> str:
         """The end of its standard error, or a note that it is empty, for error messages."""
-        return self._errors.decode(errors="replace").strip() or "its standard error is empty"
+        text = self._errors.decode(errors="replace").strip()
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) or "its standard error is empty"
 
 
 def _wait(process: subprocess.Popen[bytes], exited: Callable[[], object]) -> None:

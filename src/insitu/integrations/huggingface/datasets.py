@@ -14,6 +14,7 @@ from pydantic import Field
 
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
+from insitu.disk.files import read_rows
 from insitu.errors import ConfigError, install_command, not_found
 from insitu.registry import register_dataset_loader
 
@@ -51,6 +52,8 @@ class HuggingFaceDatasetConfig(DatasetConfig, name="huggingface"):
 def huggingface_rows(block: HuggingFaceDatasetConfig, config: Config) -> Iterator[dict[str, Any]]:
     """Raises ConfigError for what cannot be read, and for a column that is missing."""
     place = block.place(config)
+    if os.path.isdir(place):
+        read_rows.add(Path(place))
     for number, row in enumerate(_rows(place, block.name, block.split, block.revision, block.limit), 1):
         for column, there in block.columns.items():
             if there not in row:

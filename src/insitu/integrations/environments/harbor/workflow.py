@@ -47,7 +47,7 @@ from insitu.workflow.programs import Program, inherited_environment, run_program
 _STAYS = """
 trap 'exit 143' TERM
 : >/logs/agent/started || exit 125
-while :; do sleep 3600 & wait $!; done
+while :; do /bin/sleep 3600 & wait $!; done
 """
 """What the container runs; the agent and the tests are executed in it, so that it is not for the agent to say when it
 has ended."""
@@ -57,12 +57,17 @@ shift
 exec "$@"
 """
 """What runs the agent, with the working directory and the agent's command as arguments."""
-_KILLS = "kill -9 -1 2>/dev/null; true"
-"""What ends all that the agent has left running, before the tests are there."""
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The agent may have programs of its own in other folders of PATH."""
+_KILLS = f"{_PATH} kill -9 -1 2>/dev/null; true"
+"""What ends all that the agent has left running, before the tests are there, and after them."""
 _TESTS = """
+given=$PATH
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 rm -rf /tests /logs/verifier && mkdir -p -m 777 /logs/verifier && cp -R /insitu/tests /tests || exit 125
-sh /insitu/verify >&2 </dev/null
+PATH=$given /bin/sh /insitu/verify >&2 </dev/null
 code=$?
+kill -9 -1 2>/dev/null
 chmod -R a+rwX /logs
 exit $code
 """
