@@ -375,4 +375,4 @@ def message_parser(
     try:
         return kind(formats, prompt, tools, special)
     except ImportError:
-        raise BackendError("the response template of the tokenizer needs transformers 5.15 or later") from None
+        raise BackendError("the response template of the tokenizer needs transformers 5.16 or later") from None

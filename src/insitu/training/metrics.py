@@ -230,7 +230,7 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
             best = max(better, key=lambda line: float(line["avg_reward"]))
             what += f", after {best['avg_reward']:.3g} on average in epoch {best['epoch']}: the model has moved too far"
             change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
-            change += "reference_gap of training_metrics.jsonl show where it left"
+            change += "reference_gap of earlier epochs show where it left"
         causes.append(Cause("constant_reward", what, change))
     elif not causes:
         what = f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row"
