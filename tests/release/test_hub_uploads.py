@@ -54,6 +54,17 @@ def test_a_run_uploads_its_checkpoints(tmp_path: Path, push: str) -> None:
     assert not [*source.glob(".hub-*")]
 
 
+def test_a_run_that_has_uploaded_nothing_says_so(tmp_path: Path) -> None:
+    digits_project(tmp_path, rows=2, held_out=2)
+    still = ("-o", "trainer_adapters.backend.training.learning_rate", "0", "-o", "finetuning.num_epochs", "1")
+    with FakeNeMo() as hub:
+        hub.token = TOKEN
+        errors = train(tmp_path, hub, {"repo": "me/agent"}, *VALIDATION, *still)
+        assert hub.repositories["me/agent"].commits == []
+    assert "finetuning.hub: hub has failed: BackendError: the last checkpoint was not uploaded: " in errors
+    assert "these weights were not trained" in errors
+
+
 @pytest.mark.slow
 def test_an_upload_that_fails_to_the_end_is_a_warning(tmp_path: Path) -> None:
     digits_project(tmp_path, rows=4)

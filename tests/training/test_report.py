@@ -85,7 +85,7 @@ def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes
     [
         (
             0.45,
-            "every episode has the reward 0, after 0.45 on average in epoch 2: the model has moved too far: lower lear",
+            "every episode has the reward 0, after 0.45 on average in epoch 2: the model has probably moved too",
         ),
         (0.05, "every episode has the reward 0: check"),
     ],

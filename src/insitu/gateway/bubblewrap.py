@@ -34,7 +34,7 @@ _ACCOUNT = "1000"
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _SOCKET_LEVEL, _RECEIVE_BUFFER = 1, 8
 _SET_LEASE = 1024
-"""A command of fcntl(2): whoever opens the file would wait for the program, up to 45 seconds each time."""
+"""F_SETLEASE of fcntl(2): while a process holds a lease on a file, opening it blocks others for up to 45 seconds."""
 _SYSTEM_CALLS = {  # architecture, socket, socketpair, setsockopt, fcntl; refused: keys, eBPF, perf, page faults, AIO
     "x86_64": (0xC000003E, 41, 53, 54, 72, (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
     "aarch64": (0xC00000B7, 198, 199, 208, 25, (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),

@@ -24,7 +24,7 @@ MAX_BODY = 32 * 2**20
 MAX_VALUES = 2**19
 """Commas and brackets in a request body: a megabyte of code or numbers, which exceeds the context of any model."""
 _VALUE_BYTES = 128
-"""A small object of Python's with its place in a list; an empty dictionary takes as much in several copies."""
+"""An estimate of the memory of a small Python object; nested empty objects can take several times as much."""
 _LARGE = 2**20
 _NOT_FORWARDED = frozenset(
     (

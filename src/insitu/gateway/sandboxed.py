@@ -121,7 +121,7 @@ class Sandboxed:
     def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int = -1) -> list[str]:
         """A shell that enters a control group, becomes bubblewrap, and starts the sandbox, with its settings."""
         place, limits, inside = self._place, self._place.limits, self._place.isolated
-        # Descriptors in flight are counted by account, against this limit of whoever sends one.
+        # The kernel limits the file descriptors in flight of an account by RLIMIT_NOFILE of the sending process.
         files = min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2)
         rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 0, "NOFILE": files}
         if group is None:

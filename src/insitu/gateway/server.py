@@ -15,7 +15,7 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any, Self
 
 import aiohttp
@@ -204,8 +204,11 @@ class Gateway:
             with endpoint.request(proxy.largest_body(request)) as hold:
                 response = await self._answer(request, endpoint, route, dialect, hold)
                 if not response.prepared:  # until the agent has read it, the request counts as in flight
-                    await response.prepare(request)
-                    await response.write_eof()
+                    with suppress(
+                        ConnectionResetError
+                    ):  # the agent has gone, which is no failure of the model's server
+                        await response.prepare(request)
+                        await response.write_eof()
                 return response
         except RequestRefused as error:
             message, param = f"{error!s:.{_MAX_MESSAGE}}", error.param and error.param[:_MAX_MESSAGE]

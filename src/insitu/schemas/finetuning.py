@@ -165,7 +165,7 @@ class FinetuneConfig(WritableModel):
     report_to: MayChange[list[str]] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""
     hub: MayChange[HubConfig | None] = None
-    """Uploads to the Hugging Face Hub, by a process of its own that does not hold up the run."""
+    """Uploads checkpoints to the Hugging Face Hub from a separate process, without blocking the run."""
     run_configuration: FinetuneRunConfig | None = None
     """For plugins' trainers: what the command line asks. In the file it is not used, and a warning."""
 

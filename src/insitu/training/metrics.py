@@ -228,7 +228,8 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
         what = f"every episode has the reward {reward:g}"
         if better := [line for line in earlier if _is_above(line, reward)]:
             best = max(better, key=lambda line: float(line["avg_reward"]))
-            what += f", after {best['avg_reward']:.3g} on average in epoch {best['epoch']}: the model has moved too far"
+            what += f", after {best['avg_reward']:.3g} on average in epoch {best['epoch']}: "
+            what += "the model has probably moved too far"
             change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
             change += "reference_gap of earlier epochs show where it left"
         causes.append(Cause("constant_reward", what, change))

@@ -68,4 +68,5 @@ class PacedConnection(asyncio.Protocol):
         data, self._unread = self._unread, b""
         if not self._server._reading_paused:  # by aiohttp, which then resumes it
             self._transport.resume_reading()
-        self.data_received(data)
+        if data:
+            self.data_received(data)

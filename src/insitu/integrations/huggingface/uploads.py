@@ -54,8 +54,9 @@ class HubUploads(Tracker):
     def log(self, step: Step) -> None:
         try:
             folder = checkpoint_of_run(self._run, "best" if self._hub.push == "best" else "latest", self.key)
-        except ConfigError:
-            return  # of weights that are not trained, or not written
+        except ConfigError as error:  # the weights are not trained, or not written yet
+            self._error = self._error or error
+            return
         if folder.name == self._uploaded:
             return
         try:

@@ -53,10 +53,15 @@ async def reported(names: Sequence[str], folder: Path, end_seconds: float | None
     Each may take `end_seconds` after it, or what its class allows.
     """
     path = _absolute(folder)
-    running = [asyncio.create_task(_run_process(name, path, end_seconds), name=f"tracker {name}") for name in names]
+    interrupted = asyncio.Event()
+    processes = {name: _run_process(name, path, end_seconds, interrupted) for name in names}
+    running = [asyncio.create_task(process, name=f"tracker {name}") for name, process in processes.items()]
     running += [asyncio.create_task(_check_server(name), name=f"server of {name}") for name in names]
     try:
         yield
+    except BaseException:  # re-raised
+        interrupted.set()
+        raise
     finally:
         await end_tasks(*running)
 
@@ -79,7 +84,7 @@ async def _check_server(name: str) -> None:
         logger.warning("%s: %s cannot reach %s: %s; %s", KEY, name, hide_url_secrets(url), why, _NOTE)
 
 
-async def _run_process(name: str, folder: Path, end_seconds: float | None) -> None:
+async def _run_process(name: str, folder: Path, end_seconds: float | None, interrupted: asyncio.Event) -> None:
     """Runs a tracker's process until it has ended; if cancelled, tells it to end, and kills it if it does not."""
     key, end_seconds = tracker_class(name).key, end_seconds or tracker_class(name).end_seconds
     log = folder / TRACKERS / f"{name}.log"
@@ -93,6 +98,7 @@ async def _run_process(name: str, folder: Path, end_seconds: float | None) -> No
         await process.end()
     except asyncio.CancelledError:
         process.close_input()
+        end_seconds = min(end_seconds, _QUIET_SECONDS) if interrupted.is_set() else end_seconds
         await process.end(min(_QUIET_SECONDS, end_seconds))
         if not process.ended and end_seconds > _QUIET_SECONDS:
             logger.warning("%s: the run has ended; %s may take up to %g s more", key, name, end_seconds)

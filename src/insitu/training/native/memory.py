@@ -42,10 +42,11 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     epoch, prompt, completion = _epoch(builder)
     longest = min(block.max_length or shape.max_length, shape.max_length)
     staleness = trainer.epochs_ahead if trainer is not None else 0
+    saved = training.lora.modules_to_save if training.lora is not None else []
     workload = Workload(
         dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
-        whole_embeddings=len(_EMBEDDINGS.intersection(training.lora.modules_to_save)) if training.lora else 0,
+        whole_embeddings=sum(name.rpartition(".")[2] in _EMBEDDINGS for name in saved),
         quantization=block.quantization,
         micro_batch_tokens=training.micro_batch_tokens if on_gpu else min(training.micro_batch_tokens, CPU_MICRO_BATCH),
         gradient_checkpointing=training.gradient_checkpointing,
