@@ -6,6 +6,7 @@ inference/   sampling: from token ids to completions
 learner/     training: from rows to new weights
 compute      the thread that touches the weights, shared by inference and training
 model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
+adapters     layers with LoRA adapters, faster than peft computes them
 """
 
 import json

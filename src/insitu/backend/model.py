@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
+from insitu.backend.adapters import speed_up
 from insitu.backend.quantization import quantizer
 from insitu.disk.files import available_memory, readable_bytes
 from insitu.disk.gguf_files import is_gguf, model_location, weights_location
@@ -107,6 +108,7 @@ def load_model(
             warnings.filterwarnings("error", message="Found missing adapter keys")
             module = PeftModel.from_pretrained(module, source)
         check_experts(f"the adapter in {source} cannot be served", module)
+        speed_up(module)
     if quantize is None:
         module.to(torch_device)
     for name, parameter in module.named_parameters():

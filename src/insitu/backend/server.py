@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -192,11 +193,8 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
-        how = options.device, options.dtype, options.quantization, options.chat_template
-        loaded = await asyncio.to_thread(load_model, options.model, *how, frozen=options.lora_rank is not None)
-        if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
-            _warn_of_training(loaded, options)
-        backend = create_backend(loaded, options, output_dir)
+        with ThreadPoolExecutor(1, "insitu-loading") as thread:  # which ends: see `ComputeThread`
+            backend = await asyncio.get_running_loop().run_in_executor(thread, _load_backend, options, output_dir)
         await backend.start()
         is_orphan = False
         try:
@@ -211,6 +209,14 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
                     is_orphan = await stopped
         finally:
             await backend.close(writes=not is_orphan)  # the process that continues the run waits for this one's end
+
+
+def _load_backend(options: BackendOptions, output_dir: Path) -> Backend:
+    how = options.device, options.dtype, options.quantization, options.chat_template
+    loaded = load_model(options.model, *how, frozen=options.lora_rank is not None)
+    if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
+        _warn_of_training(loaded, options)
+    return create_backend(loaded, options, output_dir)
 
 
 def _warn_of_training(loaded: LoadedModel, options: BackendOptions) -> None:

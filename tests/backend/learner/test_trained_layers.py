@@ -59,7 +59,7 @@ def logprobs_and_gradients(loaded: LoadedModel, module: nn.Module, batch: MicroB
     return [logprobs_N.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
 
 
-def trained_layers(module: nn.Module) -> list[Linear]:
+def fast_layers(module: nn.Module) -> list[Linear]:
     return [layer for layer in module.modules() if isinstance(layer, Linear) and type(layer) is not Linear]
 
 
@@ -68,8 +68,8 @@ def trained_layers(module: nn.Module) -> list[Linear]:
 def test_adapters_are_trained_as_by_peft(tmp_path: Path, kind: str, dtype: str, recomputes: bool) -> None:
     policy = with_adapters(tmp_path, kind, dtype)
     of_peft = copy.deepcopy(policy.module)
-    assert len(trained_layers(of_peft)) == 14  # of two blocks
-    for layer in trained_layers(of_peft):
+    assert len(fast_layers(of_peft)) == 14  # of two blocks
+    for layer in fast_layers(of_peft):
         layer.__class__ = Linear
     policy.checkpoint_activations(recomputes)
     batch = batch_of(4, 20)
@@ -84,16 +84,21 @@ def test_adapters_are_trained_as_by_peft(tmp_path: Path, kind: str, dtype: str, 
 
 
 def test_adapters_are_served_as_by_peft(tmp_path: Path) -> None:
-    """To the bit, as the same adapters are when they are loaded from a checkpoint."""
+    """And to the bit as the same adapters are when they are loaded from a checkpoint."""
     policy = with_adapters(tmp_path / "base", "qwen2")
     served = policy.served()
     assert served is not None
     policy.save(tmp_path / "adapters", served)
     tokens = torch.arange(20)[None]
     loaded = load_model(str(tmp_path / "adapters"), "cpu").module
-    assert trained_layers(loaded) == []
+    of_peft = copy.deepcopy(loaded)
+    for layer in fast_layers(of_peft):
+        layer.__class__ = Linear
     with torch.inference_mode():
-        assert torch.equal(served(tokens).logits, loaded(tokens).logits)
+        logits, expected = served(tokens).logits, of_peft(tokens).logits
+        assert torch.equal(logits, loaded(tokens).logits)
+        assert (logits - expected).norm() < 1e-6 * expected.norm()
+        assert len(fast_layers(served)) == len(fast_layers(loaded)) == 14
 
 
 @pytest.mark.slow

@@ -390,3 +390,22 @@ async def test_a_parent_that_cannot_be_watched_ends_the_backend(caplog: pytest.L
     async with _stop_event(2**40) as stopped, asyncio.timeout(HANGS):
         assert await stopped
     assert "cannot be watched; stopping" in caplog.text
+
+
+def test_one_thread_alone_computes_with_several_cores(model: Path, tmp_path: Path) -> None:
+    """Threads of libgomp stay with the thread whose operations they share, and slow down those of other threads."""
+    code = """if True:
+        import asyncio, os, sys, threading
+        from pathlib import Path
+        import torch
+        from insitu.backend import BackendOptions, server
+
+        def ready(address):
+            print("teams:", (len(os.listdir("/proc/self/task")) - threading.active_count()) / 3, flush=True)
+            os._exit(0)
+
+        torch.set_num_threads(4)
+        asyncio.run(server.run(BackendOptions(model=sys.argv[1], port=0, output_dir=Path(sys.argv[2])), ready))"""
+    command = [forked_python(), "-c", code, str(model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
+    assert done.stdout in ("teams: 0.0\n", "teams: 1.0\n"), done.stderr

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from insitu.backend.learner.adapters import speed_up
+from insitu.backend.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
 from insitu.backend.model import LoadedModel, check_experts, check_patterns, complete_model, quiet_peft, wrap_errors
 from insitu.disk.model_files import split_revision
@@ -29,7 +29,7 @@ from insitu.errors import BackendError, JobFailed
 from insitu.schemas.lora import LoRASettings
 from insitu.schemas.training_jobs import TrainingSettings
 
-_PROBED_TOKENS = 64
+_PROBED_TOKENS = 16
 _FINGERPRINTED = 256
 _EXPERT_LAYERS = {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of layers in experts, shared experts and routers."""
@@ -179,8 +179,6 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
     for name, parameter in module.named_parameters():
         if lora is None or _is_adapted(name):
             parameter.requires_grad_(True)
-    if lora is not None:
-        speed_up(module)
     return TrainablePolicy(module, lora, loaded)
 
 
@@ -266,6 +264,7 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
         except ValueError as error:
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
     check_experts(f"lora.target_modules is {lora.target_modules!r}", module)
+    speed_up(module)
     return module
 
 
