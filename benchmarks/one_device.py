@@ -19,8 +19,7 @@ from models import Scale, make_model
 from insitu.backend import BackendOptions
 from insitu.backend.compute import SAMPLING_SHARE
 from insitu.backend.inference.sampler import GenerationRequest, SamplingParams
-from insitu.backend.model import load_model
-from insitu.backend.server import Backend, create_backend
+from insitu.backend.server import Backend, load_backend
 from insitu.schemas.training_jobs import TrainingSettings
 
 CONCURRENCY, PROMPT, TOKENS = 16, 32, 32
@@ -43,7 +42,7 @@ class Measured(NamedTuple):
 
 @asynccontextmanager
 async def started(model: str, folder: Path) -> AsyncIterator[Backend]:
-    backend = create_backend(load_model(model), BackendOptions(model=model), folder)
+    backend = load_backend(BackendOptions(model=model), folder)
     await backend.start()
     try:
         yield backend

@@ -70,11 +70,10 @@ def insitu_step(case: Case, folder: Path) -> Callable[[], dict[str, Any]]:
     """Samples by the engine that `insitu backend` makes; the first step is of two tokens."""
     from insitu.backend import BackendOptions
     from insitu.backend.inference.sampler import GenerationRequest, SamplingParams
-    from insitu.backend.model import load_model
-    from insitu.backend.server import create_backend
+    from insitu.backend.server import load_backend
 
     loop, steps = asyncio.new_event_loop(), 0
-    backend = create_backend(load_model(case.model, dtype=case.dtype), BackendOptions(model=case.model), folder)
+    backend = load_backend(BackendOptions(model=case.model, dtype=case.dtype), folder)
     loop.run_until_complete(backend.start())
 
     async def sample(tokens: int) -> None:

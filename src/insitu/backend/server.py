@@ -193,8 +193,7 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
     with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
-        with ThreadPoolExecutor(1, "insitu-loading") as thread:  # which ends: see `ComputeThread`
-            backend = await asyncio.get_running_loop().run_in_executor(thread, _load_backend, options, output_dir)
+        backend = await asyncio.to_thread(load_backend, options, output_dir)
         await backend.start()
         is_orphan = False
         try:
@@ -211,12 +210,18 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
             await backend.close(writes=not is_orphan)  # the process that continues the run waits for this one's end
 
 
-def _load_backend(options: BackendOptions, output_dir: Path) -> Backend:
-    how = options.device, options.dtype, options.quantization, options.chat_template
-    loaded = load_model(options.model, *how, frozen=options.lora_rank is not None)
-    if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
-        _warn_of_training(loaded, options)
-    return create_backend(loaded, options, output_dir)
+def load_backend(options: BackendOptions, output_dir: Path) -> Backend:
+    """Loads the model, and creates a backend as `create_backend`: in a thread that ends, see `ComputeThread`."""
+
+    def load() -> Backend:
+        how = options.device, options.dtype, options.quantization, options.chat_template
+        loaded = load_model(options.model, *how, frozen=options.lora_rank is not None)
+        if options.parent_pid is None and loaded.device.type == "cpu":  # else the run has computed it
+            _warn_of_training(loaded, options)
+        return create_backend(loaded, options, output_dir)
+
+    with ThreadPoolExecutor(1, "insitu-loading") as thread:
+        return thread.submit(load).result()
 
 
 def _warn_of_training(loaded: LoadedModel, options: BackendOptions) -> None:
