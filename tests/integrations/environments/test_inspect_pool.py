@@ -47,7 +47,9 @@ async def workers(folder: Path, **options: Any) -> AsyncIterator[WorkerPool]:
 
 
 @pytest.mark.parametrize(
-    "answer", slow_but_at({0, 3, 6}, ["no JSON", "{}", "0", "null", '{"number": []}', "[" * 10**6, "0" * (2**26 + 1)])
+    "answer",
+    slow_but_at({0, 3, 6}, ["no JSON", "{}", "0", "null", '{"number": []}', "[" * 10**6, "0" * (2**26 + 1)]),
+    ids=lambda answer: answer[:20],
 )
 async def test_a_worker_that_answers_what_cannot_be_read_is_replaced(tmp_path: Path, answer: str) -> None:
     """Its episodes fail, and wait no longer."""

@@ -6,6 +6,7 @@ Its model is behind an endpoint that returns text only, and its services are tho
 import json
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ KEY, TOKEN = "key-of-the-endpoint", "token-of-the-store"
 
 
 class TextEndpoint(FakeOpenAI):
-    """Answers 1, 2 or 3 in turn, and refuses requests for more than text."""
+    """Answers 1, 2 or 3 in turn to each prompt, and refuses requests for more than text."""
 
     def __init__(self) -> None:
         super().__init__(token_ids=False, logprobs=False, policy_version=None)
+        self._asked = Counter[str]()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -35,7 +37,8 @@ class TextEndpoint(FakeOpenAI):
         return await super()._complete(request)
 
     def _choice(self, body: dict[str, Any], text: str, index: int, number: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": f"I add {len(self.requests) % 3 + 1}"}
+        self._asked[prompt := str(body["messages"])] += 1
+        message = {"role": "assistant", "content": f"I add {self._asked[prompt] % 3 + 1}"}
         return {"index": index, "message": message, "finish_reason": "stop"}
 
 
