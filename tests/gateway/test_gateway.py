@@ -31,6 +31,7 @@ from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, Gateway, Upstream
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
+from insitu.wire.open_files import raise_file_limit
 from insitu.wire.paced_connections import BURST, SHARE, Parsing
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
@@ -675,6 +676,23 @@ async def test_a_further_socket_has_so_many_connections(server: FakeOpenAI) -> N
                 await asyncio.to_thread(exchanged, further)
             assert await asyncio.to_thread(exchanged, connections[0]) == b"HTTP/1.1 401"
         await until(lambda: asyncio.to_thread(has_place, where))
+
+
+async def test_further_sockets_share_the_files_that_may_be_open(
+    server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.gateway.server._SHARE_OF_FILES", raise_file_limit() // 12)
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(3)]
+    where = listeners[0].getsockname()
+    async with gateway_to(model_client(server)) as gateway, AsyncExitStack() as serving:
+        for listener in listeners:
+            await serving.enter_async_context(gateway.serving(listener))
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
+            await asyncio.to_thread(exchanged, connections[-1])
+            with socket.create_connection(where, timeout=HANGS) as further, pytest.raises(ConnectionError):
+                await asyncio.to_thread(exchanged, further)
+            await asyncio.to_thread(exchanged, connections[0])
 
 
 def has_place(where: tuple[str, int]) -> bool:

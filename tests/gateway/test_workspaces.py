@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -866,6 +867,33 @@ print(tried)
             assert given == "['mine']\necho: hi"
             assert not (other / "written").exists()
             await first
+
+
+async def test_temporary_files_of_other_programs_are_not_seen(
+    project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as their sockets, wherever that folder is."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, socket.socket(socket.AF_UNIX) as named:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        named.bind(f"{folder}/socket")
+        named.listen()
+        code = f"""
+import os, pathlib, socket
+seen = os.listdir({folder!r})
+for act in (lambda: socket.socket(socket.AF_UNIX).connect('{folder}/socket'), pathlib.Path({folder!r}, 'x').touch):
+    try:
+        seen.append(act())
+    except OSError:
+        pass
+print(seen, open('number.txt').read())
+{ASK}
+"""
+        async with agent(project, server, code) as workflow:
+            assert await episode(workflow, "first") == "[] 1\necho: hi"
+        assert os.listdir(folder) == ["socket"]
+        monkeypatch.setattr(tempfile, "tempdir", str(project))  # which must be seen
+        async with agent(project, server, f"print(open('number.txt').read())\n{ASK}") as workflow:
+            assert await episode(workflow, "first") == "1\necho: hi"
 
 
 async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:

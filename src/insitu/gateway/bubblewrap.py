@@ -12,6 +12,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -79,13 +80,23 @@ def _devices() -> list[str]:
     return ["--dev", "/dev", "--size", _SHARED_MEMORY, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
 
 
+def _private() -> list[Path]:
+    """With the folder for temporary files, where other programs have sockets."""
+    temporary = Path(tempfile.gettempdir()).resolve()
+    is_further = not any(temporary.is_relative_to(folder) for folder in _PRIVATE) and temporary != Path("/")
+    return [*map(Path, _PRIVATE), *([temporary] if is_further else [])]
+
+
 def _private_folders(size: int | None, visible: Iterable[str]) -> list[str]:
     limit = ["--size", str(size)] if size is not None else []
     arguments = ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
+    further = [str(folder) for folder in _private()[len(_PRIVATE) :]]
+    for folder in further:
+        arguments += ["--size", _SMALL, "--tmpfs", folder]
     for path in visible:
-        if path.startswith(tuple(f"{folder}/" for folder in _PRIVATE)):
+        if any(Path(path).is_relative_to(folder) for folder in _private()):
             arguments += ["--ro-bind", path, path]
-    return arguments
+    return [*arguments, *(word for folder in further for word in ("--remount-ro", folder))]
 
 
 def confined(
@@ -126,7 +137,7 @@ def confined(
 
 
 def _shown(path: Path, visible: Iterable[str]) -> bool:
-    private = any(path.is_relative_to(each) for each in _PRIVATE)
+    private = any(path.is_relative_to(each) for each in _private())
     return not private or any(path.is_relative_to(each) for each in visible)
 
 

@@ -34,6 +34,7 @@ from insitu.gateway.proxy import MAX_BODY, Route
 from insitu.wire.addresses import authorized, http_url
 from insitu.wire.http_format import CHAT, COMPACT, JSON, retry_header
 from insitu.wire.http_server import listening, parse_body, read_body
+from insitu.wire.open_files import raise_file_limit
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
@@ -44,6 +45,8 @@ MAX_CHOICES = 128
 """Maximum `n` of a request."""
 MAX_CONNECTIONS = 1024
 """Connections to the socket of an agent's network namespace at once."""
+_SHARE_OF_FILES = 4
+"""The connections to these sockets together are at most this part of the files that the process may open."""
 _MAX_MESSAGE = 2000
 """Characters of an error: some repeat a key or a value of the request."""
 _CONNECT_TIMEOUT = 30.0
@@ -129,6 +132,7 @@ class Gateway:
         self._unknown = Pace()
         self.address = ""
         self.port = 0
+        self._listeners = 0
         self.late_calls = 0
         """Requests refused because their episode had ended; also counted in its ledger."""
         self.unknown_keys = 0
@@ -155,8 +159,16 @@ class Gateway:
     @asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serves at a further socket, such as one in the network namespace of an agent."""
-        async with listening(self._application(), listener, connections=MAX_CONNECTIONS):
-            yield
+        self._listeners += 1
+        try:
+            async with listening(self._application(), listener, connections=self._most_connections):
+                yield
+        finally:
+            self._listeners -= 1
+
+    def _most_connections(self) -> int:
+        """Those of a further socket: together, they leave this process open files for other things."""
+        return min(MAX_CONNECTIONS, raise_file_limit() // _SHARE_OF_FILES // self._listeners)
 
     @contextmanager
     def endpoint(self, scope: EpisodeScope, address: str | None = None) -> Iterator[EpisodeEndpoint]:

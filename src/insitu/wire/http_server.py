@@ -82,13 +82,13 @@ async def listening(
     *,
     grace: float = 0.5,
     key: str = "--port",
-    connections: int | None = None,
+    connections: Callable[[], int] | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves at an address (port 0: a free one) or a bound socket while the context is open; yields host and port.
 
-    Idle connections are closed, and those to a socket that has as many as it may; in the end, requests get `grace`
-    seconds. Raises ConfigError if the process may open too few files, or if the address cannot be bound: then it names
-    the `key` that sets it.
+    Idle connections are closed, and those to a socket that has as many as `connections` allows; in the end, requests
+    get `grace` seconds. Raises ConfigError if the process may open too few files, or if the address cannot be bound:
+    then it names the `key` that sets it.
     """
     prepare_process()
     _log.addFilter(_without_keys)
@@ -119,8 +119,8 @@ async def listening(
             yield runner.addresses[0][:2]
 
 
-def _accept(server: Any, most: int | None, parsing: Parsing) -> asyncio.BaseProtocol:
-    is_full = most is not None and len(server.connections) >= most
+def _accept(server: Any, most: Callable[[], int] | None, parsing: Parsing) -> asyncio.BaseProtocol:
+    is_full = most is not None and len(server.connections) >= most()
     return _Full() if is_full else PacedConnection(server(), parsing)
 
 
