@@ -504,7 +504,8 @@ async def test_attempts_that_are_refused_leave_the_others_alone(config: Config) 
             messages = {m.get("attempt"): m for m in map(json.loads, (await answer.read()).splitlines())}
     assert messages[1]["episode"]["output"] == "hi"
     refused = {number: (m["status"], m["error"]["param"]) for number, m in messages.items() if "error" in m}
-    assert refused == {2: (400, "key.1"), 3: (403, "policy.base_url"), 4: (400, "policy.base_url")}
+    assert refused.pop(2) in [(400, "key.1"), (400, "key.epoch")]  # of pydantic 2.14, and of earlier ones
+    assert refused == {3: (403, "policy.base_url"), 4: (400, "policy.base_url")}
 
 
 @asynccontextmanager

@@ -46,7 +46,9 @@ def weights_location(source: str | Path) -> tuple[str, dict[str, Any]]:
     """
     location, options = model_location(source)
     if "gguf_file" in options:
-        config: Any = importlib.import_module("transformers").GgufConfig
+        config: Any = getattr(importlib.import_module("transformers"), "GgufConfig", None)
+        if config is None:
+            raise BackendError(f"{source} needs transformers 5.19 or later: {install_command('gguf')}")
         return location, {**NO_CODE, **options, "quantization_config": config(dequantize=True)}
     if Path(source).is_dir():
         check_weights(Path(source))

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from factories import recorded_run
 from small_gguf import save_small_gguf
 
@@ -22,6 +23,7 @@ from insitu.release.model_export import export_model, open_source
 from insitu.schemas.lora import LoRASettings
 from insitu.schemas.training_jobs import TrainingSettings
 
+pytestmark = pytest.mark.skipif(not hasattr(transformers, "GgufConfig"), reason="the extra needs transformers 5.19")
 TOKENS = torch.tensor([[1, 5, 7, 2, 9]])
 
 
