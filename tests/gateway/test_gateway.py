@@ -678,17 +678,15 @@ async def test_a_further_socket_has_so_many_connections(server: FakeOpenAI) -> N
         await until(lambda: asyncio.to_thread(has_place, where))
 
 
-async def test_further_sockets_share_the_files_that_may_be_open(
-    server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("insitu.gateway.server._SHARE_OF_FILES", raise_file_limit() // 12)
-    listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(3)]
-    where = listeners[0].getsockname()
+async def test_further_sockets_share_the_files_that_may_be_open(server: FakeOpenAI) -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=2048) for _ in range(128)]
+    where, share = listeners[0].getsockname(), raise_file_limit() // 4 // len(listeners)
+    assert 0 < share < MAX_CONNECTIONS
     async with gateway_to(model_client(server)) as gateway, AsyncExitStack() as serving:
         for listener in listeners:
             await serving.enter_async_context(gateway.serving(listener))
         with ExitStack() as stack:
-            connections = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
+            connections = [stack.enter_context(socket.create_connection(where)) for _ in range(share)]
             await asyncio.to_thread(exchanged, connections[-1])
             with socket.create_connection(where, timeout=HANGS) as further, pytest.raises(ConnectionError):
                 await asyncio.to_thread(exchanged, further)

@@ -46,10 +46,10 @@ def weights_location(source: str | Path) -> tuple[str, dict[str, Any]]:
     """
     location, options = model_location(source)
     if "gguf_file" in options:
-        config: Any = getattr(importlib.import_module("transformers"), "GgufConfig", None)
-        if config is None:
+        transformers: Any = importlib.import_module("transformers")
+        if not hasattr(transformers, "GgufConfig"):
             raise BackendError(f"{source} needs transformers 5.19 or later: {install_command('gguf')}")
-        return location, {**NO_CODE, **options, "quantization_config": config(dequantize=True)}
+        return location, {**NO_CODE, **options, "quantization_config": transformers.GgufConfig(dequantize=True)}
     if Path(source).is_dir():
         check_weights(Path(source))
     return location, {**SAFE_OPTIONS, **options}
