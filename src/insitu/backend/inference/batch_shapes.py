@@ -39,9 +39,9 @@ class BatchShapes:
     of the same length, if `pads_prompts`.
     """
 
-    def __init__(self, module: nn.Module, max_rows: int, max_length: int) -> None:
+    def __init__(self, module: nn.Module, max_rows: int, attends_here: bool) -> None:
         self.max_rows = max_rows
-        self.attends_here = check_supported(module, max_length)
+        self.attends_here = attends_here
         self.layout: Layout = Runner(module).layout()
         self.vocab_size = int(text_config(module).vocab_size)
         powers = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]

@@ -25,7 +25,7 @@ from torch import nn
 
 from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
-from insitu.backend.inference.batch_shapes import BatchShapes
+from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
 from insitu.backend.inference.kv_pool import BLOCK, BlockStore, KVPool, Layout
 from insitu.backend.inference.sampler import (
     LATEST,
@@ -100,6 +100,8 @@ class Engine(Sampler):
         count = sum(parameter.numel() for parameter in module.parameters())
         cores = os.cpu_count() or 1
         options, on_cpu = self.options, self._loaded.device.type == "cpu"
+        torch.set_num_threads(options.threads or cores)
+        attends_here = check_supported(module, options.max_length)
         torch.set_num_threads(options.threads or (1 if count < SINGLE_THREAD_BELOW else cores))
         if options.schedulers is not None:
             self._schedulers_per_version = options.schedulers
@@ -108,7 +110,7 @@ class Engine(Sampler):
         workers = self._schedulers_per_version
         if workers > 1:
             self._threads = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
-        self._shapes = BatchShapes(module, options.max_batch, options.max_length)
+        self._shapes = BatchShapes(module, options.max_batch, attends_here)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)
         if self._loaded.device.type == "cuda":
