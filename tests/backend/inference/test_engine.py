@@ -122,9 +122,9 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     load = mixed_load(seed=1, count=12, longest=BLOCK - 20 if name == "llama" else 150)
     results = []
     trials = [(0, 2**28, 1, None), (0.2, 2**28, 2, None), (0.05, 1, 3, None), (0, 2**28, 2, 4 * BLOCK)]
-    for trial, (gap, prefix_bytes, schedulers, kv_tokens) in enumerate(trials):
+    for trial, (gap, prefix_bytes, threads, kv_tokens) in enumerate(trials):
         room = kv(kv_tokens, 512 if name == "gpt2" else 256)
-        async with running(folders[name], prefix_bytes=prefix_bytes, schedulers=schedulers, **room) as engine:
+        async with running(folders[name], prefix_bytes=prefix_bytes, threads=threads, **room) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
@@ -150,8 +150,8 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
     prompts = [start[:BLOCK], start, [*start, 1], [*start[: BLOCK + 30], 7], [*start[:BLOCK], *range(BLOCK - 3)], [5]]
     load = [(prompt, params(seed, 60)) for prompt in prompts for seed in range(2)]
     results = []
-    for trial, (schedulers, kv_tokens) in enumerate([(1, None), (2, None), (2, 5 * BLOCK), (1, 6 * BLOCK)]):
-        async with running(folders["llama"], schedulers=schedulers, **kv(kv_tokens)) as engine:
+    for trial, (threads, kv_tokens) in enumerate([(1, None), (2, None), (2, 5 * BLOCK), (1, 6 * BLOCK)]):
+        async with running(folders["llama"], threads=threads, **kv(kv_tokens)) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, 0, trial))
@@ -328,9 +328,7 @@ async def test_cancelled_requests_free_their_slots(folders):
         await stream.aclose()
         piece = (await asyncio.wait_for(engine.complete(asks([1], [params(8, 3)])), HANGS))[0]
         assert len(piece.tokens) == 3
-        assert (
-            sum(len(scheduler.sequences) for schedulers in engine.schedulers.values() for scheduler in schedulers) == 0
-        )
+        assert not any(scheduler.sequences for scheduler in engine.schedulers.values())
 
 
 async def test_requests_under_way_finish_with_the_weights_they_began_with(folders):

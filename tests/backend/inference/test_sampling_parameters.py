@@ -176,7 +176,7 @@ async def test_parameters_do_not_affect_other_requests(model):
     options = [{"top_k": 4}, {"min_p": 0.2}, *(options for options, _ in SHAPING.values())]
     shaped = [params(seed, 30, **each) for seed, each in enumerate(options)]
     shaped.append(params(9, 30, grammar=grammar, ignore_eos=False))
-    async with running(model, schedulers=1) as engine:
+    async with running(model) as engine:
         alone = [pairs((await engine.complete(asks(PROMPT, [each])))[0]) for each in plain + shaped]
         together = await engine.complete(asks(PROMPT, plain + shaped))
     assert [*map(pairs, together)] == alone

@@ -185,7 +185,7 @@ async def test_what_is_not_supported_is_refused_before_anything_is_sampled(model
 @pytest.mark.slow
 async def test_a_grammar_beyond_the_limits_of_the_library_fails_its_own_completion_only(model):
     grammar = Grammar("regex", "((x|y){1,300}){1,300}")
-    async with running(model, schedulers=1) as engine:
+    async with running(model) as engine:
         options = {"grammar": grammar, "ignore_eos": False, "logit_bias": ((*ids("x"), 100.0),)}
         failing = engine.complete(asks(PROMPT, [params(1, 250, **options)]))
         beside = engine.complete(asks(PROMPT, [params(1, 200)]))

@@ -2,9 +2,8 @@
 
     await engine.complete(requests)  ->  inbox  ->  step(): admit, prefill, decode  ->  OutputDelta on the event loop
 
-Each version has one or more schedulers, which sample in parallel. Publishing weights opens schedulers for
-them; idle ones are dropped with their weights unless the version is the latest of its policy or among the few older
-ones that were requested recently.
+Each version has a scheduler. Publishing weights opens one for them; idle ones are dropped with their weights unless the
+version is the latest of its policy or among the few older ones that were requested recently.
 """
 
 import asyncio
@@ -14,8 +13,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,19 +46,14 @@ Result = tuple[SequenceState, OutputDelta | BaseException]
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BELOW = 1_000_000_000
-"""Parameters below which a CPU runs each scheduler on one thread, and its cores run several schedulers: threads within
-an operation wait for each other."""
-MAX_SCHEDULERS = 4
-"""Per weight version; more would wait for the interpreter's lock."""
+LARGE_MODEL, MAX_THREADS = 1_000_000_000, 4
+"""Threads of a CPU within an operation wait for each other: at most so many sample from models of fewer parameters."""
 TRAINED_COPIES = 5
 """Copies of all weights in float32 that training takes: weights, gradients, the optimizer's two, the served version."""
 STORE_TOKENS = 2**18
 """Tokens for which a GPU's memory is taken at the start; blocks beyond them are read one by one."""
 DEFAULT_KV_BYTES = 2**31
 """Where the system does not say what is free."""
-PREFIX_AFFINITY = 8
-"""A scheduler with sequences whose prompts begin alike is preferred while it has at most this many more requests."""
 
 
 class Engine(Sampler):
@@ -79,11 +72,9 @@ class Engine(Sampler):
         self._in_flight: dict[SequenceState, None] = {}
         self._has_aborted = False
         """Whether the schedulers may hold waiting sequences that were aborted."""
-        self.schedulers: dict[WeightVersion, list[Scheduler]] = {}
+        self.schedulers: dict[WeightVersion, Scheduler] = {}
         self._busy: dict[Scheduler, None] = {}
         """The schedulers with sequences."""
-        self._schedulers_per_version = 1
-        self._threads: ThreadPoolExecutor | None = None
         self._shapes: BatchShapes | None = None
         self.pool = KVPool(0, 0)
         self._arrived = itertools.count()
@@ -99,17 +90,11 @@ class Engine(Sampler):
         module = self._loaded.module
         count = sum(parameter.numel() for parameter in module.parameters())
         cores = os.cpu_count() or 1
-        options, on_cpu = self.options, self._loaded.device.type == "cpu"
+        options = self.options
         torch.set_num_threads(options.threads or cores)
         attends_here = check_supported(module, options.max_length)
-        torch.set_num_threads(options.threads or (1 if count < SINGLE_THREAD_BELOW else cores))
-        if options.schedulers is not None:
-            self._schedulers_per_version = options.schedulers
-        elif on_cpu and options.threads is None and SMALL_MODEL <= count < SINGLE_THREAD_BELOW:
-            self._schedulers_per_version = min(cores, MAX_SCHEDULERS)
-        workers = self._schedulers_per_version
-        if workers > 1:
-            self._threads = ThreadPoolExecutor(workers, "insitu-sampling", torch.set_num_threads, (1,))
+        most = 1 if count < SMALL_MODEL else MAX_THREADS if count < LARGE_MODEL else cores
+        torch.set_num_threads(options.threads or min(cores, most))
         self._shapes = BatchShapes(module, options.max_batch, attends_here)
         self._open_pool(count)
         self._publish(WeightVersion(0), module)
@@ -167,7 +152,7 @@ class Engine(Sampler):
 
     async def versions_in_use(self, policy: str) -> set[int]:
         def read() -> set[int]:
-            running = [w for w, group in self.schedulers.items() if not self._busy.keys().isdisjoint(group)]
+            running = [weights for weights, scheduler in self.schedulers.items() if scheduler in self._busy]
             waiting = [weights for _, weights in tuple(self._inbox)]
             return {w.version for w in (*running, *waiting) if w.policy == policy and w.version is not None}
 
@@ -181,7 +166,7 @@ class Engine(Sampler):
         self._drop_idle()
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
-        return await self._compute.call(lambda: self._logprobs.of_text(self._schedulers_for(weights)[0].module, prompt))
+        return await self._compute.call(lambda: self._logprobs.of_text(self._scheduler_of(weights).module, prompt))
 
     @functools.cached_property
     def _logprobs(self) -> LogprobComputer:
@@ -250,9 +235,7 @@ class Engine(Sampler):
             for scheduler in self._busy:
                 scheduler.drop_aborted()
         busy = list(self._busy)
-        with self._all_cores() if len(busy) == 1 else contextlib.nullcontext():
-            advance = map if self._threads is None or len(busy) < 2 else self._threads.map
-            results = list(itertools.chain.from_iterable(advance(self._advance, busy)))
+        results = list(itertools.chain.from_iterable(map(self._advance, busy)))
         if results:
             self._deliver(results)
         for scheduler in busy:
@@ -262,35 +245,20 @@ class Engine(Sampler):
             self._drop_idle()
         return bool(self._inbox or self._busy)
 
-    @contextlib.contextmanager
-    def _all_cores(self) -> Iterator[None]:
-        """Within the block, operations use the cores of the other schedulers, if that changes no result."""
-        if self._threads is None or self._shapes is None or not self._shapes.any_size:
-            yield
-            return
-        torch.set_num_threads(self._schedulers_per_version)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(1)
-
     def _admit(self) -> None:
         while self._inbox:
             sequences, weights = self._inbox.popleft()
             try:
-                group = self._schedulers_for(weights)
+                scheduler = self._scheduler_of(weights)
             except Exception as error:  # a missing or changed checkpoint must not end the compute thread
                 self._deliver([(sequence, error) for sequence in sequences])
                 continue
             for sequence in sequences:
                 sequence.number = next(self._arrived)
-                scheduler = group[0]
-                if len(group) > 1:
-                    scheduler = min(group, key=lambda scheduler: scheduler.load(sequence, PREFIX_AFFINITY))
                 scheduler.waiting.append(sequence)
                 self._busy[scheduler] = None
 
-    def _schedulers_for(self, weights: WeightVersion) -> list[Scheduler]:
+    def _scheduler_of(self, weights: WeightVersion) -> Scheduler:
         by_number, weights = weights.version is not None, self._versions.resolve(weights)
         self._versions.request(weights, by_number=by_number)
         if weights not in self.schedulers:
@@ -303,8 +271,7 @@ class Engine(Sampler):
             raise BackendError("weights were published before the engine was started")
         assert weights.version is not None  # see `canonical`
         parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self.pool
-        owner = object()
-        self.schedulers[weights] = [Scheduler(*parts, owner) for _ in range(self._schedulers_per_version)]
+        self.schedulers[weights] = Scheduler(*parts)
 
     def _advance(self, scheduler: Scheduler) -> Sequence[Result]:
         """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""
@@ -319,9 +286,9 @@ class Engine(Sampler):
         return results
 
     def _drop_idle(self) -> None:
-        for weights, group in list(self.schedulers.items()):
-            if self._busy.keys().isdisjoint(group) and not self._versions.stays(weights):
-                self.pool.forget(group[0].owner)
+        for weights, scheduler in list(self.schedulers.items()):
+            if scheduler not in self._busy and not self._versions.stays(weights):
+                self.pool.forget(scheduler)
                 del self.schedulers[weights]
 
     def _deliver(self, results: Sequence[Result]) -> None:

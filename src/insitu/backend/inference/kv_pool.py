@@ -10,7 +10,6 @@ Shapes: S slots, H heads of keys, W positions of a window, D head size.
 
 import math
 import mmap
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -117,8 +116,7 @@ class Block:
 class KVPool:
     """Counts the bytes of all blocks and windows, and keeps the blocks of earlier prompts while there is room.
 
-    At most `limit` bytes are in use, of which at most `prefix_limit` are blocks that no sequence needs. Schedulers in
-    several threads use it.
+    At most `limit` bytes are in use, of which at most `prefix_limit` are blocks that no sequence needs.
     """
 
     def __init__(self, limit: int, prefix_limit: int) -> None:
@@ -127,62 +125,55 @@ class KVPool:
         """Bytes that are taken, and those of them in blocks that no sequence needs."""
         self._blocks: dict[Hashable, Block] = {}
         self._idle: OrderedDict[Hashable, Block] = OrderedDict()
-        self._lock = threading.Lock()
 
     def take(self, size: int) -> bool:
         """Takes bytes, if need be those of blocks that no sequence needs; returns False if there are too few."""
-        with self._lock:
-            if size > self.limit - self.used + self.unused:
-                return False
-            self._trim(self.limit - size)
-            self.used += size
-            return True
+        if size > self.limit - self.used + self.unused:
+            return False
+        self._trim(self.limit - size)
+        self.used += size
+        return True
 
     def give(self, size: int) -> None:
-        with self._lock:
-            self.used -= size
+        self.used -= size
 
     def use(self, key: Hashable) -> Block | None:
         """The block with this key, which stays until it is dropped; None if there is none."""
-        with self._lock:
-            if (block := self._blocks.get(key)) is not None:
-                self._use(block)
-            return block
+        if (block := self._blocks.get(key)) is not None:
+            self._use(block)
+        return block
 
     def add(self, key: Hashable, block: Block) -> Block:
         """Keeps a block, whose bytes were taken, as one in use; returns the one to use, an equal one if there is."""
-        with self._lock:
-            if (known := self._blocks.get(key)) is not None:
-                self.used -= block.size
-                block = known
-            else:
-                block.key = key
-                self._blocks[key] = block
-            self._use(block)
-            return block
+        if (known := self._blocks.get(key)) is not None:
+            self.used -= block.size
+            block = known
+        else:
+            block.key = key
+            self._blocks[key] = block
+        self._use(block)
+        return block
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Ends the use of blocks: those of a prompt are kept if there is room, others are freed."""
-        with self._lock:
-            for block in blocks:
-                block.users -= 1
-                if block.users:
-                    continue
-                if self._blocks.get(block.key) is block:
-                    self._idle[block.key] = block
-                    self.unused += block.size
-                else:
-                    self.used -= block.size
-            self._trim(self.limit)
+        for block in blocks:
+            block.users -= 1
+            if block.users:
+                continue
+            if self._blocks.get(block.key) is block:
+                self._idle[block.key] = block
+                self.unused += block.size
+            else:
+                self.used -= block.size
+        self._trim(self.limit)
 
     def forget(self, owner: object) -> None:
         """Frees the blocks of an owner, the first part of their keys, as soon as no sequence needs them."""
-        with self._lock:
-            for key in [key for key in self._blocks if key[0] is owner]:  # type: ignore[index]
-                block = self._blocks.pop(key)
-                if self._idle.pop(key, None) is not None:
-                    self.unused -= block.size
-                    self.used -= block.size
+        for key in [key for key in self._blocks if key[0] is owner]:  # type: ignore[index]
+            block = self._blocks.pop(key)
+            if self._idle.pop(key, None) is not None:
+                self.unused -= block.size
+                self.used -= block.size
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._blocks

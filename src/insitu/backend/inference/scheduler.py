@@ -2,11 +2,10 @@
 
     waiting -> (room in the pool) -> prefilling -> (prompt computed, first token) -> running -> finished
 
-Everything here runs in the compute thread, or in one of the engine's while that waits. S are the slots.
-B are the sequences that sample a token, V is the vocabulary.
+Everything here runs in the compute thread. S are the slots, B are the sequences that sample a token, V is the
+vocabulary.
 """
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -35,8 +34,8 @@ class EngineOptions:
     `max_length`: tokens of a prompt and its completion. `max_batch`: sequences decoded together. `max_in_flight`:
     sequences running or waiting, from which on requests are refused. `prefill_tokens`: prompt tokens per forward pass.
     `kv_bytes`: keys and values of all versions, None for a share of the free memory; `prefix_bytes` of them for prompts
-    that no sequence needs. `kept_versions`: older versions that stay loaded once requested. `threads` of torch and
-    `schedulers` per version: None chooses by model size.
+    that no sequence needs. `kept_versions`: older versions that stay loaded once requested. `threads` of torch: None
+    chooses by model size.
     """
 
     max_length: int
@@ -47,7 +46,6 @@ class EngineOptions:
     kept_versions: int = 2
     max_in_flight: int = MAX_IN_FLIGHT
     threads: int | None = None
-    schedulers: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +93,7 @@ class Scheduler:
     """The sequences of every stage for one weight version, and the windows of those that run.
 
     The running sequences have the first slots. Blocks of prompts and windows are paid from the pool: an admitted
-    sequence has paid for its window and for the blocks of its prompt, which are shared by the schedulers of an `owner`.
+    sequence has paid for its window and for the blocks of its prompt.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class Scheduler:
         max_length: int,
         options: EngineOptions,
         pool: KVPool,
-        owner: object,
     ) -> None:
         self.module = module
         self.version = version
@@ -116,7 +113,6 @@ class Scheduler:
         self._max_length = max_length
         self._prefill_tokens = options.prefill_tokens
         self._pool = pool
-        self.owner = owner
         self._runner = Runner(module, attends_here=shapes.attends_here)
         self._block_bytes = BLOCK * shapes.layout.token_bytes
         self._logits_bytes = shapes.vocab_size * shapes.layout.dtype.itemsize
@@ -139,13 +135,6 @@ class Scheduler:
         """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
         if any(sequence.aborted for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
-
-    def load(self, sequence: SequenceState, prefix_discount: int) -> int:
-        """Number of sequences, less `prefix_discount` if the start of this one's prompt is known here."""
-        count = len(self.waiting) + len(self.prefilling) + len(self.running)
-        first = sequence.prompt[:BLOCK]
-        others = itertools.chain(self.waiting, self.prefilling, self.running)
-        return count - prefix_discount if any(s.prompt[: len(first)] == first for s in others) else count
 
     @property
     def idle(self) -> bool:
@@ -215,7 +204,7 @@ class Scheduler:
 
     def _key(self, sequence: SequenceState, end: int) -> Hashable:
         """Cache key of a block. The last block of a prompt has its own, as only it keeps logits."""
-        return self.owner, tuple(sequence.prompt[:end]), end == len(sequence.prompt)
+        return self, tuple(sequence.prompt[:end]), end == len(sequence.prompt)
 
     def _use_known(self, sequence: SequenceState) -> None:
         """Uses the blocks of the prompt that are there already."""
