@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
 from tiny_models import byte_tokenizer, save_tiny_model
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
@@ -65,9 +66,15 @@ def moved_learner(loaded: LoadedModel, folder: Path) -> tuple[Learner, PreTraine
 
 def gradients_of_job(learner: Learner, rows: list[Row], **settings: Any) -> tuple[dict[str, Any], dict]:
     """The metrics of a job of one step, and the gradients of that step."""
-    result = run_job(learner, rows, learning_rate=0.0, max_grad_norm=1e9, micro_batch_tokens=120, **settings)
     assert learner._state is not None
-    return result.metrics, {name: p.grad.clone() for name, p in learner._state.policy.trainable.items()}
+    trainable, gradients = learner._state.policy.trainable, {}
+
+    def keep(*_: Any) -> None:
+        gradients.update((name, parameter.grad.clone()) for name, parameter in trainable.items())
+
+    with register_optimizer_step_pre_hook(keep):  # its gradients are dropped after it
+        result = run_job(learner, rows, learning_rate=0.0, max_grad_norm=1e9, micro_batch_tokens=120, **settings)
+    return result.metrics, gradients
 
 
 def compare(module: PreTrainedModel, loss: torch.Tensor, metrics: dict[str, Any], gradients: dict) -> None:
