@@ -844,6 +844,12 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queue:
     attempt('queue', lambda: queue.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) != size or 1 / 0)
 with open('/run/source/number.txt') as file:
     attempt('lease', lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK))
+for which, who in ((os.PRIO_PROCESS, 1), (os.PRIO_USER, 0), (os.PRIO_PGRP, 0)):
+    attempt('priority', lambda: os.setpriority(which, who, 19))
+attempt('scheduling', lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))
+attempt('parameters', lambda: os.sched_setparam(1, os.sched_param(0)))
+os.nice(1)
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 attempt('score', lambda: open('/proc/self/oom_score_adj', 'w').write('0'))
 sent = []
 def flood():

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from insitu.errors import ConfigError
 
@@ -26,7 +27,7 @@ _OLDEST = (0, 8)
 """The first release with --disable-userns."""
 _PRIVATE = ("/tmp", "/run", "/dev/shm")
 """Folders that are other ones for the program."""
-_SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
+_SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr", "pressure")
 """Entries of /proc that the root user may write to without any capability."""
 _SMALL = str(2**16)
 _SHARED_MEMORY = str(64 * 2**20)
@@ -36,12 +37,14 @@ _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _SOCKET_LEVEL, _RECEIVE_BUFFER = 1, 8
 _SET_LEASE = 1024
 """F_SETLEASE of fcntl(2): while a process holds a lease on a file, opening it blocks others for up to 45 seconds."""
-_SYSTEM_CALLS = {  # architecture, socket, socketpair, setsockopt, fcntl; refused: keys, eBPF, perf, page faults, AIO
-    "x86_64": (0xC000003E, 41, 53, 54, 72, (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
-    "aarch64": (0xC00000B7, 198, 199, 208, 25, (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),
+_SYSTEM_CALLS: dict[str, tuple[Any, ...]] = {  # architecture, socket, socketpair, setsockopt, fcntl, setpriority;
+    # sched_setparam, sched_setscheduler, sched_setattr; refused: keys, eBPF, perf, page faults, AIO
+    "x86_64": (0xC000003E, 41, 53, 54, 72, 141, (142, 144, 314), (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
+    "aarch64": (0xC00000B7, 198, 199, 208, 25, 140, (118, 119, 274), (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),
 }
 """Numbers of system calls, from Linux's tables. Contexts of asynchronous I/O are counted for the machine as a whole;
-425 to 427 are io_uring, which no filter can look into."""
+425 to 427 are io_uring, which no filter can look into. A program sets its own priority alone: the sandbox needs its
+time to count what no control group has."""
 
 
 @functools.cache
@@ -157,13 +160,19 @@ def system_call_filter() -> bytes:
     What is refused fails with EPERM; system calls of another architecture, with ENOSYS. Buffers of sockets, which no
     control group counts, stay as they are.
     """
-    architecture, socket, socketpair, setsockopt, fcntl, refused = _SYSTEM_CALLS[platform.machine()]
+    architecture, socket, socketpair, setsockopt, fcntl, setpriority, scheduling, refused = _SYSTEM_CALLS[
+        platform.machine()
+    ]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, deny, ignore, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050000, 0x00050026))
     rows = [(load, 0, 0, 4), (equal, 1, 0, architecture), missing]  # code, how many to skip if true, if false, value
     rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
     for number in refused:
         rows += [(equal, 0, 1, number), deny]
+    for number in scheduling:
+        rows += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, 0), allow, deny]
+    rows += [(equal, 0, 6, setpriority), (load, 0, 0, 16), (equal, 0, 3, 0), (load, 0, 0, 24), (equal, 0, 1, 0)]
+    rows += [allow, deny]
     rows += [(equal, 0, 4, fcntl), (load, 0, 0, 24), (equal, 0, 1, _SET_LEASE), deny, allow]
     rows += [(equal, 0, 6, setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
     rows += [(load, 0, 0, 32), (equal, 0, 1, _RECEIVE_BUFFER), ignore, allow]

@@ -69,8 +69,9 @@ class EpisodeEndpoint:
     def request(self, most: int) -> Iterator[Callable[[int], None]]:
         """Counts a request as in flight, with `most` bytes until the yielded function gets the size of its body.
 
-        Raises RequestRefused if the episode has too many.
+        Raises RequestRefused if the episode has too many, or has sent too much before.
         """
+        self.record(0)
         held = most
 
         def hold(size: int) -> None:

@@ -117,7 +117,8 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
     with tarfile.open(mode="r|", fileobj=archive) as entries:
         for entry in entries:
             path = os.path.normpath(os.path.join(folder, entry.name))
-            if not f"{path}/".startswith(f"{folder}/") or entry.name.count("/") > _DEEPEST or entries.pax_headers:
+            is_inside = f"{path}/".startswith(f"{folder}/") and entry.name.count("/") <= _DEEPEST
+            if not is_inside or entries.pax_headers or entry.size < 0:
                 raise ValueError(f"{entry.name!r:.80} is not in the folder")
             place, taken = path, taken + entry.size
             while place not in made:

@@ -255,8 +255,11 @@ class Gateway:
         llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
         if llm is None:
             return await self._forward(request, route, body, decompressed=True)
-        translation = translate(dialect, data, endpoint.memories.setdefault(dialect, {}))
-        return await self._complete(request, endpoint, llm, translation)
+        memory = endpoint.memories.setdefault(dialect, {})
+        # A body that is parsed in a thread is translated in one too.
+        translation, content, n = await parse_body(lambda _: _translated(dialect, data, memory, llm), body)
+        endpoint.record(n * proxy.memory_of(content))
+        return await self._complete(request, endpoint, llm, translation, content)
 
     def _find_endpoint(self, key: str) -> EpisodeEndpoint:
         """Raises RequestRefused if the episode of `key` has ended, or is unknown."""
@@ -276,14 +279,13 @@ class Gateway:
         raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
 
     async def _complete(
-        self, request: web.Request, endpoint: EpisodeEndpoint, llm: ModelClient, translation: Translation
+        self,
+        request: web.Request,
+        endpoint: EpisodeEndpoint,
+        llm: ModelClient,
+        translation: Translation,
+        content: bytes,
     ) -> web.StreamResponse:
-        body = translation.completion_request(llm.params, llm.model)
-        n = body.get("n") or 1
-        if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
-            raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
-        content = orjson.dumps(body)
-        endpoint.record(n * proxy.memory_of(content))
         exchange = llm.recorder.begin("POST", f"/{translation.route}", content, endpoint.site)
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
@@ -343,6 +345,18 @@ class Gateway:
             request.method, url, data=proxy.payload(body), headers=headers, allow_redirects=False, timeout=timeout
         ) as answer:
             return await proxy.forward(request, answer)
+
+
+def _translated(
+    dialect: Dialect, data: dict[str, Any], memory: dict[str, Any], llm: ModelClient
+) -> tuple[Translation, bytes, int]:
+    """The translation, the request to the server, and its number of choices."""
+    translation = translate(dialect, data, memory)
+    body = translation.completion_request(llm.params, llm.model)
+    n = body.get("n") or 1
+    if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
+        raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
+    return translation, orjson.dumps(body), n
 
 
 def _hashed(key: str) -> bytes:

@@ -28,7 +28,7 @@ class Parsing:
 
 
 class PacedConnection(asyncio.Protocol):
-    """Passes what comes to the protocol of a server, which has aiohttp's `_reading_paused`."""
+    """Passes what comes to the protocol of a server, which has aiohttp's `_reading_paused` and `_buffer_paused`."""
 
     def __init__(self, server: Any, parsing: Parsing) -> None:
         self._server, self._parsing = server, parsing
@@ -66,7 +66,7 @@ class PacedConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         data, self._unread = self._unread, b""
-        if not self._server._reading_paused:  # by aiohttp, which then resumes it
+        if not (self._server._reading_paused or self._server._buffer_paused):  # by aiohttp, which then resumes it
             self._transport.resume_reading()
         if data:
             self.data_received(data)

@@ -84,7 +84,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if not answering:
                 messages.append({"role": "assistant", "content": None})
             if text := join_text(item.get("content") or item.get("summary"), _REASONING, where):
-                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + text
+                messages[-1].setdefault("reasoning_content", []).append(text)
         elif kind == "message":
             content = join_text(item.get("content"), _TEXT, where)
             if answering and item.get("role") == "assistant" and messages[-1]["content"] is None:
@@ -104,6 +104,9 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             allowed = "message, function_call, function_call_output, reasoning"
             raise unsupported_type(where, kind, allowed, "input")
         answering = messages[-1]["role"] == "assistant"
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return [message for message in messages if message != {"role": "assistant", "content": None}]
 
 
