@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from processes import forked_python
 from pydantic import ValidationError
 
-from insitu.backend.learner.losses import PolicyBatch, dpo_loss, kto_loss, policy_loss, row_weights
+from insitu.backend.learner.losses import PolicyBatch, clip, dpo_loss, kto_loss, policy_loss, row_weights
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
 
 ROOT = Path(__file__).parents[3]
@@ -307,6 +307,16 @@ def test_preference_losses_are_their_formulas(drawn, beta, smoothing):
     robust, plain = DPOSettings(beta=beta, loss_type="robust", label_smoothing=smoothing), DPOSettings(beta=beta)
     mean = (1 - smoothing) * dpo_loss(chosen, rejected, robust) + smoothing * dpo_loss(rejected, chosen, robust)
     assert torch.allclose(mean, dpo_loss(chosen, rejected, plain), rtol=1e-9, atol=1e-9)
+
+
+def test_an_objective_that_sums_its_tokens_itself_gets_the_same_penalty():
+    config, zeros = LossSettings(kl={"beta": 0.5}), torch.zeros(2, 3, dtype=torch.float64)
+    new_BT = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight_B = torch.tensor([0.2, 0.7], dtype=torch.float64)
+    inputs = PolicyBatch(zeros, zeros, zeros, zeros + 1, zeros == 0, weight_B)
+    summed = policy_loss(new_BT, inputs, config, lambda batch, _: (clip(batch, config).loss.sum(1) * weight_B).sum())
+    torch.testing.assert_close(summed.loss, policy_loss(new_BT, inputs, config).loss)
+    assert summed.kl > 0.1
 
 
 def test_a_kl_penalty_has_the_gradient_of_a_divergence_except_for_k1_in_the_loss():
