@@ -309,6 +309,13 @@ def test_preference_losses_are_their_formulas(drawn, beta, smoothing):
     assert torch.allclose(mean, dpo_loss(chosen, rejected, plain), rtol=1e-9, atol=1e-9)
 
 
+def test_a_row_of_one_token_has_its_ratio_as_the_mean():
+    old_BT = torch.tensor([[0.0], [math.log(1.15)]], dtype=torch.float64)
+    zeros = torch.zeros_like(old_BT)
+    inputs = PolicyBatch(old_BT, zeros, None, zeros + 1, zeros == 0, torch.ones(2, dtype=torch.float64))
+    assert policy_loss(old_BT, inputs, LossSettings(sequence_mask=(0.9, 1.1))).excluded == 1
+
+
 def test_an_objective_that_sums_its_tokens_itself_gets_the_same_penalty():
     config, zeros = LossSettings(kl={"beta": 0.5}), torch.zeros(2, 3, dtype=torch.float64)
     new_BT = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
