@@ -212,9 +212,10 @@ def test_mkl_is_asked_for_reproducible_products_on_intel_alone():
     environment: dict[str, str] = {}
     ask_for_reproducible_products(environment)
     is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert environment.pop("GOMP_SPINCOUNT") == "30000"
     assert environment == ({"MKL_CBWR": "AUTO,STRICT"} if is_intel else {})
-    ask_for_reproducible_products(chosen := {"MKL_CBWR": "AVX2"})
-    assert chosen == {"MKL_CBWR": "AVX2"}
+    ask_for_reproducible_products(chosen := {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"})
+    assert chosen == {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"}
 
 
 async def test_prompts_are_padded_together_in_bfloat16(folders):
