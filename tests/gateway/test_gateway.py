@@ -378,6 +378,7 @@ async def test_what_an_episode_sends_is_limited(server: FakeOpenAI) -> None:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             url = f"{door.openai_url}/chat/completions"
             assert [(await post(url, of(n)))[0] for n in (1, 128, 1)] == [200, 413, 413]
+            assert (await post(url, io.BytesIO(b"no JSON")))[0] == 413, "refused before it is read"
         with EpisodeScope() as other, gateway.endpoint(other) as door:
             assert (await post(f"{door.openai_url}/chat/completions", of(1)))[0] == 200
     assert len(scope.calls) == 1

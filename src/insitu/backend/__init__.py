@@ -7,6 +7,7 @@ learner/     training: from rows to new weights
 compute      the thread that touches the weights, shared by inference and training
 model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
 adapters     layers with LoRA adapters, faster than peft computes them
+active_waiting: whether the threads of an operation wait actively for one another
 """
 
 import json
@@ -29,14 +30,13 @@ SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
 """The environment variable with the API key of vLLM servers."""
 
 
-def ask_for_reproducible_products(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes a row of a matrix product independent of the number of rows, of threads, and of addresses.
+def configure_math_libraries(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what MKL and libgomp read when torch is loaded, unless it is set.
 
-    By MKL's strict mode (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"), which processors of
-    other makers run at a fraction of their speed. Must be called before torch is loaded.
-
-    Threads of an operation also wait actively for a tenth of libgomp's time: with all of it, two programs on the same
-    cores take tens of times as long as one after the other.
+    MKL's strict mode makes a row of a matrix product independent of the number of rows, of threads, and of addresses
+    (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"); processors of other makers run it at a
+    fraction of their speed. libgomp's threads wait actively for a tenth of its default: longer than between two
+    operations, and at less cost until `active_waiting` has seen that other programs use the cores.
     """
     environment.setdefault("GOMP_SPINCOUNT", "30000")
     try:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 import insitu
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend import BackendOptions
+from insitu.backend.active_waiting import active_waiting
 from insitu.backend.compute import ComputeThread, call_in_loop, set_outcome
 from insitu.backend.http import ApiRoute, openapi_document
 from insitu.backend.inference.engine import Engine
@@ -192,7 +193,8 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
-    with _bound_socket(options.host, options.port) as listener, _output_folder(options.output_dir) as output_dir:
+    where = _bound_socket(options.host, options.port), _output_folder(options.output_dir)
+    with where[0] as listener, where[1] as output_dir, active_waiting():
         backend = await asyncio.to_thread(load_backend, options, output_dir)
         await backend.start()
         is_orphan = False

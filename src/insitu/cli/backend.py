@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE, BackendOptions, ask_for_reproducible_products
+from insitu.backend import SAMPLER_KEY_VARIABLE, TOKEN_VARIABLE, BackendOptions, configure_math_libraries
 from insitu.cli import options
 from insitu.errors import InsituError, install_command, memory_problem
 from insitu.wire.log_lines import log_line
@@ -21,7 +21,7 @@ def serve(backend_options: BackendOptions) -> int:
 
     backend_options.access()
     prepare_process()
-    ask_for_reproducible_products()
+    configure_math_libraries()
     try:
         import uvloop
 

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from insitu.errors import ConfigError
 
@@ -37,14 +37,33 @@ _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _SOCKET_LEVEL, _RECEIVE_BUFFER = 1, 8
 _SET_LEASE = 1024
 """F_SETLEASE of fcntl(2): while a process holds a lease on a file, opening it blocks others for up to 45 seconds."""
-_SYSTEM_CALLS: dict[str, tuple[Any, ...]] = {  # architecture, socket, socketpair, setsockopt, fcntl, setpriority;
-    # sched_setparam, sched_setscheduler, sched_setattr; refused: keys, eBPF, perf, page faults, AIO
-    "x86_64": (0xC000003E, 41, 53, 54, 72, 141, (142, 144, 314), (248, 249, 250, 321, 298, 323, 206, 425, 426, 427)),
-    "aarch64": (0xC00000B7, 198, 199, 208, 25, 140, (118, 119, 274), (217, 218, 219, 280, 241, 282, 0, 425, 426, 427)),
+
+
+class _SystemCalls(NamedTuple):
+    """Numbers of an architecture, from Linux's tables."""
+
+    architecture: int
+    socket: int
+    socketpair: int
+    setsockopt: int
+    fcntl: int
+    setpriority: int
+    scheduling: tuple[int, ...]
+    """sched_setparam, sched_setscheduler, sched_setattr. A program sets its own priority alone: the sandbox needs its
+    time to count what no control group has."""
+    refused: tuple[int, ...]
+    """Keys, eBPF, perf, page faults; asynchronous I/O, whose contexts are counted for the machine as a whole; and
+    io_uring (425 to 427), which no filter can look into."""
+
+
+_SYSTEM_CALLS = {
+    "x86_64": _SystemCalls(
+        *(0xC000003E, 41, 53, 54, 72, 141, (142, 144, 314), (248, 249, 250, 321, 298, 323, 206, 425, 426, 427))
+    ),
+    "aarch64": _SystemCalls(
+        *(0xC00000B7, 198, 199, 208, 25, 140, (118, 119, 274), (217, 218, 219, 280, 241, 282, 0, 425, 426, 427))
+    ),
 }
-"""Numbers of system calls, from Linux's tables. Contexts of asynchronous I/O are counted for the machine as a whole;
-425 to 427 are io_uring, which no filter can look into. A program sets its own priority alone: the sandbox needs its
-time to count what no control group has."""
 
 
 @functools.cache
@@ -83,23 +102,25 @@ def _devices() -> list[str]:
     return ["--dev", "/dev", "--size", _SHARED_MEMORY, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
 
 
-def _private() -> list[Path]:
-    """With the folder for temporary files, where other programs have sockets."""
-    temporary = Path(tempfile.gettempdir()).resolve()
-    is_further = not any(temporary.is_relative_to(folder) for folder in _PRIVATE) and temporary != Path("/")
-    return [*map(Path, _PRIVATE), *([temporary] if is_further else [])]
+def _temporary_folder() -> str | None:
+    """The folder for temporary files, where other programs have sockets, unless it is in a private folder anyway."""
+    folder = os.path.realpath(tempfile.gettempdir())
+    return None if folder == "/" or _is_in(folder, _PRIVATE) else folder
+
+
+def _is_in(path: str, folders: Iterable[str | None]) -> bool:
+    return any(folder is not None and Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _private_folders(size: int | None, visible: Iterable[str]) -> list[str]:
     limit = ["--size", str(size)] if size is not None else []
     arguments = ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
-    further = [str(folder) for folder in _private()[len(_PRIVATE) :]]
-    for folder in further:
-        arguments += ["--size", _SMALL, "--tmpfs", folder]
+    if (temporary := _temporary_folder()) is not None:
+        arguments += ["--size", _SMALL, "--tmpfs", temporary]
     for path in visible:
-        if any(Path(path).is_relative_to(folder) for folder in _private()):
+        if _is_in(path, (*_PRIVATE, temporary)):
             arguments += ["--ro-bind", path, path]
-    return [*arguments, *(word for folder in further for word in ("--remount-ro", folder))]
+    return [*arguments, *([] if temporary is None else ["--remount-ro", temporary])]
 
 
 def confined(
@@ -128,8 +149,10 @@ def confined(
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
     seen: list[Path] = []
+    private = (*_PRIVATE, _temporary_folder())
     for path in sorted(hidden):
-        if not path.exists() or any(path.is_relative_to(each) for each in seen) or not _shown(path, visible):
+        is_shown = not _is_in(str(path), private) or _is_in(str(path), visible)
+        if not path.exists() or any(path.is_relative_to(each) for each in seen) or not is_shown:
             continue
         empty = (
             ["--size", _SMALL, "--tmpfs", str(path), "--remount-ro"] if path.is_dir() else ["--ro-bind", "/dev/null"]
@@ -137,11 +160,6 @@ def confined(
         arguments += [*empty, str(path)]
         seen.append(path)
     return [*arguments, "--seccomp", str(seccomp), "--"]
-
-
-def _shown(path: Path, visible: Iterable[str]) -> bool:
-    private = any(path.is_relative_to(each) for each in _private())
-    return not private or any(path.is_relative_to(each) for each in visible)
 
 
 def confined_again(size: int | None, visible: Sequence[str]) -> list[str]:
@@ -160,23 +178,23 @@ def system_call_filter() -> bytes:
     What is refused fails with EPERM; system calls of another architecture, with ENOSYS. Buffers of sockets, which no
     control group counts, stay as they are.
     """
-    architecture, socket, socketpair, setsockopt, fcntl, setpriority, scheduling, refused = _SYSTEM_CALLS[
-        platform.machine()
-    ]
+    calls = _SYSTEM_CALLS[platform.machine()]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, deny, ignore, missing = ((give, 0, 0, value) for value in (0x7FFF0000, 0x00050001, 0x00050000, 0x00050026))
-    rows = [(load, 0, 0, 4), (equal, 1, 0, architecture), missing]  # code, how many to skip if true, if false, value
+    # Code, how many to skip if true, if false, value.
+    rows = [(load, 0, 0, 4), (equal, 1, 0, calls.architecture), missing]
     rows += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), missing]  # the numbers of x32
-    for number in refused:
+    for number in calls.refused:
         rows += [(equal, 0, 1, number), deny]
-    for number in scheduling:
+    for number in calls.scheduling:
         rows += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, 0), allow, deny]
-    rows += [(equal, 0, 6, setpriority), (load, 0, 0, 16), (equal, 0, 3, 0), (load, 0, 0, 24), (equal, 0, 1, 0)]
+    rows += [(equal, 0, 6, calls.setpriority), (load, 0, 0, 16), (equal, 0, 3, 0), (load, 0, 0, 24), (equal, 0, 1, 0)]
     rows += [allow, deny]
-    rows += [(equal, 0, 4, fcntl), (load, 0, 0, 24), (equal, 0, 1, _SET_LEASE), deny, allow]
-    rows += [(equal, 0, 6, setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
+    rows += [(equal, 0, 4, calls.fcntl), (load, 0, 0, 24), (equal, 0, 1, _SET_LEASE), deny, allow]
+    rows += [(equal, 0, 6, calls.setsockopt), (load, 0, 0, 24), (equal, 0, 3, _SOCKET_LEVEL)]
     rows += [(load, 0, 0, 32), (equal, 0, 1, _RECEIVE_BUFFER), ignore, allow]
-    rows += [(equal, 0, 4, socketpair), (load, 0, 0, 16), (equal, 0, 1, _UNIX), allow, deny]
-    rows += [(equal, 0, 9, socket), (load, 0, 0, 16), (equal, 5, 0, _UNIX), (equal, 4, 0, _INET), (equal, 3, 0, _INET6)]
-    rows += [(equal, 0, 3, _NETLINK), (load, 0, 0, 32), (equal, 0, 1, 0), allow, deny]  # protocol 0 lists interfaces
+    rows += [(equal, 0, 4, calls.socketpair), (load, 0, 0, 16), (equal, 0, 1, _UNIX), allow, deny]
+    rows += [(equal, 0, 9, calls.socket), (load, 0, 0, 16)]
+    rows += [(equal, 5, 0, _UNIX), (equal, 4, 0, _INET), (equal, 3, 0, _INET6), (equal, 0, 3, _NETLINK)]
+    rows += [(load, 0, 0, 32), (equal, 0, 1, 0), allow, deny]  # protocol 0 lists interfaces
     return b"".join(struct.pack("HBBI", *row) for row in [*rows, allow])

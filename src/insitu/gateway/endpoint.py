@@ -71,7 +71,7 @@ class EpisodeEndpoint:
 
         Raises RequestRefused if the episode has too many, or has sent too much before.
         """
-        self.record(0)
+        self.record(0)  # at once, before anything is read or translated
         held = most
 
         def hold(size: int) -> None:

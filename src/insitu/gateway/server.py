@@ -16,7 +16,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from typing import Annotated, Any, Self
+from functools import partial
+from typing import Annotated, Any, NamedTuple, Self
 
 import aiohttp
 import orjson
@@ -46,7 +47,7 @@ MAX_CHOICES = 128
 MAX_CONNECTIONS = 1024
 """Connections to the socket of an agent's network namespace at once."""
 _SHARE_OF_FILES = 4
-"""The connections to these sockets together are at most this part of the files that the process may open."""
+"""Connections to all agents' sockets take at most one in so many of the files that this process may open."""
 _MAX_MESSAGE = 2000
 """Characters of an error: some repeat a key or a value of the request."""
 _CONNECT_TIMEOUT = 30.0
@@ -158,7 +159,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serves at a further socket, such as one in the network namespace of an agent."""
+        """Serves on another listening socket, such as one in the network namespace of an agent."""
         self._listeners += 1
         try:
             async with listening(self._application(), listener, connections=self._most_connections):
@@ -167,7 +168,7 @@ class Gateway:
             self._listeners -= 1
 
     def _most_connections(self) -> int:
-        """Those of a further socket: together, they leave this process open files for other things."""
+        """The most connections to each of these sockets, so that all together leave enough file descriptors."""
         return min(MAX_CONNECTIONS, raise_file_limit() // _SHARE_OF_FILES // self._listeners)
 
     @contextmanager
@@ -216,9 +217,8 @@ class Gateway:
             with endpoint.request(proxy.largest_body(request)) as hold:
                 response = await self._answer(request, endpoint, route, dialect, hold)
                 if not response.prepared:  # until the agent has read it, the request counts as in flight
-                    with suppress(
-                        ConnectionResetError
-                    ):  # the agent has gone, which is no failure of the model's server
+                    # An agent that has gone is no failure of the model's server.
+                    with suppress(ConnectionResetError):
                         await response.prepare(request)
                         await response.write_eof()
                 return response
@@ -250,16 +250,26 @@ class Gateway:
             return await self._forward(request, route, await read_body(request, MAX_BODY))
         body = await read_body(request, MAX_BODY, decompress=True)
         hold(proxy.memory_of(body))
-        data = await parse_body(proxy.parse_request, body)
+        memory = endpoint.memories.setdefault(dialect, {})
+        asked = await parse_body(partial(self._parsed, dialect, memory), body)
         self._find_endpoint(endpoint.key)  # the episode may have ended since
+        if asked is None:
+            return await self._forward(request, route, body, decompressed=True)
+        endpoint.record(asked.choices * proxy.memory_of(asked.content))
+        return await self._complete(request, endpoint, asked)
+
+    def _parsed(self, dialect: Dialect, memory: dict[str, Any], body: bytes) -> "_Asked | None":
+        """What a body asks of a model, or None if it is to be forwarded."""
+        data = proxy.parse_request(body)
         llm = self._by_name.get(str(data.get("model")), self._default if self._upstream is None else None)
         if llm is None:
-            return await self._forward(request, route, body, decompressed=True)
-        memory = endpoint.memories.setdefault(dialect, {})
-        # A body that is parsed in a thread is translated in one too.
-        translation, content, n = await parse_body(lambda _: _translated(dialect, data, memory, llm), body)
-        endpoint.record(n * proxy.memory_of(content))
-        return await self._complete(request, endpoint, llm, translation, content)
+            return None
+        translation = translate(dialect, data, memory)
+        request = translation.completion_request(llm.params, llm.model)
+        n = request.get("n") or 1
+        if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
+            raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
+        return _Asked(llm, translation, orjson.dumps(request), n)
 
     def _find_endpoint(self, key: str) -> EpisodeEndpoint:
         """Raises RequestRefused if the episode of `key` has ended, or is unknown."""
@@ -278,15 +288,9 @@ class Gateway:
             ended.note_late_call()
         raise RequestRefused(f"the episode {name} of this address has ended", status=410, code="episode_ended")
 
-    async def _complete(
-        self,
-        request: web.Request,
-        endpoint: EpisodeEndpoint,
-        llm: ModelClient,
-        translation: Translation,
-        content: bytes,
-    ) -> web.StreamResponse:
-        exchange = llm.recorder.begin("POST", f"/{translation.route}", content, endpoint.site)
+    async def _complete(self, request: web.Request, endpoint: EpisodeEndpoint, asked: "_Asked") -> web.StreamResponse:
+        llm, translation = asked.llm, asked.translation
+        exchange = llm.recorder.begin("POST", f"/{translation.route}", asked.content, endpoint.site)
         if exchange is None:
             key, kind = ("messages", "a list") if translation.route == CHAT else ("prompt", "text or token ids")
             raise RequestRefused(f"{key} is missing, or is not {kind}", param=key)
@@ -347,16 +351,13 @@ class Gateway:
             return await proxy.forward(request, answer)
 
 
-def _translated(
-    dialect: Dialect, data: dict[str, Any], memory: dict[str, Any], llm: ModelClient
-) -> tuple[Translation, bytes, int]:
-    """The translation, the request to the server, and its number of choices."""
-    translation = translate(dialect, data, memory)
-    body = translation.completion_request(llm.params, llm.model)
-    n = body.get("n") or 1
-    if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
-        raise RequestRefused(f"n is {n!r:.50}; allowed: 1 to {MAX_CHOICES}", param="n")
-    return translation, orjson.dumps(body), n
+class _Asked(NamedTuple):
+    """A request for completions: to which model, and how it is sent there."""
+
+    llm: ModelClient
+    translation: Translation
+    content: bytes
+    choices: int
 
 
 def _hashed(key: str) -> bytes:

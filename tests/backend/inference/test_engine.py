@@ -21,7 +21,7 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import T5Config
 from waiting import turns, until
 
-from insitu.backend import BackendOptions, ask_for_reproducible_products
+from insitu.backend import BackendOptions, configure_math_libraries
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.engine import Engine
@@ -210,11 +210,11 @@ async def test_bfloat16_is_served(folders):
 
 def test_mkl_is_asked_for_reproducible_products_on_intel_alone():
     environment: dict[str, str] = {}
-    ask_for_reproducible_products(environment)
+    configure_math_libraries(environment)
     is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     assert environment.pop("GOMP_SPINCOUNT") == "30000"
     assert environment == ({"MKL_CBWR": "AUTO,STRICT"} if is_intel else {})
-    ask_for_reproducible_products(chosen := {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"})
+    configure_math_libraries(chosen := {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"})
     assert chosen == {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"}
 
 

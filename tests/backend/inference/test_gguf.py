@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -16,7 +17,7 @@ from small_gguf import save_small_gguf
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
-from insitu.disk.gguf_files import gguf_chat_template
+from insitu.disk.gguf_files import gguf_chat_template, weights_location
 from insitu.disk.model_files import model_digest
 from insitu.errors import BackendError
 from insitu.release.model_export import export_model, open_source
@@ -98,6 +99,12 @@ def test_a_damaged_file_is_named(file: Path, tmp_path: Path, kept: int, problem:
     with pytest.raises(BackendError) as caught:
         load_model(str(damaged), "cpu")
     assert str(caught.value).startswith(problem.format(file=damaged))
+
+
+def test_a_release_of_transformers_without_it_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(BackendError, match=r"needs transformers 5\.19 or later: pip install -e '\.\[gguf\]'"):
+        weights_location(file)
 
 
 def test_without_the_package_the_error_says_how_to_install_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,10 @@ class Engine(Sampler):
         module = self._loaded.module
         count = sum(parameter.numel() for parameter in module.parameters())
         cores = os.cpu_count() or 1
-        options = self.options
+        options, is_small = self.options, count < SMALL_MODEL or self._loaded.device.type != "cpu"
         torch.set_num_threads(options.threads or cores)
         attends_here = check_supported(module, options.max_length)
-        most = 1 if count < SMALL_MODEL else MAX_THREADS if count < LARGE_MODEL else cores
+        most = cores if count >= LARGE_MODEL else 1 if is_small else MAX_THREADS
         torch.set_num_threads(options.threads or min(cores, most))
         self._shapes = BatchShapes(module, options.max_batch, attends_here)
         self._open_pool(count)
