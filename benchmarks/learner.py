@@ -254,9 +254,9 @@ class Side:
         command = [python, script, json.dumps(asdict(case))]
         environment = dict(os.environ)
         if case.side == "insitu":
-            from insitu.backend import ask_for_reproducible_products
+            from insitu.backend import configure_math_libraries
 
-            ask_for_reproducible_products(environment)  # as `insitu backend` does, before torch is loaded
+            configure_math_libraries(environment)  # as `insitu backend` does, before torch is loaded
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

@@ -26,8 +26,8 @@ COMMANDS = {"control plane": "finetune", "backend": "backend"}
 BEGINS = {"finetune": "collect_epoch"}
 """The function with whose first call a command is counted from: how often it asks before that whether its backend has
 started is a matter of the machine."""
-BY_THE_CLOCK = {"_is_alive"}
-"""What a process does once a second, however many episodes there are."""
+BY_THE_CLOCK = {"_is_alive", "_usage", "busy_seconds"}
+"""What a process does every second or so, however many episodes there are."""
 FOLDER = "INSITU_TRACE_FOLDER"
 PACKAGE = "INSITU_TRACE_PACKAGE"
 
@@ -108,7 +108,8 @@ def _calls_of(traces: list[dict[str, Any]], process: str) -> Counter[Function]:
     of_process = [trace["calls"] for trace in traces if trace["arguments"][1:2] == [COMMANDS[process]]]
     if len(of_process) != 1 or not of_process[0]:
         raise TraceError(f"{len(of_process)} processes have reported calls as {process}, expected one with some calls")
-    return Counter({Function(file, name): calls for file, name, calls in of_process[0] if name not in BY_THE_CLOCK})
+    calls_of = {Function(file, name): calls for file, name, calls in of_process[0]}
+    return Counter({each: calls for each, calls in calls_of.items() if each.name.split(".")[0] not in BY_THE_CLOCK})
 
 
 def road(shorter: Counter[Function], longer: Counter[Function]) -> dict[str, Any]:

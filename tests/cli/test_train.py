@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def test_what_it_says_to_do_next_works(trained: Any) -> None:
     assert ask[-1] in QUESTIONS
 
 
+def test_an_interrupted_run_continues_with_the_rows_of_other_columns(trained: Any, tmp_path: Path) -> None:
+    """The column of the question is called as the agent's parameter."""
+    (tmp_path / "agent.py").write_text(AGENT.replace("question", "message"))
+    (tmp_path / "model").symlink_to(STARTER)
+    rows = [{"message": question, "label": "here"} for question in QUESTIONS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [word for key, value in {**SMALL, "general.seed": 3}.items() for word in ("-o", key, value)]
+    command = ("train", *ARGUMENTS, "--epochs", "2", "--held-out", "0.3", *overrides)
+    with start(*command, folder=tmp_path) as process:
+        next(line for line in process.stdout if line.startswith("epoch 1/2"))
+        process.send_signal(signal.SIGINT)
+        process.communicate(600)
+        assert process.wait() == 130
+    done = run(*command, "--resume", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path / "runs/answer") == numbers(trained[0] / "runs/answer")
+    assert "next:" in done.stdout
+
+
 def test_the_agent_of_the_run_is_asked(trained: Any) -> None:
     folder, _ = trained
     done = run("ask", "runs/answer", "Where is my lamp?", "--checkpoint", "2", folder=folder)
@@ -183,6 +203,7 @@ REFUSED = [
     ({"--rows": "agent.py"}, "the file format '.py' does not exist"),
     ({"--rows": "empty.jsonl"}, "empty.jsonl has no rows"),
     ({"--rows": "no_question.jsonl"}, "no_question.jsonl, row 1: the question key 'question' does not exist"),
+    ({"--rows": "no_question.jsonl"}, "; eval.general.dataset.structure.question_key names the column of the question"),
     ({"--rows": "broken.jsonl"}, "broken.jsonl, line 1 is not valid JSON"),
     ({"--model": "org/nowhere"}, "--model: org/nowhere is neither a folder or file here nor in the cache"),
     ({"--model": "./nowhere"}, "--model: 'nowhere' does not exist"),

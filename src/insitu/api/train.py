@@ -21,6 +21,7 @@ from insitu.api.calls import (
     agent_block,
     checked_settings,
     errors_in_words,
+    question_parameter,
     set_output,
     set_tiny_training,
     start_request,
@@ -43,6 +44,8 @@ from insitu.workflow.event_loop import run_anywhere
 
 T = TypeVar("T")
 ROWS_PER_EPOCH = "trajectory_builders.episodes.rows_per_epoch"
+_FEW = 30
+"""Rows below which the interval of a score is wide: 0.3 and more for 0.5."""
 _OPTIONS = {
     "trainer_adapters.backend.model": "--model",
     "the trainer adapter's model": "--model",
@@ -94,14 +97,15 @@ def train(
     overrides: Sequence[tuple[str, str]] = (),
     output_dir: Path | None = None,
     save: Path | None = None,
+    resume: bool = False,
     console: Console,
 ) -> Trained:
     """Trains the model behind a function, whose score on rows that are held out is printed before and after.
 
     `agent` is FILE.py:FUNCTION or MODULE:FUNCTION, and so is `score`, or the `_type` of an evaluator that needs no
     settings. `held_out` is a fraction of the rows, which the seed chooses, or a file of others. `overrides` are keys of
-    a file. `save` is a file that is written with the settings, beside the rows. Raises ConfigError before anything is
-    started.
+    a file. `save` is a file that is written with the settings, beside the rows. `resume` continues the run in
+    `output_dir`. Raises ConfigError before anything is started.
     """
     here = Path.cwd()
     share = _share(held_out)
@@ -114,6 +118,7 @@ def train(
     for key, text in overrides:
         override(settings, key, parse_override(key, text))
     project = Project.of(settings, {})
+    project.question = question_parameter(function)
     set_tiny_training(project, None, {})
     output = set_output(
         project, "finetuning.output_dir", output_dir, f"runs/{getattr(function, '__name__', type(function).__name__)}"
@@ -124,10 +129,11 @@ def train(
         training: Any = left if held else rows
         validation: Any = held or (share if isinstance(share, Path) else None)
         checked = partial(checked_settings, project, ("--rows", training), validation, {})
-        request = start_request(checked, output, resume=False)
+        request = start_request(checked, output, resume)
         if save is not None:
             project.save(save)
-        Report(console).note(f"{rows}: {_about(len(left), len(held), share)}")
+        is_repeated = project.get("finetuning.validation.reps") is not None
+        Report(console).note(f"{rows}: {_about(len(left), len(held), share, is_repeated=is_repeated)}")
         run_anywhere(lambda: finetuning_main(request, console))
     example = (held or left)[0]
     question = example[dataset_config(config).structure.question_key]
@@ -156,12 +162,14 @@ def split(rows: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]
     return [row for n, row in enumerate(rows) if n not in held], [row for n, row in enumerate(rows) if n in held]
 
 
-def _about(left: int, held: int, share: float | Path) -> str:
+def _about(left: int, held: int, share: float | Path, *, is_repeated: bool) -> str:
     rows = f"{left} row{'s' if left != 1 else ''} to train on"
     if isinstance(share, Path):
         return f"{rows}; held out: {share}"
-    too_few = ", because one row is too few" if share and not held else ""
-    return f"{rows}, {held or 'none'} held out{too_few}"
+    if not held:
+        return f"{rows}, none held out" + ", because one row is too few" * bool(share)
+    few = "; few: their scores say little unless they are repeated (-o finetuning.validation.reps 4)"
+    return f"{rows}, {held} held out" + few * (held < _FEW and not is_repeated)
 
 
 def _rows(project: Project, rows: Path) -> tuple[Config, list[dict[str, Any]]]:

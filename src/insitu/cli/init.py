@@ -38,5 +38,8 @@ def command(
     print(f"{name}: {', '.join(files)}")
     if framework is not None:
         print(f"needs the framework: {install_command(framework.replace('_', '-'))} in the clone of insitu")
-    first = " && python make_model.py" if "make_model.py" in files else ""
+    first = ""
+    if "make_model.py" in files:
+        first = " && python make_model.py"
+        print(f"needs the extra gguf: {install_command('local,gguf')} in the clone of insitu")
     print(f"next: cd {name}{first} && insitu finetune config.yml")

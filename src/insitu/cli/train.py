@@ -19,6 +19,7 @@ from insitu.wire.redaction import results_console
 @click.option("--held_out", default="0.2", help="Fraction of the rows that is scored and not trained, or their file.")
 @click.option("--output_dir", type=options.PATH, help="Run directory (default: runs/FUNCTION).")
 @click.option("--save", type=options.PATH, metavar="FILE", help="Write the run's settings, for `insitu finetune FILE`.")
+@click.option("--resume", is_flag=True, help="Continue the run in the output directory, which was interrupted.")
 @options.override
 def command(
     agent: str,
@@ -30,6 +31,7 @@ def command(
     held_out: str,
     output_dir: Path | None,
     save: Path | None,
+    resume: bool,
     override: tuple[tuple[str, str], ...],
 ) -> None:
     """Train the model behind AGENT, which is FILE.py:FUNCTION or MODULE:FUNCTION.
@@ -50,6 +52,7 @@ def command(
         overrides=override,
         output_dir=output_dir,
         save=save,
+        resume=resume,
         console=results_console(),
     )
     print("next:")

@@ -241,7 +241,7 @@ def file_format(file: Path) -> str:
 class Dataset:
     """Where rows come from: a file in the format `kind`, or the package that the block of this `_type` names."""
 
-    config: Config
+    config: Config | None
     block: DatasetConfig
     kind: str
     file: Path | None
@@ -271,6 +271,7 @@ class Dataset:
         if self.file is not None:
             with self.file.open("rb") as opened:
                 return {"file": str(self.file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+        assert self.config is not None, "only a file has none"
         digest = hashlib.sha256()
         for row in self.rows():
             digest.update(json.dumps(row, sort_keys=True, default=json_form).encode() + b"\n")
@@ -288,6 +289,12 @@ def find_dataset(config: Config, path: str | Path | None = None, moved: Moved | 
     if file is not None:
         file = config.find_path(file, "eval.general.dataset.file_path", moved)
     return Dataset(config, block, block.type, file)
+
+
+def first_row(file: Path) -> dict[str, Any]:
+    """The first row of a file; empty if there is none. Raises ConfigError for a file that cannot be read."""
+    row = next(Dataset(None, DatasetConfig(), file_format(file), file).rows(), {})
+    return row if isinstance(row, dict) else {}
 
 
 def load_dataset(
@@ -335,7 +342,8 @@ def _items(dataset: Dataset, answered: bool) -> list[EvalInputItem]:
         if not isinstance(row, dict):
             raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
         if keys.question_key not in row:
-            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row))
+            hint = "; eval.general.dataset.structure.question_key names the column of the question"
+            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row) + hint)
         item = EvalInputItem(
             id=row.get(shape.id_key, number - 1),
             input_obj=row[keys.question_key],

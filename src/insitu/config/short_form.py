@@ -15,6 +15,9 @@ PARTS = {
 _ADAPTER = "trainer_adapter"
 OF_ADAPTER = ("model", "training")
 """Keys of `finetuning` that stand for those of the adapter's block."""
+MAX_TOKENS = 512
+"""The longest completion of the model under training, unless the file says: else a small model talks until its context
+is full."""
 
 
 def expanded(data: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +42,15 @@ def expanded(data: dict[str, Any]) -> dict[str, Any]:
         result[f"{kind}s"] = {**blocks, name: merged(block, blocks.get(name) or {})}
         finetuning[kind] = name
     _set_reward(finetuning, data.get("eval"))
+    if isinstance(llms := data.get("llms"), dict):
+        result["llms"] = {name: _limited(block) for name, block in llms.items()}
     return result
+
+
+def _limited(llm: Any) -> Any:
+    """The block of a model under training with a limit of its completions; any other as it is."""
+    is_policy = isinstance(llm, dict) and llm.get("_type") == "policy"
+    return {**llm, "max_tokens": llm.get("max_tokens", MAX_TOKENS)} if is_policy else llm
 
 
 def _check_adapter(section: Mapping[str, Any], given: Mapping[str, Any], blocks: Any) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.collector import Observer, stray_completions
+from insitu.collect.collector import Plan as EpochPlan
 from insitu.collect.conversations import collection_of
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.shared_run import share
@@ -80,12 +81,25 @@ class _Played(Observer):
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self.groups: list[GroupRecord] = []
+        self.plan: EpochPlan | None = None
 
     def on_episode(self, episode: Episode) -> None:
         self._evidence.episodes.append(episode)
 
     def on_group(self, group: GroupRecord) -> None:
         self.groups.append(group)
+
+    def so_far(self) -> list[GroupRecord]:
+        """The complete groups, and of the others of a plan those episodes that have ended."""
+        complete = {episode.key for group in self.groups for episode in group.episodes}
+        if self.plan is None:
+            return self.groups
+        others: dict[str, list[Episode]] = {}
+        for episode in self._evidence.episodes:
+            if episode.key not in complete:
+                row_id = episode.key.row_id
+                others.setdefault(self.plan.group_of.get(row_id, row_id), []).append(episode)
+        return [*self.groups, *map(self.plan.group, others.values())]
 
 
 class Examination:
@@ -123,12 +137,13 @@ class Examination:
                     teacher = self._trainer.teacher if isinstance(self._trainer, InsituTrainer) else None
                     vocab_size = served.vocab_size if served is not None else None
                     plan = replace(plan, vocab_size=vocab_size, budget=None, teacher=teacher)  # groups are judged whole
+                played.plan = plan
                 collection = await collected(builder, plan, self._builder, [played], run_id=run_id, epoch=1)
                 evidence.stray_completions = stray_completions(self._builder).total() - stray
         except TimeoutError:
             if not limit.expired():
                 raise
-            evidence.ended_early, collection = True, collection_of(played.groups, run_id, 1)
+            evidence.ended_early, collection = True, collection_of(played.so_far(), run_id, 1)
         self.measures.playing = time.perf_counter() - began
         if played.groups and isinstance(self._trainer, LoopTrainer):  # written as a run does, for their size
             for group in played.groups:

@@ -74,8 +74,13 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
         ended = len(evidence.episodes) or sum(map(len, evidence.groups))
         what = f"the time was over before all episodes had ended: {ended} did"
         severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
-        change = "raise --seconds" + ("" if ended else ", or set an episode_timeout if the agent hangs")
-        yield Finding("time_over", severity, what, "eval.general.episode_timeout", change)
+        where, change = "eval.general.episode_timeout", "raise --seconds"
+        if not plan.is_limited:
+            where = plan.llm("max_tokens")
+            change = "set it, as answers have no limit but the context; or raise --seconds"
+        elif not ended:
+            change += ", or set an episode_timeout if the agent hangs"
+        yield Finding("time_over", severity, what, where, change)
 
 
 def about_job(plan: Plan, evidence: Evidence) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from insitu.config import Config
 from insitu.doctor.findings import Finding, Severity
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import CurriculumLearningConfig, TrainerConfig
-from insitu.schemas.kinds import TRAJECTORY_BUILDER
+from insitu.schemas.kinds import LLM, TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.metrics import share_of
+from insitu.workflow.llms import SamplingConfig
 
 _MANY = 0.5
 """Share of the rows from which repeated ones harm."""
@@ -48,6 +49,8 @@ class Plan:
     training: Mapping[str, Any] = field(default_factory=dict)
     warms_up: bool = False
     staleness: int = 0
+    is_limited: bool = True
+    """Whether each of the llms has `max_tokens`."""
     replays: bool = False
     """Whether it trains on the recorded episodes of another run."""
 
@@ -75,6 +78,7 @@ class Plan:
         held_out = load_dataset(held_out_config(config), validation.dataset) if validation is not None else []
         limit = collecting.rows_per_epoch if collecting is not None else None
         epochs, trainer = finetuning.num_epochs, config.trainer or TrainerConfig()
+        llms = sorted(config.trained_llms())
         return cls(
             rows=rows,
             held_out=held_out,
@@ -89,7 +93,8 @@ class Plan:
             builder=f"trajectory_builders.{finetuning.trajectory_builder}",
             adapter=f"trainer_adapters.{finetuning.trainer_adapter}",
             reward=finetuning.reward_function.evaluator if finetuning.reward_function is not None else None,
-            llms=tuple(sorted(config.trained_llms())),
+            llms=tuple(llms),
+            is_limited=not any(map(_is_unlimited, (config.block(LLM, name) for name in llms))),
             target_functions=tuple(finetuning.target_functions),
             dataset=str((config.eval.dataset and config.eval.dataset.rows_file) or "eval.general.dataset"),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
@@ -97,6 +102,10 @@ class Plan:
             staleness=trainer.epochs_ahead,
             replays=stored,
         )
+
+
+def _is_unlimited(llm: Any) -> bool:
+    return isinstance(llm, SamplingConfig) and llm.max_tokens is None
 
 
 def about_settings(plan: Plan) -> Iterator[Finding]:

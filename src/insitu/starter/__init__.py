@@ -48,7 +48,8 @@ _OF_STARTER = {
     "about_model": (
         "The model in `model/` has 0.2 million parameters and knows the questions of this project only: with it the "
         "whole loop runs in a minute on a laptop. For an agent of your own, set `model` in `config.yml` to a model of "
-        "the Hugging Face Hub, such as `Qwen/Qwen2.5-0.5B-Instruct`, and raise `max_tokens`."
+        "the Hugging Face Hub, such as `Qwen/Qwen2.5-0.5B-Instruct`, and raise `max_tokens`. `insitu init NAME --model "
+        "smollm2` writes a project with a pretrained model that needs no Hub."
     ),
 }
 _TINY = 5_000_000

@@ -152,7 +152,8 @@ class LoopTrainer(EstimatingTrainer):
         whole = run.durable.may_be_submitted(epoch)
         async with self._epoch_selections.opened(epoch, run_id, whole=whole) as selection:
             served = run.durable.served_before(epoch, await self.trainer_adapter.policy_endpoint())
-            collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, [selection])
+            observers = [selection, *run.watches_rewards(self, epoch)]
+            collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, observers)
             run.note_errors(epoch, collected)
             check_collected(self, epoch, collected, run.store.folder)
             run.note_rewards(epoch, collected)

@@ -21,6 +21,8 @@ _STATED = frozenset(("policy_version", "seconds_ahead", "checkpoint", "seconds")
 """What a job reports and the line of its epoch states in its own way."""
 
 _ALIKE = DropReason.NO_VARIANCE
+_SHOWN = 100
+"""Characters of an answer."""
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
 
@@ -223,7 +225,7 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
-        change += "some answers are good"
+        change += f"some answers are good{_most_frequent(answers)}"
         reward = rewards.pop()
         what = f"every episode has the reward {reward:g}"
         if better := [line for line in earlier if _is_above(line, reward)]:
@@ -238,6 +240,11 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
         change = "use rows that are neither too easy nor too hard, or a finer score"
         causes.append(Cause("same_reward_in_groups", what, change))
     return causes
+
+
+def _most_frequent(answers: Sequence[ModelCall]) -> str:
+    texts = Counter(text for call in answers if isinstance(text := (call.message or {}).get("content"), str))
+    return "".join(f"; most often the answer is {text!r:.{_SHOWN}}" for text, _ in texts.most_common(1))
 
 
 def _is_above(line: Mapping[str, Any], reward: float) -> bool:

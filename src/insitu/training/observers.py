@@ -18,6 +18,12 @@ from insitu.schemas.finetuning import PolicyEndpoint, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.training.report import Report
 
+_FIRST_REWARDS = 16
+_FIRST_SECONDS = 20.0
+"""A shorter epoch says it at its end."""
+_SHOWN = 200
+"""Characters of an answer."""
+
 
 class Journal(Observer):
     """Records each episode at once, so that a resumed run need not run it again. `known` are recorded already."""
@@ -135,7 +141,7 @@ class Bar(Observer):
         self._show_total()
 
     def on_episode(self, episode: Episode) -> None:
-        self._report.advance()
+        self._report.advance(episode.reward)
 
     def on_group(self, group: GroupRecord) -> None:
         self._show_total()
@@ -143,6 +149,30 @@ class Bar(Observer):
     def _show_total(self) -> None:
         if (planned := self._progress.planned) is not None:
             self._report.expect(planned)
+
+
+class FirstRewards(Observer):
+    """Says while the first epoch is collected, which may take long, that all of its rewards so far are equal."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._began = report, time.monotonic()
+        self._rewards: list[float] = []
+        self._said = False
+
+    def on_episode(self, episode: Episode) -> None:
+        if self._said or episode.reward is None:
+            return
+        self._rewards.append(episode.reward)
+        if len({*self._rewards}) > 1:
+            self._said = True
+        elif len(self._rewards) >= _FIRST_REWARDS and time.monotonic() - self._began > _FIRST_SECONDS:
+            self._said = True
+            length = sum(len(call.token_ids or ()) for call in episode.calls)
+            self._report.note(
+                f"the first {len(self._rewards)} episodes all have the reward {episode.reward:g}: if the others do, "
+                f"nothing can be learned from them. The last of them sampled {length} tokens; its answer: "
+                f"{str(episode.output)!r:.{_SHOWN}}"
+            )
 
 
 class Held(Observer):

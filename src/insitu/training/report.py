@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from insitu.algorithms.statistics import mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.disk.files import readable_seconds
 from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
 from insitu.runs.store import RunStore
 from insitu.schemas.evaluation import EvaluationRunOutput
@@ -32,7 +34,7 @@ class Report:
         self.console = console
         self._interval = interval
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}{task.fields[rewards]}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -42,6 +44,8 @@ class Report:
             disable=not self.console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._rewards: list[float] = []
+        """Those of the phase in progress."""
         self._run: TaskID | None = None
         self._run_started = 0.0
         self._completed_before = 0
@@ -64,7 +68,7 @@ class Report:
         """Starts the bar and the clock of a run, of which `completed` epochs are complete already."""
         self._run_started, self._completed_before = time.monotonic(), completed
         self._progress.start()
-        self._run = self._progress.add_task("run", total=epochs, completed=completed)
+        self._run = self._progress.add_task("run", total=epochs, completed=completed, rewards="")
 
     def end_run(self) -> None:
         if self._run is not None:
@@ -76,7 +80,7 @@ class Report:
     def phase(self, what: str, total: int | None = None) -> Iterator[None]:
         """Shows a bar or lines while the body runs; `total` is its number of episodes."""
         self._progress.start()
-        self._task = self._progress.add_task(what, total=total)
+        self._task, self._rewards = self._progress.add_task(what, total=total, rewards=""), []
         self._schedule_line()
         try:
             yield
@@ -89,9 +93,14 @@ class Report:
             if self._run is None:
                 self._progress.stop()
 
-    def advance(self) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task)
+    def advance(self, reward: float | None = None) -> None:
+        """An episode of the phase has ended, with this reward."""
+        if self._task is None:
+            return
+        if reward is not None:
+            self._rewards.append(reward)
+        mean = f", mean reward {fmean(self._rewards):.3g}" if self._rewards else ""
+        self._progress.update(self._task, advance=1, rewards=mean)
 
     def expect(self, total: int) -> None:
         """Changes the number of episodes of the phase in progress."""
@@ -104,8 +113,13 @@ class Report:
 
     def _print_line(self) -> None:
         task = next(task for task in self._progress.tasks if task.id == self._task)
-        done = "" if task.total is None else f" {task.completed:.0f} of {task.total:.0f} episodes,"
-        self.note(f"{task.description}:{done} {task.elapsed or 0:.0f} s")
+        elapsed, done = task.elapsed or 0.0, ""
+        if task.total is not None:
+            done = f" {task.completed:.0f} of {task.total:.0f} episodes{task.fields['rewards']},"
+        left = ""
+        if task.total is not None and 0 < task.completed < task.total:
+            left = f", about {readable_seconds(elapsed / task.completed * (task.total - task.completed))} left"
+        self.note(f"{task.description}:{done} {elapsed:.0f} s{left}")
         self._schedule_line()
 
     def validation(self, record: Mapping[str, Any]) -> None:
@@ -135,7 +149,7 @@ class Report:
             parts.append(f"GREEDY: {greedy} of {m['num_groups']} groups at temperature 0")
         preferences, divergences = ("rewards/accuracies", "rewards/margins"), ("teacher_kl", "kl", "reference_gap")
         training = ("loss", *preferences, *divergences, "entropy", "grad_norm", "clip_fraction")
-        parts += [f"{name} {_number(m[name])}" for name in training if name in m]
+        parts += [f"{name} {_number(m[name])}" for name in training if m.get(name) is not None]
         if m.get("tokens"):
             parts.append(f"{m['tokens']} tokens")
         if (state := m.get("curriculum_state")) is not None:

@@ -22,7 +22,7 @@ from insitu.runs.records import RunProgress, new_run_id, training_records
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
 from insitu.schemas.finetuning import FinetuneConfig, PolicyEndpoint, TrainingJobStatus
-from insitu.training.interfaces import PairTrainer, SingleJobTrainer, Trainer, TrainerAdapter
+from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.jobs import job_warnings, new_version
 from insitu.training.metrics import (
     EpochResult,
@@ -31,7 +31,7 @@ from insitu.training.metrics import (
     untrained_causes,
     without_variance,
 )
-from insitu.training.observers import Collected
+from insitu.training.observers import Collected, FirstRewards
 from insitu.training.report import Report, counts
 from insitu.training.run_file import origin_of, run_record
 
@@ -114,6 +114,11 @@ class Run:
         """Reports what is wrong with an epoch, and records it with its metrics."""
         self.report.note(f"epoch {epoch}: {problem}")
         self._warnings.setdefault(epoch, []).append(problem)
+
+    def watches_rewards(self, trainer: Trainer, epoch: int) -> list[FirstRewards]:
+        """An observer of the first epoch, if its episodes are compared by their rewards."""
+        is_first = epoch == 1 and isinstance(trainer, GroupTrainer) and trainer.compares_episodes
+        return [FirstRewards(self.report)] if is_first else []
 
     def note_errors(self, epoch: int, collected: Collected) -> None:
         """Warns of the most frequent errors of an epoch's episodes."""

