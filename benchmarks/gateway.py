@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -38,7 +39,7 @@ async def serve(url: str) -> None:
     from insitu.workflow.llms import OpenAIConfig, connect
 
     llm = connect("player", OpenAIConfig(model_name="stub"), "stub", url, "none")
-    open_doors = {}
+    open_doors: dict[str, Any] = {}
     async with Gateway([llm]) as gateway:
         while line := await asyncio.to_thread(sys.stdin.readline):
             word, _, url = line.strip().partition(" ")

@@ -278,7 +278,7 @@ class Side:
             return dict(json.loads(line))
         if self.process.wait() == -9:  # by the kernel, for its memory
             return {"error": OUT_OF_MEMORY}
-        raise RuntimeError(f"{self.process.args}: ended with exit code {self.process.returncode}")
+        raise RuntimeError(f"{self.process.args!r}: ended with exit code {self.process.returncode}")
 
     def take(self) -> None:
         if not self.error:

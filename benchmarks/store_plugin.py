@@ -63,6 +63,8 @@ class AdapterConfig(TrainerAdapterConfig, name="store_adapter"):
 
 
 class Adapter(ResumableAdapter):
+    adapter_config: AdapterConfig
+
     async def find(self, run_id: str, epoch: int, version: int | None) -> TrainingJobRef | None:
         return None
 

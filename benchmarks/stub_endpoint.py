@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 import uvloop
 
@@ -21,7 +22,13 @@ def answer(*, token_ids: bool, logprobs: bool) -> bytes:
     text = " move" * COMPLETION_TOKENS
     entry = {"token": " move", "logprob": -0.25, "bytes": list(b" move"), "top_logprobs": []}
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", "logprobs": None}
-    body = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "stub", "choices": [choice]}
+    body: dict[str, Any] = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "stub",
+        "choices": [choice],
+    }
     body["usage"] = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": COMPLETION_TOKENS}
     body["usage"]["total_tokens"] = PROMPT_TOKENS + COMPLETION_TOKENS
     body["policy_version"] = 1
@@ -46,7 +53,7 @@ class Stub(asyncio.Protocol):
     stats: dict[str, float]
     latency: float
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         self.transport = transport
         self.received = b""
 

@@ -5,6 +5,7 @@ python art_session.py RELEASE ADDRESS
 
 import asyncio
 import sys
+from typing import Any
 
 import art
 
@@ -61,7 +62,7 @@ async def main(release: str, address: str) -> None:
         "engine_args": {"gpu_memory_utilization": 0.5},
         "trainer_args": None,
     }
-    more = {} if old else {"report_metrics": []}
+    more: dict[str, Any] = {} if old else {"report_metrics": []}
     model = art.TrainableModel(
         name=f"recorded-{release}", project="tests", base_model=BASE_MODEL, _internal_config=config, **more
     )

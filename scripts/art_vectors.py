@@ -11,6 +11,7 @@ import random
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(next((ROOT / ".venv/lib").glob("python*")) / "site-packages"), str(ROOT / "tests/support")]
@@ -58,13 +59,16 @@ def made_groups() -> list[art.TrajectoryGroup]:
     for number, rewards in enumerate(REWARDS):
         members = []
         for place, reward in enumerate(rewards):
-            messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"question {number}"}]
+            messages: list[Any] = [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"question {number}"},
+            ]
             more = {}
             messages = [*messages, choice(draw.choice(ANSWERS), draw)]
             if place == 1:
                 messages += [{"role": "user", "content": "and?"}, choice(draw.choice(ANSWERS), draw)]
             if place == 2:
-                asked = [{"role": "user", "content": "again"}, choice(draw.choice(ANSWERS), draw)]
+                asked: list[Any] = [{"role": "user", "content": "again"}, choice(draw.choice(ANSWERS), draw)]
                 more = {"additional_histories": [art.trajectories.History(messages_and_choices=asked)]}
             members.append(art.Trajectory(messages_and_choices=messages, reward=reward, **more))
         groups.append(art.TrajectoryGroup(members))

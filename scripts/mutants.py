@@ -118,8 +118,8 @@ Place = tuple[ast.AST, str, int | None]
 def changes(node: ast.AST) -> Iterator[Change]:
     """What can be done to a copy of this node."""
     match node:
-        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
-            yield lambda new: _with(new, ops=[COMPARISONS[type(op)]()])
+        case ast.Compare(ops=[comparison]) if type(comparison) in COMPARISONS:
+            yield lambda new: _with(new, ops=[COMPARISONS[type(comparison)]()])
         case ast.BoolOp(op=op):
             yield lambda new: _with(new, op=ast.Or() if isinstance(op, ast.And) else ast.And())
         case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OPERATORS:
@@ -171,7 +171,7 @@ def _logs(node: ast.AST) -> bool:
 def possible(file: str) -> list[Callable[[], Mutant]]:
     """Makes each mutant of a file."""
     tree = ast.parse((ROOT / PACKAGE / file).read_text())
-    made = []
+    made: list[Callable[[], Mutant]] = []
     for parent, field, index in [*inside_functions(tree)]:
         node = getattr(parent, field) if index is None else getattr(parent, field)[index]
         line = getattr(node, "lineno", getattr(parent, "lineno", 0))
@@ -186,7 +186,8 @@ def _mutant(file: str, tree: ast.AST, place: Place, line: int, change: Change) -
     _put(place, changed)
     source = ast.unparse(tree)
     _put(place, node)
-    return Mutant(file, line, *(ast.unparse(each).splitlines()[0] for each in (node, changed)), source)
+    before, after = (ast.unparse(each).splitlines()[0] for each in (node, changed))
+    return Mutant(file, line, before, after, source)
 
 
 def _put(place: Place, node: ast.AST) -> None:
