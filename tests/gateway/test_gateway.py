@@ -5,8 +5,9 @@ import io
 import json
 import socket
 import sys
+import threading
 from asyncio.subprocess import PIPE
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -24,10 +25,12 @@ from marks import slow_after, slow_but
 from processes import HANGS
 from waiting import hang, until
 
+from insitu.errors import RequestRefused
 from insitu.formats.dialects import dialects
 from insitu.gateway.endpoint import MAX_RECORDED, MAX_REQUESTS, EpisodeEndpoint, Pace
 from insitu.gateway.proxy import translate_response
 from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, Gateway, Upstream
+from insitu.integrations.dialects.responses import ResponsesTranslation
 from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
@@ -206,6 +209,34 @@ async def test_responses_go_on_from_the_previous_one(server: FakeOpenAI) -> None
                     await client.responses.create(model="x", input="again", previous_response_id="resp_other")
     said = [(m["role"], m["content"]) for m in scope.calls[1].messages]
     assert said == [("user", "hi"), ("assistant", "echo: hi"), ("user", "again")]
+
+
+async def test_a_small_request_that_goes_on_from_a_long_one_counts_as_long(
+    server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is translated in a thread, and many at once are refused."""
+    translated = []
+
+    class Watched(ResponsesTranslation):
+        def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
+            translated.append(threading.current_thread() is threading.main_thread())
+            super().__init__(request, memory)
+
+    monkeypatch.setitem(dialects(), "responses", Watched)
+    long = [{"role": "user", "content": "hi"}] * 10_000
+    async with gateway_to(model_client(server)) as gateway:
+        with EpisodeScope() as scope, gateway.endpoint(scope) as door:
+            async with plain(door) as client:
+                first = await client.responses.create(model="x", input="hi")
+                again = await client.responses.create(model="x", input="again", previous_response_id=first.id)
+                first = await client.responses.create(model="x", input=long, previous_response_id=again.id)
+                await client.responses.create(model="x", input="again", previous_response_id=first.id)
+            assert translated == [True, True, False, False]
+            with ExitStack() as requests:
+                many = (requests.enter_context(door.request(door.remembered)) for _ in range(MAX_REQUESTS // 2))
+                with pytest.raises(RequestRefused, match="too many requests"):
+                    deque(many, maxlen=0)
+    assert len(scope.calls) == 4
 
 
 async def test_a_dialect_that_is_not_installed_is_refused(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

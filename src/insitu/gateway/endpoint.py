@@ -51,6 +51,8 @@ class EpisodeEndpoint:
     sessions: list[str] = field(default_factory=list, repr=False)
     """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
     pace: Pace = field(default_factory=Pace, repr=False)
+    remembered: int = field(default=0, repr=False)
+    """Bytes, of values in memory, of the longest request that a dialect may have kept: a small body may continue it."""
     _recorded: int = field(default=0, repr=False)
     _requests: int = field(default=0, repr=False)
     _held: int = field(default=0, repr=False)
@@ -67,7 +69,7 @@ class EpisodeEndpoint:
 
     @contextmanager
     def request(self, most: int) -> Iterator[Callable[[int], None]]:
-        """Counts a request as in flight, with `most` bytes until the yielded function gets the size of its body.
+        """Counts a request as in flight, with `most` bytes until the yielded function gets its size.
 
         Raises RequestRefused if the episode has too many, or has sent too much before.
         """

@@ -214,7 +214,7 @@ class Gateway:
             endpoint = self._find_endpoint(key)
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)
-            with endpoint.request(proxy.largest_body(request)) as hold:
+            with endpoint.request(max(proxy.largest_body(request), endpoint.remembered)) as hold:
                 response = await self._answer(request, endpoint, route, dialect, hold)
                 if not response.prepared:  # until the agent has read it, the request counts as in flight
                     # An agent that has gone is no failure of the model's server.
@@ -249,13 +249,17 @@ class Gateway:
         if request.method != "POST" or route.text not in dialects():
             return await self._forward(request, route, await read_body(request, MAX_BODY))
         body = await read_body(request, MAX_BODY, decompress=True)
-        hold(proxy.memory_of(body))
+        hold(max(proxy.memory_of(body), endpoint.remembered))
         memory = endpoint.memories.setdefault(dialect, {})
-        asked = await parse_body(partial(self._parsed, dialect, memory), body)
+        asked = await parse_body(partial(self._parsed, dialect, memory), body, size=endpoint.remembered)
         self._find_endpoint(endpoint.key)  # the episode may have ended since
         if asked is None:
             return await self._forward(request, route, body, decompressed=True)
-        endpoint.record(asked.choices * proxy.memory_of(asked.content))
+        size = proxy.memory_of(asked.content)
+        endpoint.record(asked.choices * size)
+        hold(size)
+        if not asked.translation.verbatim:
+            endpoint.remembered = max(endpoint.remembered, size)
         return await self._complete(request, endpoint, asked)
 
     def _parsed(self, dialect: Dialect, memory: dict[str, Any], body: bytes) -> "_Asked | None":

@@ -253,14 +253,14 @@ class ParsingTooSlow(Exception):
         return f"it has not ended within {PARSE_SECONDS:g} s"
 
 
-async def parse_body(parse: Callable[[bytes], T], body: bytes, may_loop: bool = False) -> T:
+async def parse_body(parse: Callable[[bytes], T], body: bytes, may_loop: bool = False, size: int = 0) -> T:
     """Runs `parse`, in a thread for large bodies; the memory of huge ones is returned when the task has ended.
 
-    One that `may_loop` runs in a thread always, and is ended by ParsingTooSlow.
+    A body counts as at least `size`. One that `may_loop` runs in a thread always, and is ended by ParsingTooSlow.
     """
-    if len(body) < LARGE_BODY and not may_loop:
+    if (size := max(size, len(body))) < LARGE_BODY and not may_loop:
         return parse(body)
-    if len(body) >= _HUGE_BODY:
+    if size >= _HUGE_BODY:
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(_return_memory_soon)
