@@ -29,6 +29,7 @@ from waiting import until
 
 from insitu.collect.datasets import load_dataset
 from insitu.config import load_config
+from insitu.disk.files import read_rows
 from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
 from insitu.gateway import bubblewrap
 from insitu.gateway.sandbox import unpack
@@ -525,19 +526,37 @@ open('elsewhere/rows.jsonl').read()
     async with agent(tested, server, code, verify=CHECK, verify_files="checks"):
         config = json.loads((tested / "config.yml").read_text())
     assert not (tested / "out").exists()
-    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "elsewhere/rows.jsonl"}
+    (tested / "rows.jsonl").symlink_to(elsewhere / "rows.jsonl")
+    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
     (tested / "config.yml").write_text(json.dumps(config))
     load_dataset(load_config(tested / "config.yml"))
     async with Builder(load_config(tested / "config.yml")) as builder:
         workflow = await builder.get_workflow()
         (tested / "out/made").mkdir()
-        with pytest.raises(WorkflowError, match=r"Permission denied: 'elsewhere/rows.jsonl'"):
-            await episode(workflow)
+        for name in ("elsewhere/rows.jsonl", "rows.jsonl"):
+            (tested / "agent.py").write_text(code.replace("elsewhere/rows", name.removesuffix(".jsonl")))
+            with pytest.raises(WorkflowError, match=f"Permission denied: '{name}'"):
+                await episode(workflow)
         (tested / "agent.py").write_text(code.replace("open(", "str("))
         with pytest.raises(WorkflowError, match="no attribute 'read'"):
             await episode(workflow)
         (tested / "agent.py").write_text(code.partition("open(")[0])
         assert (await episode(workflow))["answer"] == "[]"
+
+
+async def test_another_name_of_the_rows_is_told(
+    tested: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tested / "rows.jsonl"
+    rows.write_text('{"id": 7, "question": "hi", "answer": "secret"}')
+    (tested / "other.jsonl").hardlink_to(rows)
+    read_rows.add(rows)
+    try:
+        async with agent(tested, server, "print('done')"):
+            pass
+    finally:
+        read_rows.discard(rows)
+    assert f"the rows in {rows} are a hard link: agents may read them by its other name" in caplog.text
 
 
 async def test_results_elsewhere_in_the_project_are_hidden(tested: Path, server: FakeOpenAI) -> None:
@@ -945,6 +964,7 @@ async def test_what_a_killed_process_has_left_is_removed(project: Path, server: 
 import asyncio
 from pathlib import Path
 from insitu.config import load_config
+from insitu.disk.files import read_rows
 from insitu.plugin_api import Builder
 async def main():
     async with Builder(load_config(Path("config.yml"))) as builder:
@@ -998,6 +1018,7 @@ def build_without_namespaces(folder: Path) -> subprocess.CompletedProcess[str]:
 import asyncio
 from pathlib import Path
 from insitu.config import load_config
+from insitu.disk.files import read_rows
 from insitu.plugin_api import Builder
 async def main():
     async with Builder(load_config(Path("config.yml"))) as builder:

@@ -117,6 +117,8 @@ class Workspaces:
             results.append(run_dir.parent)  # with runs that begin later
         yield from (each for each in (run_dir, *results) if each not in (own, *own.parents))
         for path in read_rows:
+            if path.is_file() and path.stat().st_nlink > 1:
+                logger.warning("the rows in %s are a hard link: agents may read them by its other name", path)
             yield from (path, *repositories(path.parent))
 
     def _prepare(self) -> None:
