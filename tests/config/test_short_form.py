@@ -72,7 +72,7 @@ def test_it_stands_for_the_documented_form(write: Write) -> None:
     assert short.finetuning.training is None
 
 
-@pytest.mark.parametrize(("given", "limit"), [({}, 512), ({"max_tokens": 7}, 7), ({"max_tokens": None}, None)])
+@pytest.mark.parametrize(("given", "limit"), [({}, 256), ({"max_tokens": 7}, 7), ({"max_tokens": None}, None)])
 def test_completions_of_the_model_under_training_have_a_limit(
     write: Write, given: dict[str, Any], limit: int | None
 ) -> None:

@@ -15,7 +15,7 @@ PARTS = {
 _ADAPTER = "trainer_adapter"
 OF_ADAPTER = ("model", "training")
 """Keys of `finetuning` that stand for those of the adapter's block."""
-MAX_TOKENS = 512
+MAX_TOKENS = 256
 """The longest completion of the model under training, unless the file says: else a small model talks until its context
 is full."""
 
