@@ -436,6 +436,7 @@ async def test_wrong_requests(config: Config) -> None:
     async with serving(config) as (_, address):
         for path, body, headers, status, message in (
             ("/generate", {"inptu": 1}, {}, 400, "the key 'inptu' does not exist (did you mean 'input'?)"),
+            ("/generate", {"input": 1, "\ud800": 1}, {}, 400, r"the key '\ud800' does not exist"),
             ("/generate", {}, {}, 400, "no input given; expected one of input and input_message"),
             ("/generate", {"input": 1, "input_message": 1}, {}, 400, "input and input_message given; expected one of"),
             ("/generate", {"input_message": None}, {}, 400, "input_message is null"),

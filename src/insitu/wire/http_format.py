@@ -66,9 +66,10 @@ def format_event(data: bytes, event: str | None = None) -> bytes:
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's API reports it."""
+    """An error as OpenAI's API reports it; lone surrogates, of a request's key say, are escaped."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    message, blamed = (text.encode(errors="backslashreplace").decode() for text in (message, param or ""))
+    return {"error": {"message": message, "type": kind, "param": blamed or None, "code": code}}
 
 
 def error_message(body: Any) -> str | None:

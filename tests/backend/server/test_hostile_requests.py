@@ -145,8 +145,10 @@ def server(*arguments: Any, **variables: str) -> Iterator[tuple[Any, str]]:
         ) as process,
     ):
         assert process.stdout
-        yield process, process.stdout.readline().split()[-1]
-        process.terminate()
+        try:
+            yield process, process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
