@@ -379,6 +379,7 @@ def test_modules_are_trained_whole_beside_adapters(llama, tmp_path):
         ("tail", False, "lora.modules_to_save names tail, but the model has no such module with weights"),
         ("lm_head", True, "lora.modules_to_save names lm_head, but this model's embeddings are tied"),
         ("model", True, "lora.modules_to_save names model, but this model's embeddings are tied"),
+        ("s", False, "lora.modules_to_save is .'s'.*: modules_to_save cannot be applied to modules of type"),
     ],
 )
 def test_modules_that_cannot_be_trained_whole(tmp_path, name, tied, says):

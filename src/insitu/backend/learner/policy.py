@@ -263,6 +263,8 @@ def _with_adapters(loaded: LoadedModel, lora: LoRASettings, seed: int) -> nn.Mod
             module = get_peft_model(replace_weights(loaded.module, {}), config).eval()
         except ValueError as error:
             raise BackendError(f"lora.target_modules is {lora.target_modules!r}: {error}") from error
+        except TypeError as error:  # a list of layers, or a layer that has an adapter
+            raise BackendError(f"lora.modules_to_save is {lora.modules_to_save!r}: {error}") from error
     check_experts(f"lora.target_modules is {lora.target_modules!r}", module)
     speed_up(module)
     return module
