@@ -156,6 +156,21 @@ async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() 
     assert "epoch 1: training: 0 s" in lines
 
 
+async def test_a_long_phase_says_once_how_to_make_it_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, file = printed()
+    report, now = Report(console, interval=0), [100.0]
+    monkeypatch.setattr(report._progress, "get_time", lambda: now[0])
+    with report.phase("epoch 1: collecting", 100, "shorter with fewer rows"):
+        for _ in range(2):
+            now[0] += 30
+            report.advance()
+            await turns()
+    first, *others = [line for line in file.getvalue().splitlines() if " left" in line]
+    assert first == "epoch 1: collecting: 1 of 100 episodes, 30 s, about 50 min left (shorter with fewer rows)"
+    assert others
+    assert not any("shorter" in line for line in others)
+
+
 async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> None:
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, highlight=False)

@@ -19,6 +19,8 @@ from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
 from insitu.runs.store import RunStore
 from insitu.schemas.evaluation import EvaluationRunOutput
 
+_LONG = 120.0
+"""Seconds that a phase takes, from which it says how to make it shorter."""
 _SILENCE = 30.0
 """Seconds between the lines about a phase in progress, where there is no terminal for a bar."""
 
@@ -49,6 +51,7 @@ class Report:
         self._run: TaskID | None = None
         self._run_started = 0.0
         self._completed_before = 0
+        self._shorter: str | None = None
         self._line: asyncio.TimerHandle | None = None
         """Prints the next line about the phase in progress."""
 
@@ -77,8 +80,12 @@ class Report:
             self._run = None
 
     @contextmanager
-    def phase(self, what: str, total: int | None = None) -> Iterator[None]:
-        """Shows a bar or lines while the body runs; `total` is its number of episodes."""
+    def phase(self, what: str, total: int | None = None, shorter: str | None = None) -> Iterator[None]:
+        """Shows a bar or lines while the body runs; `total` is its number of episodes.
+
+        `shorter` says how to make a long one shorter.
+        """
+        self._shorter = shorter
         self._progress.start()
         self._task, self._rewards = self._progress.add_task(what, total=total, rewards=""), []
         self._schedule_line()
@@ -118,7 +125,10 @@ class Report:
             done = f" {task.completed:.0f} of {task.total:.0f} episodes{task.fields['rewards']},"
         left = ""
         if task.total is not None and 0 < task.completed < task.total:
-            left = f", about {readable_seconds(elapsed / task.completed * (task.total - task.completed))} left"
+            remaining = elapsed / task.completed * (task.total - task.completed)
+            left = f", about {readable_seconds(remaining)} left"
+            if remaining > _LONG and self._shorter is not None:
+                left, self._shorter = f"{left} ({self._shorter})", None
         self.note(f"{task.description}:{done} {elapsed:.0f} s{left}")
         self._schedule_line()
 

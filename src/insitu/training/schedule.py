@@ -26,6 +26,7 @@ from insitu.training.observers import Bar, Collected, GroupFiles, Held, IdleCloc
 from insitu.training.run import Run
 from insitu.wire.endings import end_tasks
 
+_SHORTER = "shorter with fewer rows_per_epoch or a lower max_tokens"
 _CORRECTIONS = ("truncated_importance", "token_mask", "sequence_mask")
 
 
@@ -99,7 +100,8 @@ class Schedule:
         stray_before, builder = self._stray_before, self._trajectory_builder
         if stray_before is None:
             stray_before = stray_completions(self._builder).total()
-        with self._run.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch):
+        shorter = _SHORTER if epoch == 1 else None
+        with self._run.report.phase(f"epoch {epoch}: collecting", builder.episodes_per_epoch, shorter):
             for number in range(epoch, min(epoch + self.staleness, last_epoch or epoch) + 1):
                 if number not in self._flights:
                     self._flights[number] = self._begin(number, run_id, served)
