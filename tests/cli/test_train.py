@@ -203,7 +203,7 @@ REFUSED = [
     ({"--rows": "agent.py"}, "the file format '.py' does not exist"),
     ({"--rows": "empty.jsonl"}, "empty.jsonl has no rows"),
     ({"--rows": "no_question.jsonl"}, "no_question.jsonl, row 1: the question key 'question' does not exist"),
-    ({"--rows": "no_question.jsonl"}, "; eval.general.dataset.structure.question_key names the column of the question"),
+    ({"--rows": "no_question.jsonl"}, "; eval.general.dataset.structure.question_key names the column"),
     ({"--rows": "broken.jsonl"}, "broken.jsonl, line 1 is not valid JSON"),
     ({"--model": "org/nowhere"}, "--model: org/nowhere is neither a folder or file here nor in the cache"),
     ({"--model": "./nowhere"}, "--model: 'nowhere' does not exist"),

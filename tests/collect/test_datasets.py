@@ -157,6 +157,23 @@ def test_rows_of_a_package(write: Any, tmp_path: Path) -> None:
     assert [item.id for item in load_dataset(config(), as_file(tmp_path, "json"))] == ["a", "b"]  # --dataset
 
 
+def test_a_question_may_be_in_the_column_named_like_the_agents_parameter(write: Any, tmp_path: Path) -> None:
+    """Only where there is no `question`."""
+    as_file(tmp_path, "jsonl", [{"message": "hi"}, {"message": "ho", "question": "why"}])
+    for name in ("message", "text"):
+        (tmp_path / f"of_{name}.py").write_text(f"def answer({name}, model, row): return {name}\n")
+
+    def config_of(name: str) -> Config:
+        dataset = {"_type": "jsonl", "file_path": "data.jsonl"}
+        workflow = {"_type": "python", "function": f"of_{name}.py:answer", "model": "player"}
+        llms = {"player": {"_type": "policy"}}
+        return load_config(write({"eval": {"general": {"dataset": dataset}}, "llms": llms, "workflow": workflow}))
+
+    assert [item.input_obj for item in load_dataset(config_of("message"))] == ["hi", "why"]
+    problem = "row 1: the question key 'question' does not exist; available: message"
+    assert problem in complaint(config_of("text"))
+
+
 def test_columns_may_have_other_names(write: Any, tmp_path: Path) -> None:
     rows = [{"key": 7, "prompt": {"x": 1}, "target": [1, 2], "more": None}, {"key": 8, "prompt": ""}]
     as_file(tmp_path, "jsonl", rows)

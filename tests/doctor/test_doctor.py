@@ -295,6 +295,8 @@ def test_what_the_command_prints(tmp_path: Path, backend: str) -> None:
     assert (where, change[:18]) == ("  where: llms.player.temperature", "  change: raise it")
     assert [line.partition(":")[0].partition(" ")[0] for line in estimate] == [
         "played",
+        "reward",
+        "most",
         "time",
         "memory",
         "disk",
@@ -311,7 +313,9 @@ def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
     file = MODEL.parent / "grpo.yml"
     done = run("doctor", file, "--episodes", 32, folder=tmp_path, PYTHONWARNINGS="error")
     assert (done.returncode, done.stderr) == (0, "")
-    played, time, memory, *parts, disk, free = done.stdout.splitlines()
+    played, reward, answers, time, memory, *parts, disk, free = done.stdout.splitlines()
+    assert re.fullmatch(r"reward: \S+ on average, variance in \d+ % of groups", reward)
+    assert re.match(r"most frequent answers: '.*' \(\d+\), '.*' \(\d+\), '", answers)
     assert played.startswith("played 32 episodes (4 rows x 8, at most 120 s) in ")
     assert re.match(r"time: about .*: 12 epochs of .* collecting and .* training, 4 validations of ", time)
     assert re.match(r"memory: about \d+ MB of \S+ GB that are free \(\S+ GB in all\); keys and values of ", memory)

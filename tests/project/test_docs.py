@@ -334,7 +334,7 @@ def check_printed(text: str, printed: str) -> None:
     """Checks that a command prints the lines, in order, but for numbers, widths and a best score before training."""
 
     def without_numbers(line: str) -> str:
-        return re.sub(r"[-\d.]+", "0", re.sub(r"[\s━─]+", " ", line.replace(" --checkpoint latest", "")))
+        return re.sub(r"[-+\d.]+", "0", re.sub(r"[\s━─]+", " ", line.replace(" --checkpoint latest", "")))
 
     there = [*map(without_numbers, printed.splitlines())]
     for line in filter(None, (line.removesuffix("...") for line in text.splitlines())):

@@ -276,9 +276,9 @@ def test_the_lines_of_a_run_have_times_and_may_be_json(tmp_path: Path) -> None:
     ("arguments", "code", "said"),
     [
         (("finetune",), 2, "error: Missing the YAML file: "),
-        (("finetune", "a.yml", "--nothing"), 2, "error: No such option '--nothing'"),
+        (("finetune", "a.yml", "--nothing"), 2, "error: No such option"),
         (("nothing",), 2, "error: No such command 'nothing'"),
-        (("--nothing", "finetune"), 2, "error: No such option '--nothing'"),
+        (("--nothing", "finetune"), 2, "error: No such option"),
         (("backend", "--model", "./nowhere", "--port", "0"), 1, "insitu backend: "),
     ],
 )
@@ -288,6 +288,7 @@ def test_the_reason_for_an_end_is_one_line_of_json(tmp_path: Path, arguments: An
         (line,) = map(json.loads, done.stderr.splitlines())
         assert (done.returncode, line["level"], line["logger"]) == (code, "ERROR", "insitu"), line
         assert line["message"].startswith(said)
+        assert ("--nothing" in arguments) is ("--nothing" in line["message"])
 
 
 def test_notes_and_the_end_by_a_signal_are_lines_of_json(tmp_path: Path) -> None:

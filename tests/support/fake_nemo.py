@@ -344,7 +344,8 @@ class FakeNeMo:
         if body.get("type", "model") == "model":
             name = f"{body['organization']}/{body['name']}"
             known = name in self.repositories
-            self.repositories.setdefault(name, Repository()).visibility = body.get("visibility")
+            older = {True: "private", False: "public"}.get(body.get("private"))  # what clients before 1.5 send
+            self.repositories.setdefault(name, Repository()).visibility = body.get("visibility", older)
             return web.json_response({"url": f"{self.datastore_host}/v1/hf/{name}"}, status=409 if known else 200)
         if body["type"] != "dataset" or body["organization"] not in self.namespaces["datastore"]:
             return _refused(403, f"no namespace {body['organization']}")

@@ -11,7 +11,7 @@ from waiting import turns, until
 
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
-from insitu.training.metrics import collected_metrics, likely_causes, without_variance
+from insitu.training.metrics import collected_metrics, likely_causes, one_answer, without_variance
 from insitu.training.observers import FirstRewards
 from insitu.training.report import Report
 
@@ -80,6 +80,26 @@ def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes
     assert len(found) == len(causes), found
     for cause, start in zip(found, causes, strict=True):
         assert str(cause).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("right", "earlier", "says"),
+    [
+        (1, [], "31 of 32 episodes end with 'yes', whatever the row: raise the temperature, or show the model other"),
+        (1, [{"epoch": 1, "avg_reward": 0.5, "max_reward": 1.0}], "whatever the row: the model has collapsed: begin"),
+        (3, [], None),
+    ],
+    ids=["from the start", "later", "mostly right"],
+)
+def test_one_answer_to_all_rows_is_told(right: int, earlier: list[dict[str, Any]], says: str | None) -> None:
+    """Here "yes" is the right answer to so many of four rows."""
+    groups = [[episode(float(row < right), answer("yes")) for _ in range(8)] for row in range(4)]
+    groups[3][0] = episode(0.0, answer("no"))
+    cause = one_answer(groups, earlier)
+    assert (cause is None) is (says is None)
+    assert says is None or says in str(cause)
+    assert says is None or likely_causes(groups, earlier)[0] == cause
+    assert one_answer(groups[:3]) is None, "too few rows"
 
 
 @pytest.mark.parametrize(
@@ -158,8 +178,9 @@ async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() 
 
 async def test_a_long_phase_says_once_how_to_make_it_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     console, file = printed()
-    report, now = Report(console, interval=0), [100.0]
-    monkeypatch.setattr(report._progress, "get_time", lambda: now[0])
+    now = [100.0]
+    monkeypatch.setattr(console, "get_time", lambda: now[0])
+    report = Report(console, interval=0)
     with report.phase("epoch 1: collecting", 100, "shorter with fewer rows"):
         for _ in range(2):
             now[0] += 30
@@ -188,7 +209,7 @@ async def test_a_terminal_shows_the_run_and_the_phase_with_their_counts() -> Non
 @pytest.mark.parametrize(
     ("rewards", "seconds", "says"),
     [
-        ([0.0] * 40, 21, ["the first 16 episodes all have the reward 0: if the others do, nothing can be learned"]),
+        ([0.0] * 40, 21, ["the first 16 episodes all have the reward 0, from which nothing can be learned. The last"]),
         ([0.0] * 15, 21, []),
         ([0.0] * 40, 19, []),
         ([0.0] * 15 + [1.0] + [0.0] * 40, 21, []),
@@ -210,4 +231,4 @@ def test_a_long_first_epoch_says_early_that_its_rewards_are_equal(
     assert len(lines) == len(says)
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
-        assert line.endswith("sampled 3 tokens; its answer: 'I do not know'")
+        assert "sampled 3 tokens; its answer: 'I do not know'. If the others go on like this, stop (Ctrl-C)" in line

@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from openai import OpenAI
     from openai.types.chat import ChatCompletion
 
-FROM_EPISODE: dict[str, Callable[[Context], Any]] = {
+_FROM_EPISODE: dict[str, Callable[[Context], Any]] = {
     "row": lambda context: context.row,
     "seed": lambda context: context.seed,
 }
-"""Parameters that get a part of the episode, by name."""
 _METHODS = ("ainvoke", "arun", "run", "invoke")
 """How an object is asked, if it cannot be called and is of no agent framework that insitu knows."""
 
@@ -131,6 +130,12 @@ class PythonConfig(FunctionBaseConfig, name="python"):
             of_framework(self.framework.lower(), f"{where}.framework", "model")
         CheckedCode.of(self, where, folder, llms)
 
+    def question_column(self, folder: Path) -> str | None:
+        try:
+            return CheckedCode.of(self, "", folder, ()).first
+        except ConfigError:  # reported where the code is checked
+            return None
+
 
 class CheckedCode(NamedTuple):
     """A function or an agent object, its parameter for the input, those for parts of the episode, and its models."""
@@ -162,7 +167,7 @@ class CheckedCode(NamedTuple):
             raise ConfigError(_no_model(where, config.function, llms))
         hint = "" if has_model else "; the model is given to the parameter `model`, or to those that `models` names"
         settings = {**config.arguments, **models}
-        return cls(code, *parameters(code, f"{where} ({config.function})", settings, FROM_EPISODE, hint), models)
+        return cls(code, *parameters(code, f"{where} ({config.function})", settings, _FROM_EPISODE, hint), models)
 
 
 @register_function(config_type=PythonConfig)
@@ -204,7 +209,7 @@ def _calling(code: Callable[..., Any], takes_input: bool, from_episode: list[str
 
     def bound(value: Any) -> tuple[list[Any], dict[str, Any]]:
         context = Context.get()
-        others = {key: FROM_EPISODE[key](context) for key in from_episode}
+        others = {key: _FROM_EPISODE[key](context) for key in from_episode}
         return ([value] if takes_input else []), arguments | others
 
     if not inspect.isasyncgenfunction(code):

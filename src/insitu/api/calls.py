@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.agents.python import FROM_EPISODE, binder
+from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
 from insitu.api.settings import KEYS, Project
 from insitu.collect.datasets import find_dataset
@@ -201,7 +201,6 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
 
 def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:
     project.settings["workflow"] = agent_block(agent, project.code(agent, caller), framework, project.student)
-    project.question = question_parameter(agent)
 
 
 def agent_block(agent: Any, code: str, framework: str | None, student: str) -> dict[str, Any]:
@@ -224,13 +223,6 @@ def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) 
         project.settings["workflow"] = {"_type": "http", "url": url, "llm": project.student}
     elif isinstance(workflow, Mapping) and workflow.get("_type") in ("http", "command"):
         project.settings.setdefault("workflow", {"llm": project.student})
-
-
-def question_parameter(agent: Any) -> str | None:
-    """The name of the parameter that gets a row's question, of a function."""
-    every = inspect.signature(agent).parameters.values() if callable(agent) else ()
-    positional = (each.name for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
-    return next((name for name in positional if name not in ("model", *FROM_EPISODE)), None)
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

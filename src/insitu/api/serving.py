@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from insitu.agents.python import BlockingModel
 from insitu.builder import Builder
-from insitu.collect.datasets import dataset_config
+from insitu.collect.datasets import question_columns
 from insitu.config import check_config, load_config
 from insitu.config.resolved import differences, resolved_config
 from insitu.errors import ConfigError, InsituError
@@ -187,7 +187,7 @@ class TrainedAgent(_Served[Any]):
         for key, (before, now) in differences(recorded, resolved_config(config)).items():
             if key.startswith(_OF_AGENT):
                 logger.warning("%s: %s was %.100r and is %.100r in %s", run, key, before, now, config.source)
-        self._question_key = dataset_config(config).structure.question_key
+        self._question_columns = [*question_columns(config)]
         super().__init__(run, copy.deepcopy(dict(config.data or {})), Path(config.source), weights)
 
     async def _build(self, builder: Builder) -> Any:
@@ -210,7 +210,7 @@ class TrainedAgent(_Served[Any]):
         return await run_in_loop(self._main.result()[0], self._answer(question, row, temperature))
 
     async def _answer(self, question: Any, row: Any, temperature: float | None) -> Any:
-        row = {self._question_key: question} if row is None else row
+        row = dict.fromkeys(self._question_columns, question) if row is None else row
         seed = secrets.randbits(63)
         try:
             with EpisodeScope(seed=seed, input_message=question, row=row, temperature=temperature).activate():

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from insitu.collect.datasets import StructureConfig, file_format, first_row
+from insitu.collect.datasets import file_format
 from insitu.config import read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
@@ -42,7 +42,6 @@ KEYS = {
 """Keywords and the keys of a file that they stand for."""
 _OPTIONS = {"--resume": "resume=True", "--force": "--force of the command line", "--checkpoint": "checkpoint"}
 WRITTEN = "# Written by insitu: these settings as a file.\n"
-_QUESTION_KEY = "eval.general.dataset.structure.question_key"
 _SESSION = "session"
 """The module that a file names for code that was typed into an interactive session or a notebook."""
 
@@ -67,8 +66,6 @@ class Project:
     settings: Settings = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     not_importable: list[str] = field(default_factory=list)
-    question: str | None = None
-    """The agent's parameter for the question."""
 
     @classmethod
     def of(cls, config: str | Path | Mapping[str, Any] | None, caller: Mapping[str, Any]) -> "Project":
@@ -160,20 +157,6 @@ class Project:
         if (file := self.rows(rows, "rows", keyword)) is not None:
             changed = {"_type": file_format(file), "file_path": str(file)}
             self.set("eval.general.dataset", {**(self.get("eval.general.dataset") or {}), **changed})
-            self._name_question(file)
-
-    def _name_question(self, file: Path) -> None:
-        """Without a column `question`, a row's question is in that which the agent's parameter is called by."""
-        if self.question is None or self.get(_QUESTION_KEY) is not None:
-            return
-        if file.parent == self.output and file.name in self.files:  # not written yet
-            row = orjson.loads(self.files[file.name].split(b"\n", 1)[0] or b"{}")
-        elif (path := next((place for place in (file, self.folder / file) if place.is_file()), None)) is not None:
-            row = first_row(path)
-        else:
-            return
-        if self.question in row and StructureConfig().question_key not in row:
-            self.set(_QUESTION_KEY, self.question)
 
     def write_rows(self) -> None:
         """Writes the rows that were not given as files into the output folder."""

@@ -21,7 +21,6 @@ from insitu.api.calls import (
     agent_block,
     checked_settings,
     errors_in_words,
-    question_parameter,
     set_output,
     set_tiny_training,
     start_request,
@@ -29,7 +28,7 @@ from insitu.api.calls import (
 )
 from insitu.api.results import Run
 from insitu.api.settings import STUDENT, WRITTEN, Project, Settings, saved_rows, short_settings
-from insitu.collect.datasets import dataset_config, load_dataset
+from insitu.collect.datasets import load_dataset, question_key
 from insitu.config import Config, check_config
 from insitu.config.code import load_code
 from insitu.config.yaml_loader import override, parse_override
@@ -118,7 +117,6 @@ def train(
     for key, text in overrides:
         override(settings, key, parse_override(key, text))
     project = Project.of(settings, {})
-    project.question = question_parameter(function)
     set_tiny_training(project, None, {})
     output = set_output(
         project, "finetuning.output_dir", output_dir, f"runs/{getattr(function, '__name__', type(function).__name__)}"
@@ -136,7 +134,7 @@ def train(
         Report(console).note(f"{rows}: {_about(len(left), len(held), share, is_repeated=is_repeated)}")
         run_anywhere(lambda: finetuning_main(request, console))
     example = (held or left)[0]
-    question = example[dataset_config(config).structure.question_key]
+    question = example[question_key(config, example)]
     return Trained(Run(output), question, example if callable(function) and takes(function, "row") else None)
 
 

@@ -58,6 +58,12 @@ def _lines(diagnosis: "Diagnosis") -> Iterator[str]:
         f"played {budget['episodes_played']} episodes ({budget['rows']} rows{generations}, at most "
         f"{budget['seconds']:g} s) in {readable_seconds(budget['seconds_played'])}"
     )
+    if (mean := diagnosis.played["avg_reward"]) is not None:
+        alike = diagnosis.played["frac_reward_zero_std"]
+        variance = "" if alike is None else f", variance in {100 * (1 - alike):.0f} % of groups"
+        yield f"reward: {mean:.3g} on average{variance}"
+    if answers := diagnosis.played["most_frequent_answers"]:
+        yield f"most frequent answers: {', '.join(f'{text!r:.60} ({count})' for text, count in answers)}"
     roughly = diagnosis.memory.epoch_seconds if diagnosis.memory is not None else None
     yield f"time: {_time(of, roughly)}"
     if diagnosis.memory is not None:

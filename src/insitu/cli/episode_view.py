@@ -16,6 +16,10 @@ from insitu.schemas.episodes import ModelCall, TrainingRow
 _TRAINED = (TrainingStatus.TRAINED, TrainingStatus.SENT)
 
 
+_LISTED = 60
+"""Characters of an answer in a list."""
+
+
 class View(NamedTuple):
     """What to print of an episode."""
 
@@ -42,6 +46,7 @@ def print_list(episodes: list[Row], matching: int) -> None:
             f"reward {_format_number(record['reward'])}".ljust(13),
             f"{record['calls']} call{'s' * (record['calls'] != 1)}".ljust(8),
             status,
+            *([repr(record["answer"][:_LISTED])] if record["answer"] is not None else []),
         ]
         click.echo("  ".join(columns))
     if sys.stdout.isatty():

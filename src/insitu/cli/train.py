@@ -18,7 +18,7 @@ from insitu.wire.redaction import results_console
 @click.option("--rows_per_epoch", type=click.IntRange(min=1), metavar="N", help="Rows of an epoch (default: all).")
 @click.option("--held_out", default="0.2", help="Fraction of the rows that is scored and not trained, or their file.")
 @click.option("--output_dir", type=options.PATH, help="Run directory (default: runs/FUNCTION).")
-@click.option("--save", type=options.PATH, metavar="FILE", help="Write the run's settings, for `insitu finetune FILE`.")
+@click.option("--save", type=options.PATH, metavar="FILE", help="Also write the settings, for `insitu finetune FILE`.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output directory, which was interrupted.")
 @options.override
 def command(

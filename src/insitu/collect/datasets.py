@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from insitu.errors import ConfigError, install_command, not_found
 from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
-from insitu.schemas.kinds import DATASET
+from insitu.schemas.kinds import DATASET, FUNCTION
 from insitu.schemas.steps import IntermediateStep, read_step
 from insitu.wire.json_values import has_lone_surrogate, json_form
 
@@ -137,11 +137,8 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
-_NOT_UTF8 = {
-    b"\x1f\x8b": "compressed by gzip: decompress it",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
+_UTF16 = dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16")
+_NOT_UTF8 = {b"\x1f\x8b": "compressed by gzip: decompress it", **_UTF16}
 """How files begin that are not the text that their names promise."""
 
 
@@ -241,7 +238,7 @@ def file_format(file: Path) -> str:
 class Dataset:
     """Where rows come from: a file in the format `kind`, or the package that the block of this `_type` names."""
 
-    config: Config | None
+    config: Config
     block: DatasetConfig
     kind: str
     file: Path | None
@@ -271,7 +268,6 @@ class Dataset:
         if self.file is not None:
             with self.file.open("rb") as opened:
                 return {"file": str(self.file), "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-        assert self.config is not None, "only a file has none"
         digest = hashlib.sha256()
         for row in self.rows():
             digest.update(json.dumps(row, sort_keys=True, default=json_form).encode() + b"\n")
@@ -289,12 +285,6 @@ def find_dataset(config: Config, path: str | Path | None = None, moved: Moved | 
     if file is not None:
         file = config.find_path(file, "eval.general.dataset.file_path", moved)
     return Dataset(config, block, block.type, file)
-
-
-def first_row(file: Path) -> dict[str, Any]:
-    """The first row of a file; empty if there is none. Raises ConfigError for a file that cannot be read."""
-    row = next(Dataset(None, DatasetConfig(), file_format(file), file).rows(), {})
-    return row if isinstance(row, dict) else {}
 
 
 def load_dataset(
@@ -332,6 +322,20 @@ def dataset_config(config: Config) -> DatasetConfig:
     return DatasetConfig() if config.eval.dataset is None else config.eval.dataset
 
 
+def question_columns(config: Config) -> Iterator[str]:
+    """The columns that may have the workflow's input; the first that a row has does."""
+    yield (named := dataset_config(config).structure.question_key)
+    workflow = config.blocks.get((FUNCTION.section, WORKFLOW))
+    if named == StructureConfig().question_key and isinstance(workflow, FunctionBaseConfig):
+        yield from filter(None, [workflow.question_column(config.folder)])
+
+
+def question_key(config: Config, row: Mapping[str, Any]) -> str:
+    """The column of a row that has the workflow's input, or should have."""
+    named = dataset_config(config).structure.question_key
+    return next((each for each in question_columns(config) if each in row), named)
+
+
 def _items(dataset: Dataset, answered: bool) -> list[EvalInputItem]:
     shape, keys = dataset.block, dataset.block.structure
     is_table = dataset.kind == "csv"
@@ -341,12 +345,12 @@ def _items(dataset: Dataset, answered: bool) -> list[EvalInputItem]:
         where = f"dataset {dataset}, row {number}"
         if not isinstance(row, dict):
             raise ConfigError(f"{where} must be a mapping of columns, not {row!r:.80}")
-        if keys.question_key not in row:
-            hint = "; eval.general.dataset.structure.question_key names the column of the question"
-            raise ConfigError(not_found(f"{where}: the question key", keys.question_key, row) + hint)
+        if (question := question_key(dataset.config, row)) not in row:
+            problem = not_found(f"{where}: the question key", question, row)
+            raise ConfigError(f"{problem}; eval.general.dataset.structure.question_key names the column")
         item = EvalInputItem(
             id=row.get(shape.id_key, number - 1),
-            input_obj=row[keys.question_key],
+            input_obj=row[question],
             expected_output_obj=row.get(keys.answer_key),
             expected_trajectory=_steps(row, keys.expected_trajectory_key, where),
             full_dataset_entry=row,

@@ -41,7 +41,7 @@ from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrain
 from insitu.training.jobs import wait_for_job
 from insitu.training.loop import LoopTrainer
 from insitu.training.memory_plan import MemoryPlan, check_memory
-from insitu.training.metrics import collected_metrics
+from insitu.training.metrics import collected_metrics, most_frequent_answers
 from insitu.training.runtime import ReadyRun, prepared, ready_run
 from insitu.training.schedule import check_sampled, collected
 from insitu.training.trainers import InsituTrainer
@@ -353,6 +353,7 @@ def _played(evidence: Evidence) -> dict[str, Any]:
     metrics = collected_metrics(evidence.groups)
     return {
         **metrics,
+        "most_frequent_answers": most_frequent_answers(evidence.groups, 3),
         "rows_per_episode": rows_per_episode(evidence.groups),
         "prompts_max_length": max(prompts, default=None),
         "completions_max_length": max((len(call.token_ids or ()) for call in calls), default=None),

@@ -13,7 +13,7 @@ from insitu.formats.registry import format_of
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.jobs import AGAINST_STALE_GAP, STALE_GAP
-from insitu.training.metrics import cut_off, likely_causes, share_of, without_variance
+from insitu.training.metrics import cut_off, likely_causes, one_answer, share_of, without_variance
 from insitu.training.report import counts
 from insitu.wire.addresses import is_same_server
 
@@ -243,13 +243,15 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     if groups and len(alike) == len(groups):
         temperature, scores = plan.llm("temperature"), f"{plan.evaluator}, {plan.dataset}"
         places = {"greedy_sampling": temperature, "same_answers": temperature, "cut_off": plan.llm("max_tokens")}
-        places |= {"constant_reward": plan.evaluator, "same_reward_in_groups": scores}
+        places |= {"one_answer": temperature, "constant_reward": plan.evaluator, "same_reward_in_groups": scores}
         causes = likely_causes(alike)
         for cause in causes:
             follows = cause.code == "constant_reward" and causes[0].code in ("greedy_sampling", "same_answers")
             severity = Severity.NOTE if follows else Severity.STOPS_LEARNING
             yield Finding(cause.code, severity, cause.what, places[cause.code], cause.change)
     elif groups and evidence.compares_groups:
+        if (same := one_answer(groups)) is not None:
+            yield Finding(same.code, Severity.HARMS, same.what, plan.llm("temperature"), same.change)
         if len(groups) - len(alike) < _FEW * len(groups):
             yield _few_with_variance(plan, groups, len(groups) - len(alike))
         else:

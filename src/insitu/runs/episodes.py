@@ -308,7 +308,9 @@ class Selection:
                 f"the highest is {max((row['reward'] for row in others if row['reward'] is not None), default=None)}"
             )
         options = " and ".join(f"{_FILTERS[one][0]} {value!r}" for one, value in conditions.items())
-        return ConfigError(f"{self.files.folder}: no episode has {options}; of {_FILTERS[key][0]}, {existing}")
+        rest = [f"{_FILTERS[one][0]} {value!r}" for one, value in conditions.items() if one != key]
+        beside = f" beside {' and '.join(rest)}" if rest and without[key] else ""
+        return ConfigError(f"{self.files.folder}: no episode has {options}; of {_FILTERS[key][0]}{beside}, {existing}")
 
 
 def _values(key: str, row: sqlite3.Row) -> Iterator[Any]:

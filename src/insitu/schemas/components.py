@@ -162,6 +162,13 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
         `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
         """
 
+    def question_column(self, folder: Path) -> str | None:
+        """The column with the input of rows that have no column `question`; None: there is none.
+
+        `folder` is that of the file.
+        """
+        return None
+
     def run_settings(self) -> dict[str, Any]:
         """What the header of a run says of the block."""
         return {}

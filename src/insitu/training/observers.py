@@ -169,9 +169,10 @@ class FirstRewards(Observer):
             self._said = True
             length = sum(len(call.token_ids or ()) for call in episode.calls)
             self._report.note(
-                f"the first {len(self._rewards)} episodes all have the reward {episode.reward:g}: if the others do, "
-                f"nothing can be learned from them. The last of them sampled {length} tokens; its answer: "
-                f"{str(episode.output)!r:.{_SHOWN}}"
+                f"the first {len(self._rewards)} episodes all have the reward {episode.reward:g}, from which nothing "
+                f"can be learned. The last of them sampled {length} tokens; its answer: "
+                f"{str(episode.output)!r:.{_SHOWN}}. "
+                "If the others go on like this, stop (Ctrl-C), and change the prompt, the score, or max_tokens"
             )
 
 

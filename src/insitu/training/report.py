@@ -12,13 +12,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from insitu.algorithms.paired_test import compare_paired, fewest_rows
 from insitu.algorithms.statistics import mean_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.disk.files import readable_seconds
 from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
+from insitu.runs.reader import RunReader
 from insitu.runs.store import RunStore
 from insitu.schemas.evaluation import EvaluationRunOutput
 
+_CONFIDENCE = 0.95
 _LONG = 120.0
 """Seconds that a phase takes, from which it says how to make it shorter."""
 _SILENCE = 30.0
@@ -174,7 +177,7 @@ class Report:
         parts += _overlap(m.get("age") or {}, seconds)
         if self._run is not None and number < last:  # if the other epochs take as long as those of this process
             left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
-            parts.append(f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left")
+            parts.append(f"run: about {readable_seconds(left)} left")
         self.note("  ".join(parts))
         if len(scores := m.get("scores") or {}) > 1:
             self.note(f"  scores: {', '.join(f'{name} {_number(mean)}' for name, mean in scores.items())}")
@@ -203,9 +206,26 @@ class Report:
             table.add_row(name, str(record["epoch"]), label, score, interval, str(record["num_examples"]), dropped)
         if rows:
             self.console.print(table)
+        if len(scored) > 1 and (difference := _difference(scored[0], scored[-1], store)) is not None:
+            self.note(difference)
         names = (VALIDATIONS, METRICS, PLOT, EPISODES)
         written = ", ".join(name for name in names if (store.path / name).exists())
         self.note(f"files: {store.folder}/  ({written} ...)")
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
+    """How much the score has changed from one validation to another; None of too few rows that both scored."""
+    first, last = (
+        next((line.means() for line in RunReader(store.path).scores() if line.epoch == record["epoch"]), {})
+        for record in (before, after)
+    )
+    rows = [row for row in first if row in last]
+    if len(rows) < fewest_rows(_CONFIDENCE):
+        return None
+    found = compare_paired([first[row] for row in rows], [last[row] for row in rows], _CONFIDENCE)
+    unclear = "; this may be chance" * (found.low <= 0 <= found.high)
+    interval = f"95 % CI {found.low:+.3f} to {found.high:+.3f}, paired by {found.rows} rows"
+    return f"changed by {found.difference:+.3f} ({interval}){unclear}"
 
 
 def _overlap(age: Mapping[str, int], seconds: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from insitu.training.metrics import (
     EpochResult,
     epoch_metrics,
     likely_causes,
+    one_answer,
     untrained_causes,
     without_variance,
 )
@@ -51,6 +52,7 @@ class Run:
         self.results: dict[int, EpochResult] = {}
         self._plot: RewardPlot | None = None
         self._warnings: dict[int, list[str]] = {}
+        self._says_one_answer = False
         self._causes: list[str] = []
         """Why the latest epoch that trained nothing had no variance."""
 
@@ -146,8 +148,12 @@ class Run:
         timings = {"collect": seconds, "train": 0.0, "validate": 0.0}
         self.results[epoch] = result = EpochResult(metrics | {"job": None, "seconds": timings})
         result.add_reported("selection", reported)
+        earlier = [line for line in self.rewards if line["epoch"] < epoch]
+        same = one_answer(collected.collection.trajectories, earlier)
+        if same is not None and any(collection.trajectories) and not self._says_one_answer:
+            self.warn(epoch, str(same))
+        self._says_one_answer = same is not None
         if not any(collection.trajectories):
-            earlier = [line for line in self.rewards if line["epoch"] < epoch]
             causes = likely_causes(without_variance(collected.collection, collection.drop_reasons), earlier)
             self._causes = [*map(str, (*causes, *untrained))]
             dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
