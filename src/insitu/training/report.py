@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -49,8 +48,8 @@ class Report:
             disable=not self.console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._rewards: list[float] = []
-        """Those of the phase in progress."""
+        self._rewards = (0, 0.0)
+        """How many the phase in progress has, and their sum."""
         self._run: TaskID | None = None
         self._run_started = 0.0
         self._completed_before = 0
@@ -90,7 +89,7 @@ class Report:
         """
         self._shorter = shorter
         self._progress.start()
-        self._task, self._rewards = self._progress.add_task(what, total=total, rewards=""), []
+        self._task, self._rewards = self._progress.add_task(what, total=total, rewards=""), (0, 0.0)
         self._schedule_line()
         try:
             yield
@@ -107,9 +106,10 @@ class Report:
         """An episode of the phase has ended, with this reward."""
         if self._task is None:
             return
+        count, total = self._rewards
         if reward is not None:
-            self._rewards.append(reward)
-        mean = f", mean reward {fmean(self._rewards):.3g}" if self._rewards else ""
+            count, total = self._rewards = count + 1, total + reward
+        mean = f", mean reward {total / count:.3g}" if count else ""
         self._progress.update(self._task, advance=1, rewards=mean)
 
     def expect(self, total: int) -> None:
