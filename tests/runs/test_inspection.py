@@ -231,13 +231,15 @@ def test_a_failed_episode_says_why_and_whether_it_was_trained_all_the_same(run: 
 def test_several_are_listed_with_what_became_of_them(run: Path) -> None:
     listed = show(run, "--epoch", 1).out.splitlines()
     assert listed == [
-        "run_1/1/r 1/0/0  reward 0.5     3 calls   trained  'won'",
+        "run_1/1/r 1/0/0  reward 0.5     3 calls   trained",
         "run_1/1/r 1/1/2  reward -1      3 calls   trained  failed: timeout",
-        "run_1/1/r2/0/0   reward 0.5     3 calls   dropped: no_variance  'won'",
-        "run_1/1/r2/1/0   reward 0.5     3 calls   dropped: no_variance  'won'",
-        "run_1/1/r/3/0/0  reward 0.5     3 calls   dropped: single_member  'won'",
+        "run_1/1/r2/0/0   reward 0.5     3 calls   dropped: no_variance",
+        "run_1/1/r2/1/0   reward 0.5     3 calls   dropped: no_variance",
+        "run_1/1/r/3/0/0  reward 0.5     3 calls   dropped: single_member",
         "run_1/1/r/3/1/0  reward none    3 calls   dropped: timeout",
     ]
+    first, failed, *_ = show(run, "--epoch", 1, "--answers").out.splitlines()
+    assert (first, failed) == (f"{listed[0]}  'won'", listed[1])
 
 
 def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_what_a_server_weighs_is_told_as_sent(tmp_path: Path) -> None:
     assert parts == ["reward 0.25  context  row 1", "not trained", "reward 0  sent  row 1"]
     assert "rows by exact prefix; the server builds its own\n" in shown
     assert "row 1: calls 0, 2; 6 tokens, 1 of them trained" in shown
-    assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent  'won'")
+    assert show(made.folder).out.splitlines()[0].endswith("3 calls   sent")
 
 
 def test_calls_whose_prompts_nobody_knows_are_in_no_row(tmp_path: Path) -> None:
@@ -285,7 +287,7 @@ def test_what_is_not_trained_is_not_told_as_trained(
     if advantages is not None:
         made.weigh(advantages, episode(0, "r1"), episode(1, "r1"))
     made.store.close()
-    assert all(line.endswith(f"  {status}  'won'") for line in show(made.folder).out.splitlines())
+    assert all(line.endswith(f"  {status}") for line in show(made.folder).out.splitlines())
     shown = show(made.folder, "--generation", 0).out
     assert f"\n  {status}\n" in shown
     rows = shown.partition("\nrows")[2]
@@ -297,7 +299,7 @@ def test_what_is_not_trained_is_not_told_as_trained(
 
 def test_a_run_without_a_record_of_its_advantages_is_read(run: Path) -> None:
     (run / "advantages.jsonl").unlink()
-    assert show(run).out.splitlines()[0].endswith("3 calls   not recorded  'won'")
+    assert show(run).out.splitlines()[0].endswith("3 calls   not recorded")
     shown = show(run, "--row", "r 1", "--generation", 0)
     assert (shown.code, shown.err) == (0, "")
     assert "\n  not recorded\n" in shown.out
@@ -381,7 +383,7 @@ def test_what_a_call_may_hold_beside_text(tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_is_no_failure(run: Path) -> None:
     command = f"{forked_python()} -m insitu trajectories show '{run}' | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("run_1/1/r 1/0/0  reward 0.5     3 calls   trained  'won'\n", "")
+    assert (done.stdout, done.stderr) == ("run_1/1/r 1/0/0  reward 0.5     3 calls   trained\n", "")
 
 
 def test_a_terminal_gets_colours_and_a_hint_and_a_pipe_gets_neither(run: Path) -> None:

@@ -30,7 +30,7 @@ class View(NamedTuple):
     """Token ids to text; None: unknown."""
 
 
-def print_list(episodes: list[Row], matching: int) -> None:
+def print_list(episodes: list[Row], matching: int, *, answers: bool) -> None:
     """Prints rows of a run's index."""
     width = max(len(_escape(record["episode"])) for record in episodes)
     for record in episodes:
@@ -46,7 +46,7 @@ def print_list(episodes: list[Row], matching: int) -> None:
             f"reward {_format_number(record['reward'])}".ljust(13),
             f"{record['calls']} call{'s' * (record['calls'] != 1)}".ljust(8),
             status,
-            *([repr(record["answer"][:_LISTED])] if record["answer"] is not None else []),
+            *([repr(record["answer"][:_LISTED])] if answers and record["answer"] is not None else []),
         ]
         click.echo("  ".join(columns))
     if sys.stdout.isatty():

@@ -1,5 +1,6 @@
 """The command `trajectories`."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ def command() -> None:
 @click.option("--sort", type=click.Choice(_SORT_KEYS), help="List the episodes with the most of it first.")
 @click.option("--reverse", is_flag=True, help="List them in the reverse order.")
 @click.option("--limit", type=click.IntRange(min=1), help="List only so many episodes.")
+@click.option("--answers", is_flag=True, help="List the answers, too, as on a terminal.")
 @click.option("--tokens", is_flag=True, help="Print the tokens of the rows, sampled ones with their logprobs.")
 @click.option("--tokenizer", type=options.PATH, help="The folder of the model, if the run has none.")
 @click.option("--full", is_flag=True, help=f"Print messages longer than {_MAX_CHARACTERS} characters in full.")
@@ -43,6 +45,7 @@ def show(
     sort: str | None,
     reverse: bool,
     limit: int | None,
+    answers: bool,
     tokens: bool,
     tokenizer: Path | None,
     full: bool,
@@ -57,7 +60,7 @@ def show(
         if reverse:
             matches.reverse()
         if len(matches[:limit]) > 1:
-            print_list(matches[:limit], len(matches))
+            print_list(matches[:limit], len(matches), answers=answers or sys.stdout.isatty())
             return
         recorded = selection.read(matches[0])
         folder = tokenizer or selection.files.tokenizer()
