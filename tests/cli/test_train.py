@@ -140,6 +140,7 @@ def test_what_it_says_to_do_next_works(trained: Any) -> None:
     exported = run(*export[1:], folder=folder)
     assert exported.returncode == 0, exported.stderr
     assert (folder / export[3] / "config.json").is_file()
+    assert "`insitu finetune answer/config.yml`" in (folder / export[3] / "README.md").read_text()
     asked = run(*ask[1:], folder=folder)
     assert asked.returncode == 0, asked.stderr
     assert len(asked.stdout) > 1

@@ -9,6 +9,7 @@ import yaml
 
 from insitu import __version__
 from insitu.disk.model_files import TrainingRecord, split_revision
+from insitu.runs.files import RUN
 from insitu.runs.reader import RunReader
 
 _METHODS = {
@@ -101,7 +102,8 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
         yield "data", f"{_data(dataset)} (SHA-256 `{dataset['sha256']}`)"
     yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
     yield "seed", str(settings.get("seed"))
-    file = Path(str(settings.get("source"))).name
+    source = Path(str(settings.get("source")))
+    file = f"{source.parent.name}/{source.name}" if (source.parent / RUN).is_file() else source.name
     yield "run", f"`{settings.get('run_id')}`, configured by `{file}`"
     yield "command", f"`insitu finetune {file}`"
     yield "insitu", str(settings.get("insitu"))
