@@ -395,10 +395,12 @@ async def test_a_parent_that_cannot_be_watched_ends_the_backend(caplog: pytest.L
 def test_one_thread_alone_computes_with_several_cores(model: Path, tmp_path: Path) -> None:
     """Threads of libgomp stay with the thread whose operations they share, and slow down those of other threads."""
     code = """if True:
-        import asyncio, os, sys, threading
+        import asyncio, contextlib, os, sys, threading
         from pathlib import Path
         import torch
         from insitu.backend import BackendOptions, server
+
+        server.active_waiting = contextlib.nullcontext  # its idle team comes and goes with the load of the machine
 
         def others():
             return len(os.listdir("/proc/self/task")) - threading.active_count()
