@@ -100,6 +100,8 @@ def test_one_answer_to_all_rows_is_told(right: int, earlier: list[dict[str, Any]
     assert says is None or says in str(cause)
     assert says is None or likely_causes(groups, earlier)[0] == cause
     assert one_answer(groups[:3]) is None, "too few rows"
+    with_tools = [[episode(0.0, answer("calls"), answer("done")) for _ in range(8)] for _ in range(4)]
+    assert one_answer(with_tools) is None, "an agent with tools may end alike"
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _about(left: int, held: int, share: float | Path, *, is_repeated: bool) -> s
         return f"{rows}; held out: {share}"
     if not held:
         return f"{rows}, none held out" + ", because one row is too few" * bool(share)
-    few = "; few: their scores say little unless they are repeated (-o finetuning.validation.reps 4)"
+    few = "; few: hold out more, or repeat them (-o finetuning.validation.reps 4)"
     return f"{rows}, {held} held out" + few * (held < _FEW and not is_repeated)
 
 

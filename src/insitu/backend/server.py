@@ -193,8 +193,11 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
-    where = _bound_socket(options.host, options.port), _output_folder(options.output_dir)
-    with where[0] as listener, where[1] as output_dir, active_waiting():
+    with (
+        _bound_socket(options.host, options.port) as listener,
+        _output_folder(options.output_dir) as output_dir,
+        active_waiting(),
+    ):
         backend = await asyncio.to_thread(load_backend, options, output_dir)
         await backend.start()
         is_orphan = False

@@ -253,6 +253,8 @@ def one_answer(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] = (
     frequent = most_frequent_answers(groups, 1)
     if len(groups) < _ROWS or not frequent or frequent[0][1] < _SAME * len(episodes):
         return None
+    if any(len(trajectory.trained_calls) > 1 for trajectory in episodes):  # agents with tools may end alike
+        return None
     text, count = frequent[0]
     rewards = [trajectory.reward for trajectory in episodes]
     if fmean(t.reward for t in episodes if _last_text(t) == text) > fmean((min(rewards), max(rewards))):

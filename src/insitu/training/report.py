@@ -215,10 +215,8 @@ class Report:
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
     """How much the score has changed from one validation to another; None of too few rows that both scored."""
-    first, last = (
-        next((line.means() for line in RunReader(store.path).scores() if line.epoch == record["epoch"]), {})
-        for record in (before, after)
-    )
+    means = {line.epoch: line.means() for line in RunReader(store.path).scores()}
+    first, last = (means.get(record["epoch"], {}) for record in (before, after))
     rows = [row for row in first if row in last]
     if len(rows) < fewest_rows(_CONFIDENCE):
         return None
