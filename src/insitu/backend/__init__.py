@@ -34,9 +34,10 @@ def configure_math_libraries(environment: MutableMapping[str, str] = os.environ)
     """Sets what MKL and libgomp read when torch is loaded, unless it is set.
 
     MKL's strict mode makes a row of a matrix product independent of the number of rows, of threads, and of addresses
-    (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"); processors of other makers run it at a
-    fraction of their speed. libgomp's threads wait actively for a tenth of its default: longer than between two
-    operations, and at less cost until `active_waiting` has seen that other programs use the cores.
+    (oneMKL Developer Guide, "Obtaining Numerically Reproducible Results"). On processors of other makers, with AVX2, it
+    makes products of few columns depend on the threads: there `BatchShapes` finds sizes that agree without it.
+    libgomp's threads wait actively for a tenth of its default: longer than between two operations, and at less cost
+    until `active_waiting` has seen that other programs use the cores.
     """
     environment.setdefault("GOMP_SPINCOUNT", "30000")
     try:

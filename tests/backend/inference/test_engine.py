@@ -137,6 +137,10 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     assert results[3] == results[0]
 
 
+def is_intel() -> bool:
+    return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+
+
 def kv(tokens: int | None, token_bytes: int = 256) -> dict[str, int]:
     """The option for so many tokens of a tiny model."""
     return {} if tokens is None else {"kv_bytes": tokens * token_bytes}
@@ -144,13 +148,17 @@ def kv(tokens: int | None, token_bytes: int = 256) -> dict[str, int]:
 
 @pytest.mark.slow
 async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
-    """Prompts of one to three blocks, some of which begin alike; completions that cross the end of a block."""
+    """Prompts of one to three blocks, some of which begin alike; completions that cross the end of a block.
+
+    With other threads, too, where MKL does not choose its path by the addresses of their scratch.
+    """
     rng = random.Random(5)
     start = [rng.randrange(256) for _ in range(2 * BLOCK)]
     prompts = [start[:BLOCK], start, [*start, 1], [*start[: BLOCK + 30], 7], [*start[:BLOCK], *range(BLOCK - 3)], [5]]
     load = [(prompt, params(seed, 60)) for prompt in prompts for seed in range(2)]
     results = []
-    for trial, (threads, kv_tokens) in enumerate([(1, None), (2, None), (2, 5 * BLOCK), (1, 6 * BLOCK)]):
+    more = 2 if is_intel() else 1
+    for trial, (threads, kv_tokens) in enumerate([(1, None), (more, None), (more, 5 * BLOCK), (1, 6 * BLOCK)]):
         async with running(folders["llama"], threads=threads, **kv(kv_tokens)) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
@@ -211,9 +219,8 @@ async def test_bfloat16_is_served(folders):
 def test_mkl_is_asked_for_reproducible_products_on_intel_alone():
     environment: dict[str, str] = {}
     configure_math_libraries(environment)
-    is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     assert environment.pop("GOMP_SPINCOUNT") == "30000"
-    assert environment == ({"MKL_CBWR": "AUTO,STRICT"} if is_intel else {})
+    assert environment == ({"MKL_CBWR": "AUTO,STRICT"} if is_intel() else {})
     configure_math_libraries(chosen := {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"})
     assert chosen == {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"}
 
@@ -295,10 +302,10 @@ async def test_a_groups_prompt_is_computed_once(folders):
         loaded.module.register_forward_pre_hook(
             lambda module, args, kwargs: prompt_rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        prompt = list(range(30))
+        prompt = list(range(32))
         await engine.complete(asks(prompt, [params(seed, 3) for seed in range(8)]))
         await engine.complete(asks(prompt, [params(9, 3)]))
-    assert [columns for columns in prompt_rows if columns > 1] == [30]
+    assert [columns for columns in prompt_rows if columns > 1] == [32]
 
 
 async def test_requests_leave_and_join_while_others_sample(folders):

@@ -261,7 +261,8 @@ def test_rows_without_advantages_get_no_backward_pass(models: dict[str, LoadedMo
     for name in ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap", "ratio_mean", "tokens"):
         assert skipped[name] == pytest.approx(computed[name], rel=1e-5, abs=1e-7), name
     weights = [dict(result.module.named_parameters()) for result in results]
-    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])
+    # A step is 0.01. Adam scales even rounding up where there is hardly a gradient.
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-4) for name in weights[0])
 
 
 @pytest.mark.parametrize("objective", ["clip", "cispo"])

@@ -2,8 +2,9 @@
 
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
 MKL's strict reproducibility, which `insitu backend` asks for, they do not. `BatchShapes` checks it once on the model
-itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone: what a request
-samples does not depend on the other requests in its batch.
+itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to multiples
+of the smallest of them (MKL's kernels for AVX2 compute blocks of four rows and the remainder otherwise, and threads have
+remainders of their own): what a request samples does not depend on the other requests in its batch.
 """
 
 import logging
@@ -31,6 +32,9 @@ _WIDTH = 64
 _PROMPTS = 4
 """Prompts that are checked, of 8, 16, 24 and 32 tokens."""
 
+_Outcome = tuple[list[Block], Tensor]
+"""The blocks of some prompts, and the logits after each."""
+
 
 class BatchShapes:
     """How the versions of a model are computed.
@@ -44,12 +48,13 @@ class BatchShapes:
         self.attends_here = attends_here
         self.layout: Layout = Runner(module).layout()
         self.vocab_size = int(text_config(module).vocab_size)
-        powers = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
-        self._sizes: Sequence[int] = [*powers, max_rows]
         self.any_size = False
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
+        largest = max(max_rows, _PROMPTS) if is_exact else max_rows
+        powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
+        self._sizes: Sequence[int] = [*powers, largest]
         self.packs_prompts, self.pads_prompts = self.attends_here, not is_exact
         if is_exact:
             with torch.inference_mode():
@@ -61,6 +66,7 @@ class BatchShapes:
 
     @property
     def least_rows(self) -> int:
+        """The rows of a forward pass are a multiple of it."""
         return 1 if self.any_size else self._sizes[0]
 
     def _check(self, runner: Runner) -> None:
@@ -68,13 +74,6 @@ class BatchShapes:
         vocabulary = text_config(runner.module).vocab_size
         prompts = [_tokens(vocabulary, 8 * (number + 1)) for number in range(_PROMPTS)]
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
-        if self.packs_prompts:
-            packed, logits_NV = self._prefill(runner, [*prompts[::-1], *prompts])
-            pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
-            both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
-            same = all(torch.equal(*each) for pair in both for each in pair)
-            alone_NV = torch.cat([logits for _, logits in alone])
-            self.packs_prompts = same and torch.equal(logits_NV[_PROMPTS:], alone_NV)
         windows = Windows(self.layout)
         row_bytes = 4 * vocabulary + _WIDTH * self.layout.token_bytes
         most = max(_PROMPTS, min(self.max_rows, _CHECKED_BYTES // row_bytes))
@@ -89,16 +88,24 @@ class BatchShapes:
             members = classes.pop(number)[1] if number < len(classes) else []
             classes.append((outcome, [*members, size]))  # a larger batch has more of the prompts
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
-        packs = self.packs_prompts == self.attends_here  # packed prompts have as many rows as tokens
-        self.any_size = agreeing == checked and packs
-        if not self.any_size:
-            self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
-            self.max_rows = self._sizes[-1]
+        self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
+        self.max_rows = min(self.max_rows, self._sizes[-1])
+        self.any_size = agreeing == checked
+        if self.attends_here:
+            self.packs_prompts = self.any_size = self.any_size and self._packs(runner, prompts, alone)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if outcome.isnan().any():
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")
 
-    def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> tuple[list[Block], Tensor]:
+    def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]], alone: Sequence[_Outcome]) -> bool:
+        """Whether prompts of one forward pass have the keys, values and logits that each has alone."""
+        packed, logits_NV = self._prefill(runner, [*prompts[::-1], *prompts])
+        pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
+        both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
+        alone_NV = torch.cat([logits for _, logits in alone])
+        return all(torch.equal(*each) for pair in both for each in pair) and torch.equal(logits_NV[_PROMPTS:], alone_NV)
+
+    def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> _Outcome:
         blocks = [Block(self.layout, len(prompt)) for prompt in prompts]
         spans = [Span(prompt, 0, (), block) for prompt, block in zip(prompts, blocks, strict=True)]
         return blocks, runner.prefill(spans).clone()

@@ -102,7 +102,7 @@ class DecodeBatch:
         for level, first, end in self._runs:
             keys = self._blocks[deep[first]][level].layers[layer][0]
             part = slice(first * repeats, end * repeats)
-            flat[:, part, level * BLOCK : (level + 1) * BLOCK] = _product(query[:, part], keys.transpose(1, 2))
+            flat[:, part, level * BLOCK : (level + 1) * BLOCK] = _product_of_many(query[:, part], keys.transpose(1, 2))
         scores[..., past:] = scores_BGRW[deep].transpose(0, 1)
         weights = torch.softmax(scores, -1)
         result = query.new_zeros(heads, rows * repeats, self.windows.layers[layer][1].shape[-1])
@@ -110,7 +110,7 @@ class DecodeBatch:
             values = self._blocks[deep[first]][level].layers[layer][1]
             part = slice(first * repeats, end * repeats)
             of_level = weights.flatten(1, 2)[:, part, level * BLOCK : (level + 1) * BLOCK]
-            result[:, part] += _product(of_level, values)
+            result[:, part] += _product_of_many(of_level, values)
         weights_BGRW = torch.softmax(scores_BGRW, -1)
         weights_BGRW[deep] = weights[..., past:].transpose(0, 1)
         return weights_BGRW, result.view(heads, rows, repeats, -1).transpose(0, 1)
@@ -168,10 +168,23 @@ class DecodeBatch:
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     """Products of at least three rows: fewer are computed otherwise, and their last bits depend on the columns."""
+    return _padded_product(rows, matrix, max(rows.shape[1], _LEAST_ROWS))
+
+
+def _product_of_many(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Products of as many rows as share a block: kernels for AVX2 compute four at once, and the remainder otherwise.
+
+    Threads share the rows of a single product, and may have remainders of their own.
+    """
     count = rows.shape[1]
-    if count >= _LEAST_ROWS:
+    return _padded_product(rows, matrix, count + -count % 4 if len(rows) == 1 else max(count, 4))
+
+
+def _padded_product(rows: Tensor, matrix: Tensor, padded: int) -> Tensor:
+    count = rows.shape[1]
+    if padded == count:
         return torch.bmm(rows, matrix)
-    return torch.bmm(torch.cat([rows] * _LEAST_ROWS, 1), matrix)[:, :count].contiguous()
+    return torch.bmm(torch.cat([rows, rows[:, :1].expand(-1, padded - count, -1)], 1), matrix)[:, :count].contiguous()
 
 
 class PrefillBatch:

@@ -112,21 +112,21 @@ class Runner:
         layers = tuple(shapes.layers[number] for number in range(self._num_layers))
         return Layout(layers, shapes.dtype, self.device)
 
-    def prefill(self, spans: Sequence[Span], rows: int = 0, logits: int = 0) -> torch.Tensor:
+    def prefill(self, spans: Sequence[Span], rows: int = 1) -> torch.Tensor:
         """Computes spans into their blocks; returns the logits after the last token of each.
 
-        With `attends_here` in one row, of at least `rows` tokens and at least `logits` results; otherwise all spans
+        With `attends_here` in one row, whose tokens and results are padded to multiples of `rows`; otherwise all spans
         have the same start, and are padded to the longest.
         """
         if not self.attends_here:
             return self._prefill_padded(spans)
         lengths = [span.block.length for span in spans]
         total = sum(lengths)
-        tokens, positions = np.zeros((2, 1, max(total, rows)), np.int64)
+        tokens, positions = np.zeros((2, 1, total + -total % rows), np.int64)
         tokens[0, :total] = np.concatenate([span.tokens[span.start : span.end] for span in spans])
         positions[0, :total] = np.concatenate([np.arange(span.start, span.end) for span in spans])
         last = (np.cumsum(lengths) - 1).tolist()
-        last += last[:1] * (logits - len(last))
+        last += last[:1] * (-len(last) % rows)
         inputs = self._placed(tokens, positions, np.empty(0), np.array(last))
         return self._forward(PrefillBatch(spans), *inputs)[0, : len(spans)]
 

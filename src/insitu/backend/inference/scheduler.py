@@ -120,7 +120,7 @@ class Scheduler:
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._windows = Windows(shapes.layout)
-        self._slot_S = np.zeros(shapes.max_rows, _SLOT)
+        self._slot_S = np.zeros(shapes.rows(shapes.max_rows), _SLOT)
 
     def reset(self) -> None:
         """Drops all sequences."""
@@ -223,8 +223,7 @@ class Scheduler:
         """Computes the blocks in `batch`; returns the sequences whose prompt is now complete."""
         if not batch:
             return []
-        least = self._shapes.least_rows
-        logits_NV = self._runner.prefill([span for _, span in batch.values()], least, least)
+        logits_NV = self._runner.prefill([span for _, span in batch.values()], self._shapes.least_rows)
         complete = []
         for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
             is_last = span.end == len(sequence.prompt)
