@@ -10,6 +10,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -53,7 +54,13 @@ def run_suite(suite: dict[str, Any]) -> bool:
     variables = {**suite.get("variables", {}), **os.environ, "PATH": f"{home}:{os.environ['PATH']}"}
 
     def passes(command: str) -> bool:
-        return subprocess.run(command, shell=True, cwd=ROOT, env=variables).returncode == 0
+        """If this process is told to end, so is all that the command has started."""
+        with subprocess.Popen(command, shell=True, cwd=ROOT, env=variables, process_group=0) as process:
+            try:
+                return process.wait() == 0
+            except (KeyboardInterrupt, SystemExit) as told:
+                os.killpg(process.pid, signal.SIGINT if isinstance(told, KeyboardInterrupt) else signal.SIGTERM)
+                raise
 
     if not all(map(passes, suite.get("before", []))):
         return False
@@ -132,4 +139,5 @@ def run(*command: str | Path, **variables: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,15 @@
 
 import importlib.util
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from processes import HANGS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = tomllib.loads((ROOT / "tests/environments.toml").read_text())
@@ -73,6 +76,20 @@ def test_an_unknown_suite_is_refused_with_those_that_exist() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"WITH=rey: there are {', '.join(SUITES)}\n"
+
+
+def test_a_suite_that_is_told_to_end_ends_what_it_has_started(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "scripts/test_with.py", tmp_path / "scripts")
+    command = "sleep 600 & echo $! > started; mv started pid; wait"
+    table = f'[environments]\n[suites.long]\ntests = "nothing"\nminutes = 10\ncommands = ["{command}"]\n'
+    (tmp_path / "tests/environments.toml").write_text(table)
+    with subprocess.Popen([sys.executable, tmp_path / "scripts/test_with.py", "long"]) as suite:
+        wait_until((tmp_path / "pid").exists)
+        suite.terminate()
+        assert suite.wait(HANGS) == 128 + signal.SIGTERM
+    wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
 def test_the_areas_of_the_mutation_check_name_files_that_exist() -> None:

@@ -2,9 +2,9 @@
 
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
 MKL's strict reproducibility, which `insitu backend` asks for, they do not. `BatchShapes` checks it once on the model
-itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to multiples
-of the smallest of them (MKL's kernels for AVX2 compute blocks of four rows and the remainder otherwise, and threads have
-remainders of their own): what a request samples does not depend on the other requests in its batch.
+itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to
+multiples of the smallest of them (MKL's kernels for AVX2 compute blocks of four rows and the remainder otherwise, and
+threads have remainders of their own): what a request samples does not depend on the other requests in its batch.
 """
 
 import logging
