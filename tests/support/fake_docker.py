@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A program that understands what is used of `docker run`, `exec` and `build`, and runs commands in namespaces.
 
 An image is a folder below $FAKE_IMAGES with the files that a container has in /app; a container sees the system's
@@ -7,7 +6,6 @@ namespace, as with docker. The image `absent` is what a daemon does not have, an
 built.
 """
 
-import asyncio
 import os
 import shutil
 import signal
@@ -16,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from waiting import until
+from processes import wait_until
 
 ROOT = """
 set -e
@@ -53,7 +51,7 @@ def build(arguments: list[str]) -> int:
 def execute(arguments: list[str]) -> int:
     """`-i NAME COMMAND...`, in a container that runs."""
     place = images / "running" / arguments[1]
-    asyncio.run(until(place.exists, 0.01))  # its first process is quicker than `run`
+    wait_until(place.exists)  # its first process is quicker than `run`
     pid, variables = place.read_text().split("\n", 1)
     inside = ["--user", "--mount", "--pid", "--root", "--wd"]
     command = f'exec env -i PATH="$PATH" HOME=/root {variables} sh -c \'cd /app && exec "$@"\' sh "$@"'
@@ -88,7 +86,7 @@ def run(arguments: list[str]) -> int:
     container = subprocess.Popen([*namespaces, "sh", "-c", ROOT, "sh", *arguments], start_new_session=True)
     (images / "running").mkdir(exist_ok=True)
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
-    asyncio.run(until(lambda: container.poll() is not None or children.read_text(), 0.01))
+    wait_until(lambda: container.poll() is not None or children.read_text())
     if container.poll() is None:
         first = children.read_text().split()
         (images / f"{name}.starting").write_text(f"{first[0]}\n{variables}")

@@ -61,7 +61,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an agent, and `docker` on the path."""
     for name in ("bin", "images", "agent", "tasks", "temporary"):
         (tmp_path / name).mkdir()
-    (tmp_path / "bin/docker").symlink_to(DOCKER)
+    docker = tmp_path / "bin/docker"
+    interpreter = f"{sys.executable} -S " if DOCKER.suffix == ".py" else ""
+    docker.write_text(f'#!/bin/sh\nexec {interpreter}{DOCKER} "$@"\n')
+    docker.chmod(0o755)
     (tmp_path / "agent/agent.py").write_text(ASK)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_IMAGES", str(tmp_path / "images"))
