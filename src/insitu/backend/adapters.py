@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 
 def speed_up(module: nn.Module) -> None:
@@ -62,8 +62,10 @@ def _is_simple(layer: Any) -> bool:
 def _products(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output, and `x A^T`."""
-    low_TR = x_TI @ a_RI.t()
+    """The output, and `x A^T`, with as many rows as columns at least: see `inference.batch_shapes`."""
+    tokens, missing = len(x_TI), len(a_RI) - len(x_TI)
+    padded = pad(x_TI, (0, 0, 0, missing)) if missing > 0 and x_TI.device.type == "cpu" else x_TI
+    low_TR = (padded @ a_RI.t())[:tokens]
     return linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale), low_TR
 
 

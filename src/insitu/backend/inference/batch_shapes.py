@@ -3,8 +3,12 @@
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
 MKL's strict reproducibility, which `insitu backend` asks for, they do not. `BatchShapes` checks it once on the model
 itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to
-multiples of the smallest of them (MKL's kernels for AVX2 compute blocks of four rows and the remainder otherwise, and
-threads have remainders of their own): what a request samples does not depend on the other requests in its batch.
+multiples of the smallest of them: what a request samples does not depend on the other requests in its batch.
+
+MKL's kernels for AVX2, found by experiment: blocks of four rows are computed together, and the remainder otherwise;
+threads share rows, with remainders of their own, or columns if those are more, where fewer than 16 for each are computed
+otherwise, too. So neither other rows nor the number of threads matter to multiples of four rows, if they are as many as
+the columns or there are 16 columns a thread.
 """
 
 import logging
@@ -52,7 +56,9 @@ class BatchShapes:
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
-        largest = max(max_rows, _PROMPTS) if is_exact else max_rows
+        narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2]
+        self._least = max((size for size in narrow if size < 16 * torch.get_num_threads()), default=1)
+        largest = max(max_rows, _PROMPTS, self._least) if is_exact else max_rows
         powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
         self._sizes: Sequence[int] = [*powers, largest]
         self.packs_prompts, self.pads_prompts = self.attends_here, not is_exact
@@ -76,7 +82,7 @@ class BatchShapes:
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
         windows = Windows(self.layout)
         row_bytes = 4 * vocabulary + _WIDTH * self.layout.token_bytes
-        most = max(_PROMPTS, min(self.max_rows, _CHECKED_BYTES // row_bytes))
+        most = max(_PROMPTS, self._least, min(self._sizes[-1], _CHECKED_BYTES // row_bytes))
         windows.ensure(most, 8 * _PROMPTS + 1)
         for slot in range(most):
             windows.load(slot, alone[slot % _PROMPTS][0][0])
@@ -87,6 +93,9 @@ class BatchShapes:
             number = next((n for n, (other, _) in enumerate(classes) if _alike(other, outcome)), len(classes))
             members = classes.pop(number)[1] if number < len(classes) else []
             classes.append((outcome, [*members, size]))  # a larger batch has more of the prompts
+        if len(classes) > 1:
+            enough = [(outcome, [size for size in sizes if size >= self._least]) for outcome, sizes in classes]
+            classes = [each for each in enough if each[1]]
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
         self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
         self.max_rows = min(self.max_rows, self._sizes[-1])

@@ -172,12 +172,12 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _product_of_many(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Products of as many rows as share a block: kernels for AVX2 compute four at once, and the remainder otherwise.
-
-    Threads share the rows of a single product, and may have remainders of their own.
-    """
-    count = rows.shape[1]
-    return _padded_product(rows, matrix, count + -count % 4 if len(rows) == 1 else max(count, 4))
+    """Products of as many rows as share a block; threads share those of a single one (see `batch_shapes`)."""
+    count, columns = rows.shape[1], matrix.shape[2]
+    least = max(count, 4)
+    if len(rows) == 1:
+        least = max(least + -least % 4, columns if columns < 64 else 0)
+    return _padded_product(rows, matrix, least)
 
 
 def _padded_product(rows: Tensor, matrix: Tensor, padded: int) -> Tensor:
