@@ -6,9 +6,9 @@ itself; where it does not hold, only batch sizes that agree are used, and prompt
 multiples of the smallest of them: what a request samples does not depend on the other requests in its batch.
 
 MKL's kernels for AVX2, found by experiment: blocks of four rows are computed together, and the remainder otherwise;
-threads share rows, with remainders of their own, or columns if those are more, where fewer than 16 for each are computed
-otherwise, too. So neither other rows nor the number of threads matter to multiples of four rows, if they are as many as
-the columns or there are 16 columns a thread.
+threads share rows, with remainders of their own, or columns if those are more, where fewer than 16 for each are
+computed otherwise, too. So neither other rows nor the number of threads matter to multiples of four rows, if they are
+as many as the columns or there are 16 columns a thread.
 """
 
 import logging
