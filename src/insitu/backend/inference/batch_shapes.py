@@ -56,8 +56,9 @@ class BatchShapes:
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
-        narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2]
-        self._least = max((size for size in narrow if size < 16 * torch.get_num_threads()), default=1)
+        threads = torch.get_num_threads()
+        narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
+        self._least = max((size for size in narrow if size < 16 * threads), default=1)
         largest = max(max_rows, _PROMPTS, self._least) if is_exact else max_rows
         powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
         self._sizes: Sequence[int] = [*powers, largest]
