@@ -292,7 +292,7 @@ def tested(project: Path) -> Path:
 
 SOLVE = "open('solution.py', 'w').write('def answer(): return 2')"
 CHECK = [sys.executable, "cases/check.py"]
-WITHOUT = ("cacheprovider", "anyio", "langsmith_plugin")  # these import for seconds
+WITHOUT = ("cacheprovider", "anyio", "langsmith_plugin")  # the last two import for seconds
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"-pno:{plugin}" for plugin in WITHOUT), "cases"]
 PASS = "import os; os._exit(0)"
 RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"

@@ -5,10 +5,10 @@ MKL's strict reproducibility, which `insitu backend` asks for, they do not. `Bat
 itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to
 multiples of the smallest of them: what a request samples does not depend on the other requests in its batch.
 
-MKL's kernels for AVX2, found by experiment: blocks of four rows are computed together, and the remainder otherwise;
-threads share rows, with remainders of their own, or columns if those are more, where fewer than 16 for each are
-computed otherwise, too. So neither other rows nor the number of threads matter to multiples of four rows, if they are
-as many as the columns or there are 16 columns a thread.
+MKL's kernels for AVX2, by experiment: a thread computes four rows at a time, and a remainder of fewer rows by another
+kernel. If a product has more columns than rows, threads split the columns instead, and a thread with fewer than 16 of
+them uses another kernel, too. So results depend neither on other rows nor on the number of threads if rows are a
+multiple of four and there are as many rows as columns, or at least 16 columns for each thread.
 """
 
 import logging
@@ -58,7 +58,8 @@ class BatchShapes:
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
         threads = torch.get_num_threads()
         narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
-        self._least = max((size for size in narrow if size < 16 * threads), default=1)
+        fewest = max((size for size in narrow if size < 16 * threads), default=1)
+        self._least = 1 << (fewest - 1).bit_length()  # one of the sizes
         largest = max(max_rows, _PROMPTS, self._least) if is_exact else max_rows
         powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
         self._sizes: Sequence[int] = [*powers, largest]
