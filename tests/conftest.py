@@ -16,7 +16,10 @@ import yaml
 from fake_openai import FakeOpenAI
 from processes import ONE_THREAD, fork_server, forked_python
 
+from insitu.backend import configure_math_libraries
+
 os.environ.update(ONE_THREAD)
+configure_math_libraries()  # before torch is loaded, as `insitu backend` does
 # No server of a test has a certificate. Each HTTP client would read those of the system, for a twentieth of a second.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -322,6 +323,24 @@ def odd_docstrings(path: Path) -> Iterator[str]:
 
 def test_a_module_opens_with_one_sentence() -> None:
     assert not found_by(odd_docstrings)
+
+
+def unlisted_modules(path: Path) -> Iterator[str]:
+    """What a folder's docstring leaves out that lists the others, a line each."""
+    listed = re.findall(r"^(\w+)/?  +\w.*$", docstring := ast.get_docstring(parse(path)) or "", re.MULTILINE)
+    if path.name == "__init__.py" and listed:
+        modules = {file.stem for file in path.parent.glob("*.py")} - {path.stem}
+        yield from sorted(name for name in modules if not re.search(rf"\b{name}\b", docstring))
+        yield from (f"{name} does not exist" for name in listed if not [*path.parent.glob(f"{name}*")])
+
+
+def test_a_folder_that_lists_its_modules_lists_all() -> None:
+    assert not found_by(unlisted_modules)
+
+
+def test_a_script_says_where_things_are() -> None:
+    said = subprocess.run([sys.executable, ROOT / "scripts/where.py", "control group"], capture_output=True, text=True)
+    assert [line.split()[0] for line in said.stdout.splitlines()] == ["gateway/cgroups.py"]
 
 
 def excepts_without_a_reason(path: Path) -> Iterator[str]:

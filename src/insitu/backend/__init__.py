@@ -1,13 +1,15 @@
 """One process that serves a model over an OpenAI-compatible endpoint and trains it; start reading at server.
 
-server       creates the parts, listens and stops; http: routes and their OpenAPI document
-protocols/   the HTTP interfaces, one package each: openai, native (training jobs)
-inference/   sampling: from token ids to completions
-learner/     training: from rows to new weights
-compute      the thread that touches the weights, shared by inference and training
-model        loads Hugging Face causal language models, after insitu.disk.model_files has checked their files
-adapters     layers with LoRA adapters, faster than peft computes them
-active_waiting: whether the threads of an operation wait actively for one another
+server          creates the parts, listens and stops; http: routes and their OpenAPI document
+protocols/      the HTTP interfaces, one package each: openai, native (training jobs)
+inference/      sampling: from token ids to completions
+learner/        training: from rows to new weights
+compute         the thread that touches the weights, shared by inference and training
+model           loads Hugging Face causal language models and GGUF files, which `insitu.disk` has checked
+adapters        layers with LoRA adapters, faster than peft computes them
+attention       the attention of training rows and of prompts, many of which begin alike
+quantization    frozen weights of 8 or 4 bits, over which adapters are trained
+active_waiting  whether the threads of an operation wait actively for one another
 """
 
 import json

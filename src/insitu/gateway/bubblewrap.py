@@ -1,4 +1,4 @@
-"""How programs are confined by bubblewrap (https://github.com/containers/bubblewrap).
+"""How programs are confined: bubblewrap (https://github.com/containers/bubblewrap), and a filter of system calls.
 
 Files are those of the system, read-only, but for a folder in memory at `/tmp`; user, process, network, IPC and host
 name namespaces are new, and no further user namespace can be made; a filter of system calls leaves sockets of the

@@ -138,12 +138,6 @@ async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
     assert results[3] == results[0]
 
 
-def strict_mode() -> str | None:
-    """What MKL is asked for here."""
-    configure_math_libraries(environment := {})
-    return environment.get("MKL_CBWR")
-
-
 def kv(tokens: int | None, token_bytes: int = 256) -> dict[str, int]:
     """The option for so many tokens of a tiny model."""
     return {} if tokens is None else {"kv_bytes": tokens * token_bytes}
@@ -160,7 +154,7 @@ async def test_long_sequences_share_their_prompts_and_outgrow_the_room(folders):
     prompts = [start[:BLOCK], start, [*start, 1], [*start[: BLOCK + 30], 7], [*start[:BLOCK], *range(BLOCK - 3)], [5]]
     load = [(prompt, params(seed, 60)) for prompt in prompts for seed in range(2)]
     results = []
-    more = 2 if "STRICT" in os.environ.get("MKL_CBWR", "") or strict_mode() == "AUTO,STRICT" else 1
+    more = 2 if "STRICT" in os.environ.get("MKL_CBWR", "") else 1
     for trial, (threads, kv_tokens) in enumerate([(1, None), (more, None), (more, 5 * BLOCK), (1, 6 * BLOCK)]):
         async with running(folders["llama"], threads=threads, **kv(kv_tokens)) as engine:
             order = list(range(len(load)))

@@ -3,7 +3,7 @@
 jobs            the queue of training jobs: submit, follow, cancel, delete old checkpoints
 snapshots       which versions get a checkpoint, and which jobs are logged instead
 versions        the versions on disk, and which expire, by the rule in `disk/model_files`
-states          the weights and optimizer that the next job continues from
+states          the weights and optimizer that the next job continues from; trains logged jobs again after a restart
 learner         the weights of a policy from job to job, and the learners of all policies
 parts           jobs whose rows come in parts, computed as they arrive
 optimizer_loop  the optimizer steps of one job
@@ -13,6 +13,7 @@ kl_rows         the rows of which the KL divergence from the starting weights is
 batches         rows to optimizer steps, micro-batches and tensors, and the ranks that share them
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
 prefix_tree     attention over rows of which many begin alike
-adapters        the products of LoRA layers
+logit_offsets   what the parameters of a request added to the logits
+code            losses, optimizers and schedules that a job names, by name or as Python code
 policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files
 """
