@@ -23,10 +23,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 _LIBRARY = f"{os.sep}lib{os.sep}python"
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
@@ -109,8 +105,12 @@ def key_of(location: Iterable[int | str]) -> str:
     return ".".join(str(part) for part in location if not str(part).startswith(("<", "list[", "function-")))
 
 
-def first_problem(error: "ValidationError") -> str:
-    """The first of what pydantic has found: the key, and what is wrong with its value."""
+def first_problem(error: Exception) -> str:
+    """What an exception says; of what pydantic has found, the first: the key, and what is wrong with its value."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(map(str, first["loc"]))
     return f"{key and key + ': '}{first['msg']}"

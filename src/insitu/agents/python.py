@@ -138,14 +138,15 @@ class PythonConfig(FunctionBaseConfig, name="python"):
 
 
 class CheckedCode(NamedTuple):
-    """A function or an agent object, its parameter for the input, those for parts of the episode, and its models."""
+    """A function, its parameter for the input, those for parts of the episode, and its models.
 
-    code: Any
+    That of an agent object binds it to its model.
+    """
+
+    code: Callable[..., Any]
     first: str | None
     from_episode: list[str]
     models: dict[str, LLMRef]
-    build: Callable[..., Any] | None = None
-    """Binds an agent object to a model; None for functions."""
 
     @classmethod
     def of(cls, config: PythonConfig, where: str, folder: Path, llms: Collection[str]) -> "CheckedCode":
@@ -156,7 +157,7 @@ class CheckedCode(NamedTuple):
             build = binder(code, config.framework, f"{where}.function")
             if config.model is None:
                 raise ConfigError(_no_model(where, "the agent object", llms))
-            return cls(code, None, [], models, build)
+            return cls(lambda model, **_: build(model), None, [], {"model": config.model})
         if any(map(inspect.isgeneratorfunction, (code, getattr(code, "__call__", code)))):  # noqa: B004
             raise ConfigError(
                 f"{where}: {config.function} is a generator; return the answer, or declare it `async def`, and what it "
@@ -174,16 +175,12 @@ class CheckedCode(NamedTuple):
 async def python_function(config: PythonConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     name, file = name_being_built(), builder.config
     where = "workflow" if name == WORKFLOW else f"functions.{name}"
-    code, first, from_episode, models, build = CheckedCode.of(config, where, file.folder, file.names(LLM))
-    if build is not None:  # an agent object
-        model = await _model(builder, models["model"], config, blocking=False)
-        yield FunctionInfo.from_fn(_asking(build, [model], {}, config.framework))
-        return
+    code, first, from_episode, models = CheckedCode.of(config, where, file.folder, file.names(LLM))
     builds = bool(models) and first is None and not from_episode
     blocking = is_blocking(code) and not builds
     arguments = config.arguments | {key: await _model(builder, ref, config, blocking) for key, ref in models.items()}
     if builds:
-        run = _asking(code, [], arguments, config.framework)
+        run = _asking(code, arguments, config.framework)
     else:
         run = _calling(code, first is not None, from_episode, arguments)
         run.__annotations__ = {"value": type_hints(code).get(first or "", Any)}
@@ -195,11 +192,11 @@ def _no_model(where: str, what: str, llms: Collection[str]) -> str:
     return f"{where}.model is missing: {what} takes a model; available under llms: {names}"
 
 
-def _asking(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], framework: str | None) -> Any:
+def _asking(build: Callable[..., Any], arguments: dict[str, Any], framework: str | None) -> Any:
     """A workflow that asks an agent that `build` makes for each episode: most agents remember what they were asked."""
 
     async def call(value: Any) -> Any:
-        return await ask(await called(build, *args, **kwargs), value, framework)
+        return await ask(await called(build, **arguments), value, framework)
 
     return call
 

@@ -280,9 +280,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             message = f"{name} {describe_exit(code)}: {done.stderr_tail}"
             if withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
-            if endpoint.failure:
-                raise BackendUnavailable(f"{message} (its model: {endpoint.failure})")
-            raise WorkflowError(message)
+            raise endpoint.error(message)
         return done
 
     async def run(value: Any) -> Any:

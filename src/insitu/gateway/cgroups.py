@@ -24,9 +24,8 @@ class _Version(NamedTuple):
     """The files of a version."""
 
     file_system: str
-    memory: tuple[str, ...]
-    swap: tuple[str, ...]
-    """Those of swap alone."""
+    limits: dict[str, int]
+    """Those of memory: 1 for what gets the limit, 0 for swap alone, of which there is none."""
     killed: str
     """It counts, as `oom_kill`, the processes that were killed for memory."""
     usage: str
@@ -38,13 +37,12 @@ class _Version(NamedTuple):
 _VERSIONS = (
     _Version(
         "cgroup",
-        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"),
-        (),
+        dict.fromkeys(("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"), 1),
         "memory.oom_control",
         "cpuacct.usage",
         1e9,
     ),
-    _Version("cgroup2", ("memory.max",), ("memory.swap.max",), "memory.events", "cpu.stat", 1e6),
+    _Version("cgroup2", {"memory.max": 1, "memory.swap.max": 0}, "memory.events", "cpu.stat", 1e6),
 )
 
 
@@ -65,7 +63,7 @@ class Cgroup(NamedTuple):
         for version in _VERSIONS:
             with suppress(OSError, LookupError):
                 own = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
-                if version.swap:
+                if version.file_system == "cgroup2":
                     _enable(own.memory)
                 for left in (left for folder in own._folders() for left in folder.glob(f"{_PREFIX}*-*")):
                     with suppress(OSError):  # processes are in it
@@ -75,20 +73,18 @@ class Cgroup(NamedTuple):
                 return own
         return None
 
-    def _below(self, name: str) -> Self:
-        return self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
-
     def new(self, memory: int | None, processes: int) -> Self:
         """Creates a group in this one for the processes of an episode. Raises OSError."""
-        group = self._below(f"{_PREFIX}{os.getpid()}-{next(_numbers)}")
+        name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        group = self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
         try:
             for folder in group._folders():
                 folder.mkdir()
             (group.pids / "pids.max").write_text(str(processes + _OWN_PROCESSES))
-            limits = dict.fromkeys(self.version.memory, memory) | dict.fromkeys(self.version.swap, 0)
-            for name, value in limits.items() if memory is not None else ():
+            for file, share in self.version.limits.items():
                 with suppress(FileNotFoundError):  # a kernel that does not count swap
-                    (group.memory / name).write_text(str(value))
+                    if memory is not None:
+                        (group.memory / file).write_text(str(share * memory))
         except OSError:
             group.remove()
             raise
@@ -140,15 +136,15 @@ def _folder(proc: Path, version: _Version, file: str) -> Path:
 
     Raises LookupError if the controller is not mounted.
     """
-    controller = file.partition(".")[0]
+    controller = "" if version.file_system == "cgroup2" else file.partition(".")[0]  # version 2 has one tree for all
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         (root, place), (kind, _, options) = before.split()[3:5], after.split(maxsplit=2)
-        if kind != version.file_system or (not version.swap and controller not in options.split(",")):
+        if kind != version.file_system or controller not in ("", *options.split(",")):
             continue
         for group in (proc / "cgroup").read_text().splitlines():
             _, names, path = group.split(":", 2)
-            if names == "" if version.swap else controller in names.split(","):
+            if controller in names.split(","):
                 inside = os.path.relpath(path, root)
                 return Path(place) if inside.startswith("..") else Path(place, inside).resolve()
     raise LookupError(controller)

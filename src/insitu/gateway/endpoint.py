@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from insitu.capture.ledger import CallLedger, CallSite
-from insitu.errors import RequestRefused
+from insitu.errors import BackendUnavailable, InsituError, RequestRefused, WorkflowError
 from insitu.formats.dialects import Dialect
 from insitu.gateway.proxy import MAX_BODY
 
@@ -59,6 +59,12 @@ class EpisodeEndpoint:
 
     def note_failure(self, failure: str | None) -> None:
         self.failure = failure
+
+    def error(self, message: str) -> InsituError:
+        """The error of an episode that has failed, perhaps because its model has."""
+        if self.failure:
+            return BackendUnavailable(f"{message} (its model: {self.failure})")
+        return WorkflowError(message)
 
     def record(self, size: int) -> None:
         """Raises RequestRefused if the episode has sent too much."""

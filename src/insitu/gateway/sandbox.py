@@ -24,6 +24,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any
 
 _DUMPABLE, _SUBREAPER = 4, 36
@@ -32,33 +33,25 @@ _BYTES_PER_FILE = 2048
 _DEEPEST = 200
 """Levels of folders that are sent."""
 _RUNNERS = {
-    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "noxfile.py"),
-    *(".coveragerc", "makefile", "gnumakefile", "justfile", "rakefile"),
-    *("package.json", ".npmrc", ".mocharc", "jest.config", "vitest.config", "vite.config", "babel.config", ".babelrc"),
-    *("pytest.toml", ".pytest.toml", "sitecustomize", "usercustomize", "rust-toolchain", "node_modules", ".justfile"),
-    *(".mvn", "go.work", ".yarnrc", "cmakepresets.json", "local.mk", "jest.setup", ".pnp", ".pytest_cache"),
-    *("build.gradle", "pom.xml", "cargo.toml", "build.rs", "cmakelists.txt", ".cargo", ".envrc", ".vscode", ".git"),
-    *("settings.gradle", "gradle.properties", "directory.build", "go.mod", ".pnpmfile", "bunfig.toml", "deno.json"),
-    *(
-        ".python-version",
-        ".tool-versions",
-        "mise",
-        ".mise",
-        ".ruby-version",
-        ".node-version",
-        ".nvmrc",
-        ".java-version",
-    ),
-    *("mypy.ini", ".mypy.ini", ".pylintrc", ".flake8", "ruff.toml", "nose2.cfg", "unittest.cfg", "behave.ini", ".env"),
-    *("hatch.toml", "uv.toml", "tox.toml", "dodo.py", "pipfile", "gems.rb", ".rspec-local", ".bundle", ".simplecov"),
-    *("buildsrc", "gradlew", "mvnw", "build.sbt", "build.xml", "cmakecache.txt", "ctestconfig.cmake", "meson.build"),
-    *("ctesttestfile.cmake", "workspace", "module.bazel", "phpunit.dist.xml", "composer.json", "behat.yml", ".husky"),
-    *("tsconfig.json", "eslint.config", ".eslintrc", ".swcrc", ".taprc", "ava.config", "cypress.config", "wdio.conf"),
-    *("nx.json", "turbo.json", ".nycrc", "directory.solution", "directory.packages", "global.json", "nuget.config"),
-    *("mix.exs", "rebar.config", "package.swift", "build.zig", "dune-project", ".ghci", "stack.yaml", "cabal.project"),
-    *("config.nims", "nim.cfg", ".rprofile", ".renviron", ".busted", ".luacheckrc", "deps.edn", "project.clj"),
-    *("pubspec.yaml", ".dart_tool", "setup_suite.bash", ".shellspec", "taskfile.yml", "sconstruct", "snakefile"),
-    *("deno.jsonc", "karma.conf", "playwright.config", ".rspec", "gemfile", "phpunit.xml", ".proverc", ".bazelrc"),
+    *("ava.config", "babel.config", ".babelrc", ".bazelrc", "behat.yml", "behave.ini", "build.gradle", "build.rs"),
+    *("build.sbt", "build.xml", "build.zig", "buildsrc", ".bundle", "bunfig.toml", ".busted", "cabal.project"),
+    *(".cargo", "cargo.toml", "cmakecache.txt", "cmakelists.txt", "cmakepresets.json", "composer.json"),
+    *("config.nims", "conftest.py", ".coveragerc", "ctestconfig.cmake", "ctesttestfile.cmake", "cypress.config"),
+    *(".dart_tool", "deno.json", "deno.jsonc", "deps.edn", "directory.build", "directory.packages"),
+    *("directory.solution", "dodo.py", "dune-project", ".env", ".envrc", "eslint.config", ".eslintrc", ".flake8"),
+    *("gemfile", "gems.rb", ".ghci", ".git", "global.json", "gnumakefile", "go.mod", "go.work", "gradle.properties"),
+    *("gradlew", "hatch.toml", ".husky", ".java-version", "jest.config", "jest.setup", ".justfile", "justfile"),
+    *("karma.conf", "local.mk", ".luacheckrc", "makefile", "meson.build", ".mise", "mise", "mix.exs", ".mocharc"),
+    *("module.bazel", ".mvn", "mvnw", ".mypy.ini", "mypy.ini", "nim.cfg", ".node-version", "node_modules"),
+    *("nose2.cfg", "noxfile.py", ".npmrc", "nuget.config", ".nvmrc", "nx.json", ".nycrc", "package.json"),
+    *("package.swift", "phpunit.dist.xml", "phpunit.xml", "pipfile", "playwright.config", ".pnp", ".pnpmfile"),
+    *("pom.xml", "project.clj", ".proverc", "pubspec.yaml", ".pylintrc", "pyproject.toml", ".pytest.ini"),
+    *("pytest.ini", ".pytest.toml", "pytest.toml", ".pytest_cache", ".python-version", "rakefile", "rebar.config"),
+    *(".renviron", ".rprofile", ".rspec", ".rspec-local", ".ruby-version", "ruff.toml", "rust-toolchain"),
+    *("sconstruct", "settings.gradle", "setup.cfg", "setup_suite.bash", ".shellspec", ".simplecov", "sitecustomize"),
+    *("snakefile", "stack.yaml", ".swcrc", ".taprc", "taskfile.yml", ".tool-versions", "tox.ini", "tox.toml"),
+    *("tsconfig.json", "turbo.json", "unittest.cfg", "usercustomize", "uv.toml", "vite.config", "vitest.config"),
+    *(".vscode", "wdio.conf", "workspace", ".yarnrc"),
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
 _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
@@ -212,21 +205,13 @@ def _fill(settings: dict[str, Any]) -> None:
             _copy(os.path.join(files, name), work)  # newer than all else: `make` takes nothing for built from them
 
 
-def _execute(command: list[str], settings: dict[str, Any], control: socket.socket) -> None:
-    """The child that becomes the program."""
-    try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        os.chdir(os.path.join(settings["work"], settings.get("cwd", "")))
-        for name, value in settings["limits"].items():
-            kind = getattr(resource, f"RLIMIT_{name}")
-            most = resource.getrlimit(kind)[1]
-            value = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
-            resource.setrlimit(kind, (value, value))
-        os.execvp(command[0], command)
-    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
-        _send(control, refused=f"{command[0]!r} cannot be started: {error}")
-    os._exit(127)
+def _limit(limits: dict[str, float]) -> None:
+    """Limits this process, which is about to become the program."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = resource.getrlimit(kind)[1]
+        value = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
+        resource.setrlimit(kind, (value, value))
 
 
 def _send(control: socket.socket, **message: Any) -> None:
@@ -279,8 +264,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which, as all signals, a program cannot send out of its namespace
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     control = socket.socket(fileno=settings["control"])
-    for descriptor in (control.fileno(), settings["output"]):
-        os.set_inheritable(descriptor, False)
     if (port := settings.get("port")) is not None:
         with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
             socket.send_fds(control, [b"listener"], [listener.fileno()])
@@ -289,20 +272,21 @@ def main() -> None:
     if settings["most_bytes"] is not None:  # also of what is sent
         most = settings["most_bytes"] + _BYTES_PER_FILE * settings["most_files"]
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    problem = "its folder cannot be filled"
     try:
         _fill(settings)
-    except (OSError, ValueError, tarfile.TarError) as error:
-        _send(control, refused=f"its folder cannot be filled: {error}")
+        problem = f"{command[0]!r} cannot be started"
+        folder, limit = os.path.join(settings["work"], settings.get("cwd", "")), partial(_limit, settings["limits"])
+        program = subprocess.Popen(command, cwd=folder, preexec_fn=limit)  # which inherits none of our descriptors
+    except (OSError, ValueError, tarfile.TarError, subprocess.SubprocessError) as error:
+        _send(control, refused=f"{problem}: {error}")
         return
-    child = os.fork()
-    if not child:
-        _execute(command, settings, control)
     for stream in (0, 1):  # the program's alone: its input and output end with it
         os.close(stream)
     code: int | None = -signal.SIGKILL
     exceeds = None
     try:
-        code = _wait(child, control, settings["sockets"])
+        code = _wait(program.pid, control, settings["sockets"])
         _kill_all()
         with open(settings["output"], "wb") as output:
             paths = settings.get("leaves" if code == 0 else "fails", ())

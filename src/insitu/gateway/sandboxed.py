@@ -7,7 +7,7 @@ import resource
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ class Place:
     """Folders that are shown to confined programs wherever they are; outer ones first."""
     hidden: Sequence[Path] = ()
     """Files and folders that confined programs do not see."""
-    filter: Path | None = None
-    """The file with `bubblewrap.system_call_filter`."""
+    filter: Path = Path(os.devnull)
+    """The file with `bubblewrap.system_call_filter`, if they are confined."""
 
 
 class Sandboxed:
@@ -73,30 +73,20 @@ class Sandboxed:
         self, left: Path, stdin: bytes, env: dict[str, str], time_limit: float | None, **options: Any
     ) -> Program:
         """As `run_program`, with its `options`. Raises WorkflowError if the program exceeds a limit."""
-        limits, own, isolated, name = self._place.limits, self._place.cgroup, self._place.isolated, self.command[0]
-        home = os.path.dirname(WORK) if isolated else tempfile.mkdtemp(prefix="temporary-", dir=self._folder)
-        names = ("TMPDIR", "HOME") if isolated else ("TMPDIR",)
-        env = env | {each: home for each in names if each not in self._place.variables}
-        group = None if own is None else own.new(limits.memory, limits.processes)
+        place, limits, name = self._place, self._place.limits, self.command[0]
+        home = os.path.dirname(WORK) if place.isolated else tempfile.mkdtemp(prefix="temporary-", dir=self._folder)
+        names = ("TMPDIR", "HOME") if place.isolated else ("TMPDIR",)
+        env = env | {each: home for each in names if each not in place.variables}
+        group = None if place.cgroup is None else place.cgroup.new(limits.memory, limits.processes)
         program = None
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with ours, theirs, left.open("wb") as output, ExitStack() as stack:
-                descriptors = [theirs.fileno(), output.fileno()]
-                if self._place.filter is not None:
-                    descriptors.append(os.open(self._place.filter, os.O_RDONLY))
-                    stack.callback(os.close, descriptors[-1])
-                async with self._serving(ours), self._limits(ours, group, time_limit):
-                    program = await run_program(
-                        self._command(group, *descriptors),
-                        stdin,
-                        cwd=self._folder,
-                        env=env,
-                        pass_fds=descriptors,
-                        name=name,
-                        time_limit=None,
-                        **options,
-                    )
+            with ours, theirs, left.open("wb") as output, place.filter.open("rb") as seccomp:
+                descriptors = [each.fileno() for each in (theirs, output, seccomp)]
+                command = self._command(group, *descriptors)
+                async with self._watched(ours, group, time_limit):
+                    options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
+                    program = await run_program(command, stdin, time_limit=None, **options)
                 self._receive(ours)
             if group is not None and not self.met:
                 self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
@@ -118,7 +108,7 @@ class Sandboxed:
             raise WorkflowError(f"{name}: its sandbox has ended and not said how: {program.stderr_tail}")
         return program
 
-    def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int = -1) -> list[str]:
+    def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int) -> list[str]:
         """A shell that enters a control group, becomes bubblewrap, and starts the sandbox, with its settings."""
         place, limits, inside = self._place, self._place.limits, self._place.isolated
         # The kernel limits the file descriptors in flight of an account by RLIMIT_NOFILE of the sending process.
@@ -127,15 +117,14 @@ class Sandboxed:
         if group is None:
             rlimits |= {"DATA": limits.memory, "CPU": limits.cpu_seconds}
             rlimits["NPROC"] = limits.processes if inside else None  # which counts all of the account elsewhere
-        outside = {name: path for name, path in self.wants.items() if isinstance(path, Path)}
-        placed = {f"/run/{name}": str(path.resolve()) for name, path in {"sandbox": _SCRIPT, **outside}.items()}
+        outside = {"sandbox": _SCRIPT, **{name: path for name, path in self.wants.items() if isinstance(path, Path)}}
+        seen = {name: f"/run/{name}" if inside else str(path) for name, path in outside.items()}
         judged = "left" in outside and inside
         settings = {
             **self.wants,
-            **{name: f"/run/{name}" if inside else str(path) for name, path in outside.items()},
+            **seen,
             "control": control,
             "output": output,
-            "isolated": inside,
             "isolate": [ISOLATED, *confined_again(limits.folder_size, place.visible)] if judged else None,
             "work": WORK if inside else str(self._folder / "work"),
             "most_bytes": limits.folder_size,
@@ -143,13 +132,13 @@ class Sandboxed:
             "sockets": limits.sockets if inside else None,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
         }
-        script, confining = str(_SCRIPT), list[str]()
+        confining = list[str]()
         if inside:
+            placed = {seen[name]: str(path.resolve()) for name, path in outside.items()}
             folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "placed": placed}
             confining = confined(size=limits.folder_size, seccomp=seccomp, last=not judged, **folders)
-            script = "/run/sandbox"
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
-        return [*joining, *confining, _PYTHON, "-I", "-S", script, json.dumps(settings), *self.command]
+        return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 
     def _receive(self, control: socket.socket) -> socket.socket | None:
         """Reads what it says now; gives the listening socket, if it sends it."""
@@ -165,10 +154,10 @@ class Sandboxed:
         return None
 
     @asynccontextmanager
-    async def _limits(
+    async def _watched(
         self, control: socket.socket, group: Cgroup | None, time_limit: float | None
     ) -> AsyncIterator[None]:
-        """Stops the program when it meets a limit."""
+        """Lets the gateway serve at the first socket that the sandbox sends, and stops the program at a limit."""
         loop, cpu_seconds = asyncio.get_running_loop(), self._place.limits.cpu_seconds
         deadline = float("inf") if time_limit is None else loop.time() + time_limit
 
@@ -181,7 +170,15 @@ class Sandboxed:
                 control.send(b"stop")
             timer.reschedule(loop.time() + _SENDING_SECONDS)
 
-        watching = asyncio.create_task(look(), name="watch the limits of a sandbox")
+        def receive() -> None:
+            loop.remove_reader(control)
+            if (listener := self._receive(control)) is not None:
+                tasks.append(asyncio.create_task(self._serve(listener), name="serve a sandbox"))
+
+        tasks = [asyncio.create_task(look(), name="watch the limits of a sandbox")]
+        control.setblocking(False)
+        if self.wants.get("port") is not None:
+            loop.add_reader(control, receive)
         try:
             async with asyncio.timeout(None) as timer:
                 yield
@@ -189,27 +186,9 @@ class Sandboxed:
             if not timer.expired():
                 raise
         finally:
-            await end_tasks(watching)
-
-    @asynccontextmanager
-    async def _serving(self, control: socket.socket) -> AsyncIterator[None]:
-        """Lets the gateway serve at the first socket that the sandbox sends."""
-        loop, serving = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-
-        async def serve(listener: socket.socket) -> None:
-            async with self._place.gateway.serving(listener):  # which closes it
-                await asyncio.Event().wait()
-
-        def receive() -> None:
             loop.remove_reader(control)
-            if (listener := self._receive(control)) is not None:
-                serving.append(asyncio.create_task(serve(listener), name="serve a sandbox"))
+            await end_tasks(*tasks)
 
-        control.setblocking(False)
-        if self.wants.get("port") is not None:
-            loop.add_reader(control, receive)
-        try:
-            yield
-        finally:
-            loop.remove_reader(control)
-            await end_tasks(*serving)
+    async def _serve(self, listener: socket.socket) -> None:
+        async with self._place.gateway.serving(listener):  # which closes it
+            await asyncio.Event().wait()

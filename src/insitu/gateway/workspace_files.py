@@ -1,14 +1,10 @@
 """Files of workspaces: what a verifier writes, and where a repository keeps its history."""
 
 import json
-import os
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from insitu.errors import WorkflowError, first_problem
 from insitu.schemas.evaluation import Outcome
@@ -36,10 +32,8 @@ def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
         if unknown := data.keys() - set(_REWARD_KEYS):
             raise ValueError(f"it has the keys {', '.join(sorted(unknown))}")
         return Outcome.model_validate({"answer": answer, **data}, strict=True)
-    except ValidationError as error:
-        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {first_problem(error)}; {allowed}") from None
     except (ValueError, RecursionError) as error:
-        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {error}; {allowed}") from None
+        raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {first_problem(error)}; {allowed}") from None
 
 
 def repositories(folder: Path) -> Iterator[Path]:
@@ -54,14 +48,3 @@ def repositories(folder: Path) -> Iterator[Path]:
             if (common := git / "commondir").is_file():
                 yield (git / common.read_text().strip()).resolve()
             return
-
-
-def run_tool(*command: str) -> None:
-    """Runs a program of the system. Raises WorkflowError with what it says."""
-    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    except OSError as error:
-        raise WorkflowError(f"{command[0]} cannot be started: {error.strerror}") from error
-    if done.returncode:
-        raise WorkflowError(f"{command[0]}: {done.stderr.strip()}")

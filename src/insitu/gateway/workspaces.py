@@ -9,6 +9,7 @@ Every program runs in a `sandbox`. The episode's result is an `Outcome`, which `
 import asyncio
 import logging
 import os
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -28,7 +29,7 @@ from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
-from insitu.gateway.workspace_files import REWARD_FILE, read_outcome, repositories, run_tool
+from insitu.gateway.workspace_files import REWARD_FILE, read_outcome, repositories
 from insitu.runs.files import RUN
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.wire.child_process import describe_exit
@@ -87,8 +88,8 @@ class Workspaces:
             try:
                 probe = self.root / "probe"
                 probe.mkdir()
-                options: dict[str, Any] = {"max_output": 0, "on_exit": lambda: None}
-                await Sandboxed(self.place, ["true"], probe, {}).run(probe / "left", b"", {**os.environ}, 60, **options)
+                sandbox = Sandboxed(self.place, ["true"], probe, {})
+                await sandbox.run(probe / "left", b"", {**os.environ}, 60, max_output=0)
             except InsituError as error:
                 raise ConfigError(f"workflow.workspace: `true` cannot be run within workflow.limits: {error}") from None
             yield self
@@ -140,16 +141,20 @@ class Workspaces:
 
     def _fetch(self) -> None:
         url, revision = self._repository()
-        target = self.root / "repository"
+        key, target = f"workflow.workspace.git: {self.settings.git}", self.root / "repository"
+        environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
         for arguments in (
             ["init", "--quiet", str(target)],
             ["-C", str(target), "fetch", "--quiet", "--depth", "1", "--", url, revision],
             ["-C", str(target), "checkout", "--quiet", "--detach", "FETCH_HEAD"],
         ):
+            command = ["git", "-c", "init.defaultBranch=main", *arguments]
             try:
-                run_tool("git", "-c", "init.defaultBranch=main", *arguments)
-            except InsituError as error:
-                raise ConfigError(f"workflow.workspace.git: {self.settings.git}: {error}") from None
+                subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+            except OSError as error:
+                raise ConfigError(f"{key}: git cannot be started: {error.strerror}") from error
+            except subprocess.CalledProcessError as error:
+                raise ConfigError(f"{key}: git: {error.stderr.strip()}") from None
         (target / ".git/FETCH_HEAD").unlink()  # it has the URL, and with it credentials
 
     @asynccontextmanager
@@ -161,8 +166,7 @@ class Workspaces:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.root))
         keep = self.settings.keep
         try:
-            workspace = Workspace(self, folder, values)
-            yield workspace
+            yield Workspace(self, folder, values)
         except InsituError as error:
             if keep != "none" and (copy := await asyncio.to_thread(self._keep, folder)) is not None:
                 error.args = (f"{error} (its workspace is {copy})", *error.args[1:])
@@ -280,9 +284,8 @@ class Workspace:
         for name in _SEARCHED:  # relative folders are in the agent's hands
             if name in env:
                 variables[name] = os.pathsep.join(filter(os.path.isabs, env[name].split(os.pathsep)))
-        options: dict[str, Any] = {"max_output": _MAX_VERIFIER_OUTPUT, "on_exit": lambda: None}
         sandbox = Sandboxed(self._all.place, verify, judged, wants)
-        done = await sandbox.run(written, row, env | variables, time_limit, **options)
+        done = await sandbox.run(written, row, env | variables, time_limit, max_output=_MAX_VERIFIER_OUTPUT)
         code = done.exit_code
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
             problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)

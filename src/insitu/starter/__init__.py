@@ -97,12 +97,10 @@ _OF_READER = {
 
 
 class EnvironmentProject(NamedTuple):
-    """The blocks of a file that runs an environment. `extra` installs what it needs; `about` explains the blocks."""
+    """The keys of the blocks that run an environment, all of its kind; `about` explains them."""
 
     workflow: dict[str, Any]
     dataset: dict[str, Any]
-    evaluator: dict[str, Any]
-    extra: str
     about: str
 
 
@@ -211,13 +209,15 @@ def _of_environment(environment: str) -> dict[str, str]:
         raise ConfigError(f"--environment is KIND:WHAT; {environment!r} does not say what comes after `{kind}:`")
     project: EnvironmentProject = parts.load_named(_ENVIRONMENTS, kind)(what)
     return {
-        **{name: _flow(getattr(project, name)) for name in ("workflow", "dataset", "evaluator")},
+        "workflow": _flow({"_type": kind, **project.workflow}),
+        "dataset": _flow({"_type": kind, **project.dataset}),
+        "evaluator": _flow({"_type": kind}),
         "score": "reward",
         "validation": "",
         "rows_per_epoch": "",
         "environment": f"`{environment}`",
         "about_environment": project.about,
-        "install": f"{install_command(project.extra)}   # in the clone of insitu\n",
+        "install": f"{install_command(kind)}   # in the clone of insitu\n",
     }
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Self, Union
 
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, create_model
 from pydantic_core import to_json
 
 from insitu.capture.ledger import current_call_site
@@ -300,11 +300,10 @@ class Function:
                 if fits(value, source) and target == wanted:
                     return converter(value)
             return convert(value, wanted)
-        except (ValidationError, ValueError, TypeError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else error
+        except (ValueError, TypeError) as error:
             problem = (
                 f"function {self.name} {verb} {type_name(wanted)}; a value of type {type(value).__name__} "
-                f"cannot be converted: {reason}"
+                f"cannot be converted: {first_problem(error)}"
             )
             raise (InputError(problem, self.name) if verb == "takes" else WorkflowError(problem)) from error
 

@@ -147,7 +147,7 @@ async def run_program(
     env: dict[str, str],
     time_limit: float | None,
     max_output: int,
-    on_exit: Callable[[], None],
+    on_exit: Callable[[], object] = lambda: None,
     pass_fds: Collection[int] = (),
     name: str | None = None,
 ) -> Program:

@@ -41,7 +41,7 @@ for line in connection.makefile("rb"):
 async def workers(folder: Path, **options: Any) -> AsyncIterator[WorkerPool]:
     """A worker, which reads in the folder what its next one says first."""
     (folder / "worker.py").write_text(f"import os; os.chdir({str(folder)!r})\n{WORKER}")
-    async with WorkerPool([sys.executable, str(folder / "worker.py")], 1, folder, **options) as pool:
+    async with WorkerPool([sys.executable, str(folder / "worker.py")], 1, folder, **options).open() as pool:
         async with asyncio.timeout(60):
             yield pool
 

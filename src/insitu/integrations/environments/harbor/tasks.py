@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
@@ -93,8 +93,7 @@ def _read_task(folder: Path, name: str) -> Task:
         settings = TaskSettings.model_validate(data)
         instruction = _CANARY.sub("", (folder / "instruction.md").read_text("utf-8")).strip()
     except (OSError, ValueError) as error:
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise ConfigError(f"task {folder} cannot be read: {problem}") from error
+        raise ConfigError(f"task {folder} cannot be read: {first_problem(error)}") from error
     keys = [f"{part}.{key}" for part, names in _UNSUPPORTED.items() for key in names if data.get(part, {}).get(key)]
     keys += ["verifier.environment_mode"] * (data.get("verifier", {}).get("environment_mode") == "separate")
     keys += ["steps"] * bool(data.get("steps"))

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -168,24 +168,24 @@ class Images:
             self._names[task.name] = f"insitu-harbor:{(await asyncio.to_thread(task.digest, 'environment'))[:40]}"
         image = self._names[task.name]
         async with self._locks[image]:
-            if image not in self._built:
-                await self._build(image, task)
+            if image in self._built:
+                return image
+            done = await run_program(
+                [self._program, "build", "-q", "-t", image, str(task.folder / "environment")],
+                b"",
+                cwd=self._folder,
+                env=inherited_environment(self._config.pass_env),
+                time_limit=task.settings.environment.build_timeout_sec * self._config.timeout_multiplier,
+                max_output=_MAX_BYTES,
+            )
+            if done.exit_code:
+                raise WorkflowError(f"task {task.name}: its image cannot be built: {_how_ended(self._program, done)}")
+            self._built.add(image)
         return image
 
-    async def _build(self, image: str, task: Task) -> None:
-        done = await run_program(
-            [self._program, "build", "-q", "-t", image, str(task.folder / "environment")],
-            b"",
-            cwd=self._folder,
-            env=inherited_environment(self._config.pass_env),
-            time_limit=task.settings.environment.build_timeout_sec * self._config.timeout_multiplier,
-            max_output=_MAX_BYTES,
-            on_exit=lambda: None,
-        )
-        if done.exit_code:
-            how = f"{self._program} {describe_exit(done.exit_code)}: {done.stderr_tail}"
-            raise WorkflowError(f"task {task.name}: its image cannot be built: {how}")
-        self._built.add(image)
+
+def _how_ended(name: str, program: Program) -> str:
+    return f"{name} {describe_exit(program.exit_code)}: {program.stderr_tail}"
 
 
 def read_rewards(logs: Path) -> dict[str, float] | None:
@@ -198,13 +198,10 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
     try:
         for name in ("reward.json", "reward.txt"):
             try:
-                descriptor = os.open(name, flags, dir_fd=folder)
+                with open(name, "rb", 0, opener=lambda path, _: os.open(path, flags, dir_fd=folder)) as file:
+                    text = file.read(_MAX_BYTES) or b""  # None of an empty FIFO
             except FileNotFoundError:
                 continue
-            try:
-                text = os.read(descriptor, _MAX_BYTES)
-            finally:
-                os.close(descriptor)
             data = orjson.loads(text) if name == "reward.json" else float(text)
             rewards = data if isinstance(data, dict) else {"reward": data}
             if not rewards or not all(type(each) in (int, float) and math.isfinite(each) for each in rewards.values()):
@@ -219,31 +216,29 @@ def read_rewards(logs: Path) -> dict[str, float] | None:
 class Container:
     """The container of one episode, and the folders of `place` that it sees."""
 
-    def __init__(self, config: HarborConfig, task: Task, place: Path) -> None:
+    def __init__(self, config: HarborConfig, task: Task, endpoint: EpisodeEndpoint, place: Path) -> None:
         self.logs, self.tests, self.env_file = place / "logs", place / "tests", place / "env"
         for folder in (self.logs, self.logs / "agent", self.logs / "verifier", self.tests):
             folder.mkdir()
             folder.chmod(0o777)  # the container's user may be another one
-        self._config, self._task, self._name = config, task, f"insitu-{secrets.token_hex(8)}"
-        self._tested = False
+        self._config, self._task, self._endpoint = config, task, endpoint
+        self._name, self._where = f"insitu-{secrets.token_hex(8)}", f"task {task.name}"
 
-    def commands(
-        self, image: str, endpoint: EpisodeEndpoint, columns: Mapping[str, Any], folder: Path
-    ) -> Iterator[list[str]]:
+    def commands(self, image: str, columns: Mapping[str, Any], folder: Path) -> Iterator[list[str]]:
         """The commands that start the container, run the agent, kill its remaining processes, and run the tests."""
-        environment = self._task.settings.environment
+        environment, url = self._task.settings.environment, self._endpoint.openai_url
         places = {
             "name": self._name,
             "image": image,
             "logs": str(self.logs),
             "tests": str(self.tests),
             "env_file": str(self.env_file),
-            "model_url": endpoint.openai_url,
+            "model_url": url,
             "folder": str(folder.resolve()),
             "cpus": f"{environment.cpus:g}",
             "memory_mb": str(environment.memory_mb),
         }
-        agent = with_values(["", *self._config.command], {**columns, "model_url": endpoint.openai_url}, folder)[1:]
+        agent = with_values(["", *self._config.command], {**columns, "model_url": url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
         execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
         workdir = environment.workdir or ""
@@ -261,18 +256,21 @@ class Container:
             or name.lower() == "no_proxy"
             or not (name in self._config.pass_env or is_ordinary_variable(name))
         }
-        passed, where = self._config.pass_env, f"task {self._task.name}: environment.env"
-        of_agent = resolved(self._task.settings.environment.env, passed, where) | of_agent
+        of_task, passed = self._task.settings.environment.env, self._config.pass_env
+        of_agent = resolved(of_task, passed, f"{self._where}: environment.env") | of_agent
         if broken := [name for name, value in of_agent.items() if "\n" in value]:
             raise WorkflowError(f"{', '.join(broken)}: a variable of a container cannot have a line break")
         self.env_file.write_text("".join(f"{name}={value}\n" for name, value in of_agent.items()))
 
     async def run(
-        self, commands: Iterator[list[str]], stdin: bytes, on_agent_end: Callable[[], None], **options: Any
-    ) -> tuple[Program | None, Program]:
-        """Runs the agent and then the tests, with `options` of `run_program`: both, or the container if it has not
-        started. Raises EpisodeTimeout after a time limit of the task."""
-        settings, where = self._task.settings, f"task {self._task.name}"
+        self, commands: Iterator[list[str]], stdin: bytes, until_end: ExitStack, **options: Any
+    ) -> tuple[Program, Program]:
+        """Runs the agent, closes `until_end`, and runs the tests, with `options` of `run_program`.
+
+        Raises an error if the container or the agent fails, EpisodeTimeout after a time limit of the task.
+        """
+        settings, where, started = self._task.settings, self._where, self.logs / "agent/started"
+        name, program = self._config.command[0], self._config.run[0]
 
         def limit(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * self._config.timeout_multiplier
@@ -287,22 +285,23 @@ class Container:
         container = asyncio.create_task(run_program(next(commands), b"", time_limit=None, **options), name="container")
         try:
             async with asyncio.timeout(limit(settings.environment.build_timeout_sec)) as timer:
-                while not container.done() and not self._started:
+                while not container.done() and not started.exists():
                     await asyncio.wait({container}, timeout=_POLL_SECONDS)
-            if container.done() and not self._started:
-                return None, await container
-            agent = await execute(next(commands), stdin, settings.agent.timeout_sec, self._config.command[0])
-            on_agent_end()
-            if agent.exit_code or agent.output_too_long:
-                return agent, agent
+            if container.done() and not started.exists():
+                ended = await container
+                message = f"{where}: the container has not started: {_how_ended(program, ended)}"
+                raise BackendUnavailable(message) if ended.exit_code == _DAEMON_FAILED else WorkflowError(message)
+            agent = await execute(next(commands), stdin, settings.agent.timeout_sec, name)
+            until_end.close()
+            if agent.output_too_long:
+                raise WorkflowError(f"{name} printed more than max_output: {self._config.max_output} bytes")
+            if agent.exit_code:
+                raise self._endpoint.error(f"{where}: {_how_ended(name, agent)}")
             killed = await execute(next(commands), b"", _END_SECONDS, "killing the agent's processes")
             if killed.exit_code:
-                how = f"{describe_exit(killed.exit_code)}: {killed.stderr_tail}"
-                raise WorkflowError(
-                    f"{where}: the agent's processes cannot be killed: {self._config.run[0]} exec {how}"
-                )
+                how = _how_ended(f"{program} exec", killed)
+                raise WorkflowError(f"{where}: the agent's processes cannot be killed: {how}")
             await asyncio.to_thread(self._give_tests)
-            self._tested = True
             return agent, await execute(next(commands), b"", settings.verifier.timeout_sec, "tests/test.sh")
         except TimeoutError:
             if not timer.expired():
@@ -312,43 +311,28 @@ class Container:
         finally:
             await end_tasks(container)
 
-    @property
-    def _started(self) -> bool:
-        return (self.logs / "agent/started").exists()
-
     def _give_tests(self) -> None:
-        """Puts the tests where the container waits for them, all before `verify`."""
+        """Puts the tests where the container finds them."""
         shutil.copytree(self._task.folder / "tests", self.tests / "tests")
-        variables = resolved(self._task.settings.verifier.env, self._config.pass_env, f"task {self._task.name}")
+        variables = resolved(self._task.settings.verifier.env, self._config.pass_env, self._where)
         lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        draft = self.tests / "verify.new"
-        draft.write_text("\n".join([*lines, "chmod +x /tests/test.sh", "exec /tests/test.sh", ""]))
-        draft.rename(self.tests / "verify")
+        lines += ["chmod +x /tests/test.sh", "exec /tests/test.sh", ""]
+        (self.tests / "verify").write_text("\n".join(lines))
 
-    def outcome(self, agent: Program | None, last: Program, model_failure: str | None) -> Outcome:
-        """Raises an error if the container, the agent or the tests have failed; `last` is the one that ended last."""
-        where, name = f"task {self._task.name}", self._config.command[0]
-        ended = describe_exit(last.exit_code) if last.exit_code else "ended"
-        if agent is None:
-            message = f"{where}: the container has not started: {self._config.run[0]} {ended}: {last.stderr_tail}"
-            raise BackendUnavailable(message) if last.exit_code == _DAEMON_FAILED else WorkflowError(message)
-        if agent.output_too_long:
-            raise WorkflowError(f"{name} printed more than max_output: {self._config.max_output} bytes")
-        if not self._tested:
-            message = f"{where}: {name} {ended}: {last.stderr_tail}"
-            if model_failure:
-                raise BackendUnavailable(f"{message} (its model: {model_failure})")
-            raise WorkflowError(message)
+    def outcome(self, agent: Program, tests: Program) -> Outcome:
+        """Raises WorkflowError if the tests have given no reward."""
         try:
             rewards = read_rewards(self.logs)
         except (ValueError, OSError) as error:
-            raise WorkflowError(f"{where}: the reward of tests/test.sh cannot be read: {error}") from error
+            raise WorkflowError(f"{self._where}: the reward of tests/test.sh cannot be read: {error}") from error
         if rewards is None:
-            message = f"{where}: tests/test.sh {ended} without a reward.json or reward.txt"
-            raise WorkflowError(f"{message}: {last.stderr_tail}")
+            ended = describe_exit(tests.exit_code) if tests.exit_code else "ended"
+            message = f"{self._where}: tests/test.sh {ended} without a reward.json or reward.txt"
+            raise WorkflowError(f"{message}: {tests.stderr_tail}")
         part = next(iter(rewards)) if len(rewards) == 1 else self._config.reward
         if part not in rewards:
-            raise WorkflowError(f"{not_found(f'{where}: the reward', part, rewards)}; choose one with workflow.reward")
+            message = not_found(f"{self._where}: the reward", part, rewards)
+            raise WorkflowError(f"{message}; choose one with workflow.reward")
         answer = agent.stdout.decode(errors="replace").strip()
         return Outcome(answer=answer, reward=rewards[part], rewards=rewards)
 
@@ -367,21 +351,14 @@ async def harbor_workflow(config: HarborConfig, builder: Builder) -> AsyncIterat
     async def play(task: Task, value: Any, place: Path) -> Outcome:
         row, columns = row_values(value)
         image = await images.of(task) if needs_image else ""
-        container = Container(config, task, place)
         with ExitStack() as until_end:
             endpoint = until_end.enter_context(episode_endpoint(gateway))
-            variables = environment(endpoint, config)
+            container, variables = Container(config, task, endpoint, place), environment(endpoint, config)
             container.write_variables(variables)
-            done = await container.run(
-                container.commands(image, endpoint, columns, folder),
-                config.input_of(value, row),
-                until_end.close,
-                cwd=folder,
-                env=variables,
-                max_output=config.max_output,
-                on_exit=lambda: None,
-            )
-        return container.outcome(*done, endpoint.failure)
+            commands, stdin = container.commands(image, columns, folder), config.input_of(value, row)
+            options: dict[str, Any] = {"cwd": folder, "env": variables, "max_output": config.max_output}
+            done = await container.run(commands, stdin, until_end, **options)
+        return container.outcome(*done)
 
     async def run(value: Any) -> dict[str, Any]:
         name = row_values(value)[1].get("task")

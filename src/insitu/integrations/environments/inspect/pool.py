@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from insitu.errors import BackendUnavailable, ConfigError
 from insitu.wire.child_process import ChildProcess
@@ -151,22 +152,19 @@ class WorkerPool:
         """Episodes that each place has, or that wait until its worker has started."""
         self._numbers = 0
 
-    async def __aenter__(self) -> "WorkerPool":
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
         try:
             await asyncio.gather(*(self._worker(place).wait_until_loaded() for place in range(len(self._workers))))
-        except BaseException:  # raised again
-            await self.__aexit__()
-            raise
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        workers = [each for each in (*self._workers, *self._retired) if each is not None]
-        try:
-            await asyncio.gather(*(worker.finish() for worker in workers))
+            yield self
         finally:
-            for worker in workers:
-                worker.end()
-            await asyncio.gather(*(worker.reading for worker in workers), return_exceptions=True)
+            workers = [each for each in (*self._workers, *self._retired) if each is not None]
+            try:
+                await asyncio.gather(*(worker.finish() for worker in workers))
+            finally:
+                for worker in workers:
+                    worker.end()
+                await asyncio.gather(*(worker.reading for worker in workers), return_exceptions=True)
 
     def _worker(self, place: int) -> Worker:
         worker = self._workers[place]

@@ -15,12 +15,9 @@ def project(task: str) -> EnvironmentProject:
         task = f"{Path(file).resolve()}{at}{name}"
     about = describe(None, {"task": task, "args": {}, "folder": str(Path.cwd()), "seed": 0})
     scores = ", ".join(f"`{score}`" for score in about["scores"])
-    limit = {"limit": _SAMPLES} if len(about["rows"]) > _SAMPLES else {}
     return EnvironmentProject(
-        workflow={"_type": "inspect", "task": task, "model": "student"},
-        dataset={"_type": "inspect", **limit},
-        evaluator={"_type": "inspect"},
-        extra="inspect",
+        workflow={"task": task, "model": "student"},
+        dataset={"limit": _SAMPLES} if len(about["rows"]) > _SAMPLES else {},
         about=(
             f"The task has {len(about['rows'])} samples, of which `limit` of the dataset chooses the first, and these "
             f"scores: {scores}. The reward is the first one; `part: NAME` reads another."

@@ -203,13 +203,9 @@ class Evaluation:
         self._entered: dict[str, Episode] = {}
         """By the id of the execution of their sample."""
         self._epochs: dict[str, int] = {}
-        self._arrived: asyncio.Event | None = None
+        self.arrived: asyncio.Event | None = None
+        """None until this process has said that it takes samples."""
         self._closed = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this process has said that it takes samples."""
-        return self._arrived is not None
 
     def run(self) -> Any:
         """Returns the log once the parent has closed the socket and all samples have ended."""
@@ -283,13 +279,13 @@ class Evaluation:
 
     async def _wait(self) -> list[Any] | None:
         """Waits for a sample while none is in flight; None ends the evaluation."""
-        if self._arrived is None:
-            self._arrived = asyncio.Event()
+        if self.arrived is None:
+            self.arrived = asyncio.Event()
             start = (asyncio.get_running_loop(), contextvars.copy_context())  # samples are added in this context
             threading.Thread(target=self._receive, args=start, daemon=True).start()
             self._send({"number": 0})
-        await self._arrived.wait()
-        self._arrived.clear()
+        await self.arrived.wait()
+        self.arrived.clear()
         return None if self._closed else []
 
     def _receive(self, loop: asyncio.AbstractEventLoop, context: contextvars.Context) -> None:
@@ -303,14 +299,14 @@ class Evaluation:
 
     def _close(self, request: dict[str, Any]) -> None:
         """Ends the evaluation when no sample is in flight any more."""
-        assert self._arrived is not None
+        assert self.arrived is not None
         self._closed = True
-        self._arrived.set()
+        self.arrived.set()
 
     def _add(self, request: dict[str, Any]) -> None:
         from inspect_ai import enqueue_sample
 
-        assert self._arrived is not None
+        assert self.arrived is not None
         key = request["id"]
         sample = self._samples.get(key)
         if sample is None or json.dumps(_question(sample), default=str) != json.dumps(request["question"]):
@@ -320,7 +316,7 @@ class Evaluation:
         epoch = self._epochs[key] = self._epochs.get(key, 0) + 1
         self._episodes[key, epoch] = Episode(request)
         enqueue_sample(sample.model_copy(deep=True), epoch=epoch)
-        self._arrived.set()
+        self.arrived.set()
 
     def _send_result(self, sample: Any) -> None:
         episode = self._episodes.pop((str(sample.id), sample.epoch))
@@ -373,7 +369,7 @@ def evaluate_arriving(settings: dict[str, Any]) -> None:
         evaluation = Evaluation(settings, connection)
         log = evaluation.run()
     except Exception as error:  # the task's code may raise anything
-        if evaluation is not None and evaluation.has_begun:
+        if evaluation is not None and evaluation.arrived is not None:
             raise
         connection.sendall(json.dumps({"number": 0, "problem": _describe(error)}).encode() + b"\n")
         return

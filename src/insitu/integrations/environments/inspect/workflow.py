@@ -24,7 +24,7 @@ from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.config import Config
 from insitu.disk.files import writable_folder
 from insitu.disk.temporary import temporary_folder
-from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
+from insitu.errors import ConfigError, EpisodeTimeout, WorkflowError
 from insitu.gateway.agents import episode_endpoint
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.server import Gateway, GatewayConfig
@@ -161,7 +161,7 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
         arguments = command(python, "run", settings)
         async with (
             Gateway(llms, bind=config.gateway) as gateway,
-            WorkerPool(arguments, config.workers, folder, **most) as pool,
+            WorkerPool(arguments, config.workers, folder, **most).open() as pool,
         ):
             yield FunctionInfo.from_fn(run, description=f"Runs {config.task}")
 
@@ -170,9 +170,7 @@ def _outcome(result: dict[str, Any], endpoint: EpisodeEndpoint, config: InspectC
     """Raises WorkflowError for a sample that inspect has not scored with a number."""
     where, limit = f"{config.task}, sample {Context.get().row_id!r}", result.get("limit")
     if (error := result["error"]) is not None:
-        if endpoint.failure is not None:
-            raise BackendUnavailable(f"{where}: {error} (its model: {endpoint.failure})")
-        raise WorkflowError(f"{where}: {error}")
+        raise endpoint.error(f"{where}: {error}")
     if limit is not None:
         message = f"{where}: it reached its limit of {limit['type']}: {limit['limit']:g}"
         if limit["type"] in ("time", "working"):

@@ -1,6 +1,6 @@
 """Sessions of an OpenEnv server, which is reached by its URL or started here.
 
-async with EnvironmentServer(url="http://127.0.0.1:8000") as server:
+async with EnvironmentServer(url="http://127.0.0.1:8000").open() as server:
     async with server.session({"seed": 7}) as (session, first):
         second = await session.step({"message": "hello"})
 """
@@ -11,20 +11,21 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from insitu.disk.temporary import temporary_folder
 from insitu.errors import BackendUnavailable, WorkflowError, first_problem
 from insitu.schemas.evaluation import Number
 from insitu.wire.child_process import ChildProcess
 from insitu.wire.connection import is_transient, read_at_most
+from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Session:
             details = answer["data"]
             code, text = details.get("code"), f"{self._url}: {kind}: {details.get('message')} ({details.get('code')})"
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            problem = first_problem(error)
             raise WorkflowError(f"{self._url}: the answer to {kind} is not OpenEnv's: {problem}") from error
         if code == "CAPACITY_REACHED":
             limit = details.get("max_sessions")
@@ -155,38 +156,28 @@ class EnvironmentServer:
     timeout: float = 60.0
     patience: float = 120.0
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
         self._process: ChildProcess | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._parts = AsyncExitStack()
-        if self.command:
-            self._logs = await self._parts.enter_async_context(temporary_folder())
-        self._parts.push_async_callback(self._kill)
-        trace = aiohttp.TraceConfig()
-        trace.on_request_redirect.append(_refuse_redirect)
-        connector = aiohttp.TCPConnector(limit=0)
-        http = aiohttp.ClientSession(headers=dict(self.headers), connector=connector, trace_configs=[trace])
-        self._http = await self._parts.enter_async_context(http)
-        self._parts.push_async_callback(self._stop_starting)
         self._taken, self._freed = 0, asyncio.Condition()
         self._in_use, self._ended, self._last_end = 0, asyncio.Condition(), -math.inf
         """Sessions in which an episode is at work."""
         self._keeps_sessions = False
         """Whether a session was closed in which the server was still at work."""
         self._hangs = False
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._parts.aclose()
-
-    async def _stop_starting(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait({self._starting})
-
-    async def _kill(self) -> None:
-        if self._process is not None:
-            await asyncio.to_thread(self._process.kill)
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(_refuse_redirect)
+        connector = aiohttp.TCPConnector(limit=0)
+        http = aiohttp.ClientSession(headers=dict(self.headers), connector=connector, trace_configs=[trace])
+        async with temporary_folder() if self.command else nullcontext(Path()) as self._logs, http as self._http:
+            try:
+                yield self
+            finally:
+                if self._starting is not None:
+                    await end_tasks(self._starting)
+                if self._process is not None:
+                    await asyncio.to_thread(self._process.kill)
 
     async def action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises BackendUnavailable if the server cannot be reached."""
@@ -218,7 +209,6 @@ class EnvironmentServer:
         try:
             yield session, first
         finally:
-            self._in_use -= 1
             self._last_end = time.monotonic()
             await self._end(session)
             async with self._ended:
@@ -236,11 +226,7 @@ class EnvironmentServer:
             try:
                 session = await self._connect()
                 self._in_use += 1
-                try:
-                    return session, await session.reset(arguments)
-                except BaseException:  # raised again
-                    self._in_use -= 1
-                    raise
+                return session, await session.reset(arguments)
             except (SessionRefused, ConnectionError) as error:
                 await self._end(session)
                 hangs = self._keeps_sessions and isinstance(error, SessionRefused) and not self._in_use
@@ -282,6 +268,7 @@ class EnvironmentServer:
     async def _end(self, session: Session | None) -> None:
         try:
             if session is not None:
+                self._in_use -= 1
                 await session.close()
         finally:
             self._keeps_sessions |= session is not None and session.is_kept
@@ -315,11 +302,8 @@ class EnvironmentServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command, environment = (
-            [part.replace("{port}", port) for part in self.command],
-            {**self.environment, "PORT": port},
-        )
-        log = self._logs / "server.log"
+        command = [part.replace("{port}", port) for part in self.command]
+        log, environment = self._logs / "server.log", {**self.environment, "PORT": port}
         self._process = ChildProcess(command, log, environment, bound=True, folder=self.folder)
         self.url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + self.patience

@@ -43,7 +43,7 @@ def project(what: str) -> EnvironmentProject:
 
     Raises ConfigError for anything else, if no OpenEnv server answers there, or if the class cannot be served.
     """
-    workflow: dict[str, Any] = {"_type": "openenv", "model": "student", "no_reward": 0}
+    workflow: dict[str, Any] = {"model": "student", "no_reward": 0}
     if re.match("https?://", what):
         workflow["url"], needs = what, "The server must run when you train."
     elif re.fullmatch(r"[\w.]+:\w+", what):
@@ -56,13 +56,10 @@ def project(what: str) -> EnvironmentProject:
     try:
         needs += asyncio.run(_check(OpenEnvConfig.model_validate(workflow)))
     except (ValidationError, InsituError) as error:
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise ConfigError(f"--environment openenv:{what}: {problem}") from error
+        raise ConfigError(f"--environment openenv:{what}: {first_problem(error)}") from error
     return EnvironmentProject(
         workflow=workflow,
-        dataset={"_type": "openenv", "episodes": _EPISODES},
-        evaluator={"_type": "openenv"},
-        extra="openenv",
+        dataset={"episodes": _EPISODES},
         about=(
             f"{needs} The rows are {_EPISODES} seeds, of which the environment makes its tasks. An episode in which it "
             "gives no reward has `no_reward`."
@@ -73,7 +70,7 @@ def project(what: str) -> EnvironmentProject:
 async def _check(config: OpenEnvConfig) -> str:
     """What is missing in the block of a server that answers. Raises BackendUnavailable if it does not."""
     with TemporaryDirectory() as empty:
-        async with server_of(config.model_copy(update=_CHECK), Config(folder=Path(empty))) as server:
+        async with server_of(config.model_copy(update=_CHECK), Config(folder=Path(empty))).open() as server:
             schema = await server.action_schema()
             try:
                 action_of_schema(schema, server.url)

@@ -229,7 +229,7 @@ async def openenv_environment(config: OpenEnvConfig, builder: Builder) -> AsyncI
     folder = builder.config.folder
     to_text = load_code(config.message, "workflow.message", folder) if config.message is not None else text_of
     to_action = load_code(config.action, "workflow.action", folder) if config.action is not None else None
-    async with server_of(config, builder.config) as server:
+    async with server_of(config, builder.config).open() as server:
         schema = await server.action_schema()
         to_action = to_action or action_of_schema(schema, server.url)
 

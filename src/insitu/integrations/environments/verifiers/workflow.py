@@ -80,8 +80,7 @@ def make_environment(config: VerifiersConfig, folder: Path, max_retries: int) ->
     try:
         return load_environment(resolve_env_config({"taskset": config.taskset, **dict.fromkeys(roles, agent)}))
     except (ValueError, TypeError, ImportError) as error:
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {problem}") from error
+        raise ConfigError(f"workflow: verifiers refuses taskset {name!r}: {first_problem(error)}") from error
 
 
 @register_function(config_type=VerifiersConfig)
@@ -120,13 +119,11 @@ def outcome_of(episode: Any, endpoint: EpisodeEndpoint) -> Outcome:
         error = errors[-1] if errors else None
         said = f"{error.type}: {error.message}" if error is not None else "verifiers says that it has failed"
         status = getattr(error, "status_code", None)
-        if endpoint.failure is not None:
-            raise BackendUnavailable(f"{said} (its model: {endpoint.failure})")
-        if error is not None and error.type in _TRANSIENT and (status is None or status == 429 or status >= 500):
-            raise BackendUnavailable(said)
-        if error is not None and error.type == "EnvError" and _LOST.search(error.message):
-            raise BackendUnavailable(said)
-        raise WorkflowError(said)
+        if error is not None and endpoint.failure is None:
+            is_transient = error.type in _TRANSIENT and (status is None or status == 429 or status >= 500)
+            if is_transient or (error.type == "EnvError" and _LOST.search(error.message)):
+                raise BackendUnavailable(said)
+        raise endpoint.error(said)
     if len(episode.traces) != 1:
         raise WorkflowError(f"the environment has run {len(episode.traces)} agents; only one is supported")
     (trace,) = episode.traces
