@@ -6,12 +6,13 @@ https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admi
 import errno
 import itertools
 import os
-import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from insitu.disk.memory import numbers
 
 _PREFIX = "insitu-"
 _OWN_PROCESSES = 4
@@ -30,7 +31,8 @@ class _Version(NamedTuple):
     killed: str
     """It counts, as `oom_kill`, the processes that were killed for memory."""
     usage: str
-    """It begins with the processor time."""
+    used: str
+    """The processor time in that file; "" if it has nothing else."""
     ticks: float
     """How many units of it are a second."""
 
@@ -42,9 +44,10 @@ _VERSIONS = (
         (),
         "memory.oom_control",
         "cpuacct.usage",
+        "",
         1e9,
     ),
-    _Version("cgroup2", ("memory.max",), ("memory.swap.max",), "memory.events", "cpu.stat", 1e6),
+    _Version("cgroup2", ("memory.max",), ("memory.swap.max",), "memory.events", "cpu.stat", "usage_usec", 1e6),
 )
 
 
@@ -104,11 +107,11 @@ class Cgroup(NamedTuple):
 
     def exceeded(self, cpu_seconds: float | None) -> str | None:
         """The limit that the processes have met."""
-        if _counter(self.pids / "pids.events", "max"):
+        if numbers(self.pids / "pids.events").get("max"):
             return "processes"
-        if _counter(self.memory / self.version.killed, "oom_kill"):
+        if numbers(self.memory / self.version.killed).get("oom_kill"):
             return "memory"
-        used = _counter(self.usage / self.version.usage, "(?:usage_usec)?") / self.version.ticks
+        used = numbers(self.usage / self.version.usage).get(self.version.used, 0) / self.version.ticks
         return "cpu_seconds" if cpu_seconds is not None and used > cpu_seconds else None
 
     def remove(self) -> None:
@@ -126,13 +129,6 @@ class Cgroup(NamedTuple):
                     if error.errno != errno.EBUSY:
                         break
                     time.sleep(0.005)
-
-
-def _counter(file: Path, key: str) -> int:
-    with suppress(FileNotFoundError):
-        if found := re.search(rf"^{key} ?(\d+)$", file.read_text(), re.MULTILINE):
-            return int(found[1])
-    return 0
 
 
 def _folder(proc: Path, version: _Version, file: str) -> Path:
