@@ -22,7 +22,7 @@ from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
 from insitu.formats.regions import CONTENT, REASONED, Kind, RegionScanner, regions
 from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
-from insitu.formats.tool_calls import Tools, call_id, parsed_call
+from insitu.formats.tool_calls import Tools, call_id, parsed_call, tool_names
 from insitu.schemas.parts import names
 
 MALFORMED = "tool_call_malformed"
@@ -210,7 +210,7 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_whole or any(name in raw for name in self._names())
+            malformed = not self._is_whole or any(name in raw for name in tool_names(self._tools))
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
@@ -253,12 +253,9 @@ class RegionParser(Parser):
         assert self._format is not None
         texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
-        if self._is_whole and not {call.name for call in calls} <= self._names():
+        if self._is_whole and not {call.name for call in calls} <= tool_names(self._tools):
             raise ValueError("not calls of the request's tools")
         return [call.openai(self._format.new_id()) for call in calls]
-
-    def _names(self) -> set[str]:
-        return {str((tool.get("function") or {}).get("name")) for tool in self._tools}
 
 
 class TemplateParser(Parser):

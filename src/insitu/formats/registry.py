@@ -5,12 +5,13 @@ An installed package adds its own as entry points of the groups `insitu.tool_for
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from insitu.formats import syntaxes, tool_calls
 from insitu.formats.forced_calls import CallSyntax
-from insitu.formats.tool_calls import ToolCall, Tools, call_id
+from insitu.formats.tool_calls import ToolCall, Tools, call_id, tool_names
 from insitu.schemas.parts import load_named, names
 
 _TAGS_OF_TEMPLATE = re.compile(r"{[{%](.*?)[%}]}", re.DOTALL)
@@ -181,7 +182,7 @@ def recognize(kind: str, template: str) -> str | None:
 
 def format_of(text: str, tools: Tools) -> str | None:
     """The first format in which a text has calls of these tools; None if it has none."""
-    known = {str((tool.get("function") or {}).get("name")) for tool in tools}
+    known = tool_names(tools)
     for name in names(TOOLS):
         form = tool_format(name)
         parts = [
@@ -192,11 +193,9 @@ def format_of(text: str, tools: Tools) -> str | None:
         if text.lstrip()[:1] in [*form.whole]:
             parts.append(text)
         for part in parts:
-            try:
+            with suppress(ValueError):
                 if {call.name for call in form.calls(part, tools)} & known:
                     return name
-            except ValueError:
-                continue
     return None
 
 

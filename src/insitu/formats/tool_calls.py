@@ -206,6 +206,10 @@ def _python_value(node: ast.expr) -> Any:
     raise ValueError(f"not a JSON value: {ast.unparse(node)}")
 
 
+def tool_names(tools: Tools) -> set[str]:
+    return {str((tool.get("function") or {}).get("name")) for tool in tools}
+
+
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
     """Raises ValueError unless `value` is an object with a name and arguments."""
     if not isinstance(value, dict):

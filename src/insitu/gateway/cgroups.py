@@ -18,7 +18,7 @@ _PREFIX = "insitu-"
 _OWN_PROCESSES = 4
 """Processes besides the program's: a shell that becomes bubblewrap, its two, and the sandbox."""
 _REMOVAL_SECONDS = 2.0
-_numbers = itertools.count(1)
+_serials = itertools.count(1)
 
 
 class _Version(NamedTuple):
@@ -83,7 +83,7 @@ class Cgroup(NamedTuple):
 
     def new(self, memory: int | None, processes: int) -> Self:
         """Creates a group in this one for the processes of an episode. Raises OSError."""
-        group = self._below(f"{_PREFIX}{os.getpid()}-{next(_numbers)}")
+        group = self._below(f"{_PREFIX}{os.getpid()}-{next(_serials)}")
         try:
             for folder in group._folders():
                 folder.mkdir()
