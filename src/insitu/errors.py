@@ -119,9 +119,13 @@ def first_problem(error: Exception) -> str:
 def not_found(what: str, name: str, existing: Iterable[str]) -> str:
     """The error message for a failed look-up: what was looked for, the nearest name, and all that exist."""
     existing = list(existing)
-    near = difflib.get_close_matches(name, existing, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{what} {name!r} does not exist{hint}; available: {', '.join(existing) or 'none'}"
+    return f"{what} {name!r} does not exist{did_you_mean(name, existing)}; available: {', '.join(existing) or 'none'}"
+
+
+def did_you_mean(name: str, existing: Iterable[str]) -> str:
+    """A hint to the nearest of the existing names; empty if none is near."""
+    near = difflib.get_close_matches(name, list(existing), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class InsituError(Exception):

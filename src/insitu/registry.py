@@ -23,18 +23,9 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from insitu.errors import PluginError, not_found
+from insitu.schemas import kinds
 from insitu.schemas.components import TypedBaseModel
-from insitu.schemas.kinds import (
-    DATASET,
-    EVALUATOR,
-    EXECUTOR,
-    LLM,
-    TRAINER,
-    TRAINER_ADAPTER,
-    TRAJECTORY_BUILDER,
-    TTC_STRATEGY,
-    Kind,
-)
+from insitu.schemas.kinds import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -200,14 +191,14 @@ async def _made(component_type: Callable[..., Any], config: TypedBaseModel, buil
         yield component
 
 
-register_llm_provider = decorator(LLM)
-register_evaluator = decorator(EVALUATOR)
-register_dataset_loader = decorator(DATASET)
-register_executor = decorator(EXECUTOR)
-register_ttc_strategy = decorator(TTC_STRATEGY)
-register_trajectory_builder = decorator(TRAJECTORY_BUILDER)
-register_trainer_adapter = decorator(TRAINER_ADAPTER)
-register_trainer = decorator(TRAINER)
+register_llm_provider = decorator(kinds.LLM)
+register_evaluator = decorator(kinds.EVALUATOR)
+register_dataset_loader = decorator(kinds.DATASET)
+register_executor = decorator(kinds.EXECUTOR)
+register_ttc_strategy = decorator(kinds.TTC_STRATEGY)
+register_trajectory_builder = decorator(kinds.TRAJECTORY_BUILDER)
+register_trainer_adapter = decorator(kinds.TRAINER_ADAPTER)
+register_trainer = decorator(kinds.TRAINER)
 
 
 def frameworks() -> list[str]:

@@ -27,7 +27,7 @@ from waiting import hang, until
 
 from insitu.errors import RequestRefused
 from insitu.formats.dialects import dialects
-from insitu.gateway.endpoint import MAX_RECORDED, MAX_REQUESTS, EpisodeEndpoint, Pace
+from insitu.gateway.endpoint import MAX_RECORDED, MAX_REQUESTS, EpisodeEndpoint
 from insitu.gateway.proxy import translate_response
 from insitu.gateway.server import MAX_BODY, MAX_CONNECTIONS, Gateway, Upstream
 from insitu.integrations.dialects.responses import ResponsesTranslation
@@ -35,7 +35,7 @@ from insitu.schemas.episodes import EpisodeKey
 from insitu.schemas.parts import load_named
 from insitu.wire.endings import end_tasks
 from insitu.wire.open_files import raise_file_limit
-from insitu.wire.paced_connections import BURST, SHARE, Parsing
+from insitu.wire.paced_connections import BURST, SHARE, Pace
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient, OpenAIConfig, connect
 
@@ -434,9 +434,9 @@ async def test_an_error_repeats_no_long_key(server: FakeOpenAI) -> None:
 
 
 def test_parsing_has_a_share_of_the_time() -> None:
-    parsing = Parsing()
+    parsing = Pace(SHARE, BURST)
     assert parsing.wait(0.0) == 0
-    parsing.spend(0.0, 1.0)  # seconds; the next is due when they are the share
+    parsing.spend(1.0, now=0.0)  # a second; the next is due when they are the share
     assert parsing.wait(1.0) == pytest.approx((1.0 - BURST) / SHARE - 1.0)
     assert parsing.wait(100.0) == 0
 

@@ -10,6 +10,12 @@ import orjson
 from insitu.wire.connection import MAX_LINE
 from insitu.wire.http_format import DONE, error_message, load_json
 
+_SENT_ONCE = (
+    *("finish_reason", "prompt_token_ids", "logprobs_temperature", "logprobs_processed", "structured_outputs"),
+    "tool_call_malformed",
+)
+"""Fields of a choice that are whole in one of its chunks."""
+
 
 class StreamAssembler:
     """Builds the response that the server would have sent without streaming.
@@ -83,14 +89,7 @@ class StreamAssembler:
         delta: dict[str, Any] = {"content": text} if isinstance(text, str) else chunk_choice.get("delta") or {}
         changed = any(part.get("index") is None for part in delta.get("tool_calls") or ())
         merge_delta(choice["message"], delta)
-        for field in (
-            "finish_reason",
-            "prompt_token_ids",
-            "logprobs_temperature",
-            "logprobs_processed",
-            "structured_outputs",
-            "tool_call_malformed",
-        ):
+        for field in _SENT_ONCE:
             if chunk_choice.get(field) is not None:
                 choice[field] = chunk_choice[field]
         if chunk_choice.get("token_ids") is not None:

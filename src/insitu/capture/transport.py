@@ -77,7 +77,8 @@ class _RecordingTransport:
                 stream = self.stream(answer, answer.headers, exchange, request, cleanup.pop_all())
                 return self.http.Response(answer.status, headers=headers, stream=stream, extensions=extensions)
             assert exchange is not None
-            return self._completed(exchange, answer.status, answer.headers, headers, received, extensions)
+            body = exchange.complete(answer.status, answer.headers, received)
+            return self._completed(exchange, answer.status, headers, body, extensions)
 
     def handle_request(self, request: Any) -> Any:
         with self._lock:  # agents may call from several threads
@@ -109,19 +110,13 @@ class _RecordingTransport:
         except BaseException as error:  # always re-raised
             self._fail(exchange, request, error)
         headers = [pair for pair in answer.headers.raw if pair[0].lower() not in left_out]
-        return self._completed(exchange, answer.status_code, answer.headers, headers, received, answer.extensions)
+        body = exchange.complete(answer.status_code, answer.headers, received)
+        return self._completed(exchange, answer.status_code, headers, body, answer.extensions)
 
     def _completed(
-        self,
-        exchange: Exchange,
-        status: int,
-        answered: Mapping[str, str],
-        headers: list[tuple[bytes, bytes]],
-        received: bytes,
-        extensions: Any,
+        self, exchange: Exchange, status: int, headers: list[tuple[bytes, bytes]], body: bytes, extensions: Any
     ) -> Any:
         """The response for the client. One that is not a completion becomes a 502, which clients retry."""
-        body = exchange.complete(status, answered, received)
         if exchange.parse_error is not None:
             problem = f"the response of {self._recorder.server} is not a completion: {exchange.parse_error}"
             status, body = 502, orjson.dumps(error_body(problem, 502))
@@ -230,14 +225,9 @@ class _RecordedStream:
 
 def _left_out(request: Any, status: int, headers: Mapping[str, str]) -> frozenset[bytes]:
     """Headers that the client does not get; for a redirect to another server, `Location`: it would send the prompt."""
-    target = URL(str(request.url))
-    if (
-        300 <= status < 400
-        and (where := headers.get("Location"))
-        and target.join(URL(where)).origin() != target.origin()
-    ):
-        return frozenset((*_REWRITTEN, b"location"))
-    return frozenset(_REWRITTEN)
+    target, where = URL(str(request.url)), headers.get("Location") if 300 <= status < 400 else None
+    leads_elsewhere = where and target.join(URL(where)).origin() != target.origin()
+    return _REWRITTEN | {b"location"} if leads_elsewhere else _REWRITTEN
 
 
 def new_session(*, through_proxies: bool) -> aiohttp.ClientSession:
@@ -286,10 +276,8 @@ def _translated(http: Any, request: Any, error: BaseException) -> Exception | No
     kind: Any = type(error) if is_own else getattr(http, _error_name(error) or "", None)
     if kind is None:
         return None
-    translated: Exception = _unavailable(kind)(
-        str(error) if is_own else f"{type(error).__name__}: {error}", request=request
-    )
-    return translated
+    message = str(error) if is_own else f"{type(error).__name__}: {error}"
+    return _unavailable(kind)(message, request=request)  # type: ignore[no-any-return]
 
 
 @lru_cache

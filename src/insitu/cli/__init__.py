@@ -89,8 +89,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: the next file to be opened would take its place
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
-    redact_stream(sys.stdout)
-    redact_stream(sys.stderr)
+        redact_stream(getattr(sys, name))
     if json_lines := re.search(r"(?:^|\0)--log[-_]format[=\0]json(?:\0|$)", "\0".join(sys.argv[1:])) is not None:
         from insitu.wire.log_lines import write_json_lines
 

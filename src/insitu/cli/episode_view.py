@@ -87,7 +87,8 @@ def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
         text = ", ".join(f"[{reward}]" if own else reward for own, reward in rewards)
         dropped = ", ".join(f"{n} {reason}" for reason, n in group["dropped"].items())
         yield f"  group rewards: {text or 'none'}{dropped and f'; dropped: {dropped}'}"
-    yield f"  {_format_training(episode)}"
+    colour = None if episode.status in _TRAINED else "yellow"
+    yield f"  {click.style(episode.training_summary, fg=colour)}"
     yield from _pairs(episode)
     for scored in episode.rescores:
         value = _format_number(scored["score"]) + (f": {scored['error']}" if scored["error"] else "")
@@ -97,10 +98,6 @@ def _header(episode: RecordedEpisode, view: View) -> Iterator[str]:
         yield f"  answer: {_format_text(record['output'], view)}"
     if expected := ((episode.group or {}).get("row") or {}).get("expected"):
         yield f"  expected: {_format_text(expected, view)}"
-
-
-def _format_training(episode: RecordedEpisode) -> str:
-    return click.style(episode.training_summary, fg=None if episode.status in _TRAINED else "yellow")
 
 
 def _pairs(episode: RecordedEpisode) -> Iterator[str]:

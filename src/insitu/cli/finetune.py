@@ -40,10 +40,8 @@ def command(request: "FinetuneRunConfig") -> None:
         return
     completed = [status.status for status in statuses].count(TrainingStatusEnum.COMPLETED)
     going_on = len(statuses) - completed
-    print(
-        f"{completed} training job{'s' if completed != 1 else ''} completed"
-        + (f", {going_on} submitted and not ended" if going_on else "")
-    )
+    others = f", {going_on} submitted and not ended" if going_on else ""
+    print(f"{completed} training job{'s' if completed != 1 else ''} completed{others}")
 
 
 finetune_command = command

@@ -183,8 +183,7 @@ def prune(folders: tuple[Path, ...], dry_run: bool) -> None:
                 print(f"{each.run}: not everything is deleted: {error}", file=sys.stderr)
                 continue
             print(f"{each.run}: {'would delete' if dry_run else 'deleted'} {names}; job records: {len(each.jobs)}")
-    print(
-        f"{'would free' if dry_run else 'freed'} {readable_bytes(before if dry_run else before - freed_bytes(surplus))}"
-    )
+    freed = before if dry_run else before - freed_bytes(surplus)
+    print(f"{'would free' if dry_run else 'freed'} {readable_bytes(freed)}")
     if failed:
         raise InsituError("some runs could not be pruned: see above")

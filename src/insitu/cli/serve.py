@@ -1,6 +1,8 @@
 """The command `serve`."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +62,7 @@ async def _serve_environment(
     if protocol not in servers.names:
         raise ConfigError(not_found("--as:", protocol, sorted(servers.names)))
     serve = servers[protocol].load()
-    try:
-        async with serve(requested_config(request), access, host, port) as url:
-            print(f"insitu serve ready at {url}", flush=True)
-            await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        print("stopped", flush=True)
+    await until_stopped(serve(requested_config(request), access, host, port), _say_ready)
 
 
 async def _serve(
@@ -82,12 +79,25 @@ async def _serve(
 
     config = starting_from(requested_config(request), checkpoint, notes_console())
     service = WorkflowService(config, serve_policy, access, policy_url)
+
+    async def ready(url: str) -> None:
+        if checkpoint is not None or not config.serves_policy:  # else a trainer says where its model is
+            async with service.hosted.workflow():
+                pass  # fails now if it cannot be built
+        await _say_ready(url)
+
+    await until_stopped(service.listening(host, port), ready)
+
+
+async def until_stopped(server: AbstractAsyncContextManager[str], ready: Callable[[str], Awaitable[None]]) -> None:
+    """Calls `ready` with the URL of a server, which then serves until the command is stopped."""
     try:
-        async with service.listening(host, port) as url:
-            if checkpoint is not None or not config.serves_policy:  # else a trainer says where its model is
-                async with service.hosted.workflow():
-                    pass  # fails now if it cannot be built
-            print(f"insitu serve ready at {url}", flush=True)
+        async with server as url:
+            await ready(url)
             await asyncio.Event().wait()
     except asyncio.CancelledError:
         print("stopped", flush=True)
+
+
+async def _say_ready(url: str) -> None:
+    print(f"insitu serve ready at {url}", flush=True)

@@ -1,7 +1,7 @@
 """The command `train`."""
 
 import shlex
-from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,19 +21,7 @@ from insitu.wire.redaction import results_console
 @click.option("--save", type=options.PATH, metavar="FILE", help="Also write the settings, for `insitu finetune FILE`.")
 @click.option("--resume", is_flag=True, help="Continue the run in the output directory, which was interrupted.")
 @options.override
-def command(
-    agent: str,
-    score: str,
-    rows: Path,
-    model: str,
-    epochs: int,
-    rows_per_epoch: int | None,
-    held_out: str,
-    output_dir: Path | None,
-    save: Path | None,
-    resume: bool,
-    override: tuple[tuple[str, str], ...],
-) -> None:
+def command(rows_per_epoch: int | None, override: tuple[tuple[str, str], ...], **settings: Any) -> None:
     """Train the model behind AGENT, which is FILE.py:FUNCTION or MODULE:FUNCTION.
 
     Prints the score on rows that are held out before and after, and what to do next.
@@ -42,19 +30,7 @@ def command(
 
     if rows_per_epoch is not None:
         override = ((ROWS_PER_EPOCH, str(rows_per_epoch)), *override)
-    trained = train(
-        agent,
-        score,
-        rows,
-        model,
-        epochs=epochs,
-        held_out=held_out,
-        overrides=override,
-        output_dir=output_dir,
-        save=save,
-        resume=resume,
-        console=results_console(),
-    )
+    trained = train(**settings, overrides=override, console=results_console())
     print("next:")
     for step in trained.next_steps():
         print(f"  {shlex.join(step)}")

@@ -1,7 +1,7 @@
 """The command `view`."""
 
-import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -9,6 +9,7 @@ from urllib.parse import quote
 import click
 
 from insitu.cli import options
+from insitu.cli.serve import until_stopped
 
 if TYPE_CHECKING:
     from insitu.wire.http_access import AccessPolicy
@@ -27,19 +28,10 @@ def command(folder: Path | None, host: str, port: int, access: "AccessPolicy") -
     from insitu.workflow.event_loop import run_async
 
     server = ViewServer(OpenedFolder(folder), access)
-
-    async def serve() -> None:
-        try:
-            async with server.listening(host, port) as url:
-                _print_link(url, access.token)
-                await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            print("stopped", flush=True)
-
-    run_async(serve())
+    run_async(until_stopped(server.listening(host, port), partial(_print_link, access.token)))
 
 
-def _print_link(url: str, token: str | None) -> None:
+async def _print_link(token: str | None, url: str) -> None:
     """Prints the link; on a terminal with the token, which is part of no request. Elsewhere it might be logged."""
     line = f"insitu view ready at {url}"
     if token is None or not sys.stdout.isatty():

@@ -5,17 +5,15 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from insitu.errors import ConfigError, PluginError, WorkflowError, a_type, describe_error, not_found
+from insitu.errors import ConfigError, PluginError, WorkflowError, a_type, describe_error, did_you_mean, not_found
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
 
@@ -39,15 +37,6 @@ def stop_import(name: str) -> None:
         raise ImportStopped(sys.modules[name])
 
 
-@contextmanager
-def _importing_code() -> Iterator[None]:
-    token = _importing.set(True)
-    try:
-        yield
-    finally:
-        _importing.reset(token)
-
-
 def make_importable(folder: Path) -> None:
     """Lets modules in a file's folder be imported."""
     if str(folder) not in sys.path:
@@ -60,15 +49,17 @@ def import_module(name: str, key: str, folder: Path) -> Any:
     The module may be a script that calls `insitu.finetune`: it is imported as far as to that call.
     """
     make_importable(folder)
+    token = _importing.set(True)
     try:
-        with _importing_code():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportStopped as stopped:
         return _as_far_as_imported(stopped.module, name, key)
     except Exception as error:  # its code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             raise ConfigError(f"{key}: no module named {name!r} (also searched in {folder})") from None
         raise PluginError(f"{key}: {name!r} could not be imported: {describe_error(error)}") from error
+    finally:
+        _importing.reset(token)
 
 
 def _as_far_as_imported(module: ModuleType, name: str, key: str) -> ModuleType:
@@ -198,8 +189,7 @@ def parameters(
 
 def _import_file(file: Path, key: str) -> ModuleType:
     if not file.is_file():
-        near = get_close_matches(file.name, [each.name for each in file.parent.glob("*.py")], n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(file.name, (each.name for each in file.parent.glob("*.py")))
         raise ConfigError(f"{key}: {file} does not exist{hint}")
     folder, name = place_of(file)
     module: ModuleType = import_module(name, key, folder)

@@ -20,6 +20,7 @@ from insitu.schemas.kinds import KINDS, Kind
 
 _VARIABLE = {"type": "string", "pattern": r"\$\{"}
 """A variable of the environment in place of a value that is no text."""
+_NO_TEXT = ("int", "float", "bool", "literal", "enum")
 _NULL = {"type": "null"}
 
 
@@ -30,20 +31,9 @@ class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
-    def int_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_variable(super().int_schema(schema))
-
-    def float_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_variable(super().float_schema(schema))
-
-    def bool_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_variable(super().bool_schema(schema))
-
-    def literal_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_variable(super().literal_schema(schema))
-
-    def enum_schema(self, schema: Any) -> JsonSchemaValue:
-        return _or_variable(super().enum_schema(schema))
+    def generate_inner(self, schema: Any) -> JsonSchemaValue:
+        made = super().generate_inner(schema)
+        return {"anyOf": [made, _VARIABLE]} if schema["type"] in _NO_TEXT else made
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         """Has all keys that a field may have in a file, and no others."""
@@ -108,10 +98,6 @@ def _model_of(kind: Kind, name: str) -> type[BaseModel]:
     registration = registry.find(kind, name)
     assert registration is not None  # built in
     return registration.config_type
-
-
-def _or_variable(schema: JsonSchemaValue) -> JsonSchemaValue:
-    return {"anyOf": [schema, _VARIABLE]}
 
 
 def _component(models: dict[str, JsonSchemaValue]) -> JsonSchemaValue:

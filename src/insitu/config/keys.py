@@ -1,6 +1,7 @@
 """The keys of a block: which exist, and which hold secrets or references to other blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -82,25 +83,21 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def holds_secret(model: type[BaseModel], path: Sequence[int | str]) -> bool:
-    """Whether the field at `path` (keys and indices, as in pydantic's `loc`) is a secret."""
-    if not path:
-        return False
-    field = next((f for n, f in model.model_fields.items() if path[0] in _keys(model, n, f)), None)
-    if field is None:
-        return False
-    return "Secret" in str(field.annotation) or any(
-        holds_secret(m, path[start:]) for m in models_of(field.annotation) for start in range(1, len(path))
-    )
+    """Whether the field at `path` (keys and indices, as in pydantic's `loc`), or one that it is in, is a secret."""
+    return any("Secret" in str(field.annotation) for field in _fields_on(model, path))
 
 
 def may_change(model: type[BaseModel], path: Sequence[str]) -> bool:
     """Whether the field at `path`, or one that it is in, is marked as one that a resumed run may change."""
-    field = _fields(model).get(path[0]) if path else None
-    if field is None:
-        return False
-    return MAY_CHANGE in field.metadata or any(
-        may_change(m, path[start:]) for m in models_of(field.annotation) for start in range(1, len(path))
-    )
+    return any(MAY_CHANGE in field.metadata for field in _fields_on(model, path))
+
+
+def _fields_on(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[FieldInfo]:
+    """The fields that a path leads through, and the one at its end. Indices, and keys of mappings, are no fields."""
+    if path and (field := _fields(model).get(str(path[0]))) is not None:
+        yield field
+        for inner, start in product(models_of(field.annotation), range(1, len(path))):
+            yield from _fields_on(inner, path[start:])
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:

@@ -85,11 +85,10 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def code_digests(settings: Any, where: str = "") -> dict[str, str]:
     """The digests of the parts in nested settings that are Python code, by the key of the part."""
-    if isinstance(settings, Mapping):
-        own = {where: str(settings["sha256"])} if settings.get("_type") == PYTHON and settings.get("sha256") else {}
-        inner = [code_digests(value, f"{where}.{key}".lstrip(".")) for key, value in settings.items()]
-    else:
-        own = {}
-        items = settings if isinstance(settings, list) else []
-        inner = [code_digests(value, f"{where}.{index}") for index, value in enumerate(items)]
-    return {key: digest for each in (own, *inner) for key, digest in each.items()}
+    settings = dict(enumerate(settings)) if isinstance(settings, list) else settings
+    if not isinstance(settings, Mapping):
+        return {}
+    digests = {where: str(settings["sha256"])} if settings.get("_type") == PYTHON and settings.get("sha256") else {}
+    for key, value in settings.items():
+        digests |= code_digests(value, f"{where}.{key}".lstrip("."))
+    return digests

@@ -60,9 +60,8 @@ def _check_adapter(section: Mapping[str, Any], given: Mapping[str, Any], blocks:
         block = section.get(_ADAPTER) or default
         raise ConfigError(f"{keys} needs finetuning.model; without it, set {_ADAPTER}s.{block}.training")
     names = [name for name, block in _items(blocks) if name != default or "_type" in dict(_items(block))]
-    complete = [f"{_ADAPTER}s.{name}" for name in names]
-    if section.get(_ADAPTER) is not None:
-        complete = [f"finetuning.{_ADAPTER}"]
+    is_named = section.get(_ADAPTER) is not None
+    complete = [f"finetuning.{_ADAPTER}"] if is_named else [f"{_ADAPTER}s.{name}" for name in names]
     if given and complete:
         raise ConfigError(f"{keys} and {complete[0]} are both given; give one of them")
 

@@ -18,6 +18,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,8 +34,21 @@ read_rows: set[Path] = set()
 """Files of datasets that this process has read: agents that are confined do not see the answers in them."""
 
 
-def cannot_write(path: Path, error: OSError) -> InsituError:
-    return InsituError(f"{path} cannot be written: {error.strerror or error}")
+def _cannot_be(done: str, path: Path | str, error: OSError) -> InsituError:
+    return InsituError(f"{path} cannot be {done}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def _naming_file(done: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_be(done, path, error) from error
+
+
+cannot_write, cannot_read = partial(_cannot_be, "written"), partial(_cannot_be, "read")
+writing, reading = partial(_naming_file, "written"), partial(_naming_file, "read")
+"""Contexts that raise InsituError naming the file, or folder, if it cannot be written, or read."""
 
 
 def file_size(path: Path) -> int:
@@ -71,10 +85,6 @@ def available_memory() -> int | None:
     return memory.available if memory is not None else None
 
 
-def cannot_read(path: Path | str, error: OSError) -> InsituError:
-    return InsituError(f"{path} cannot be read: {error.strerror}")
-
-
 def open_received(path: Path) -> BinaryIO:
     """Opens a file of a folder that others may have written.
 
@@ -92,15 +102,6 @@ def read_received(path: Path) -> bytes:
     """The content of a file that `open_received` opens. Raises OSError."""
     with open_received(path) as file:
         return file.read()
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises InsituError naming the file, or folder, if it cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def writable_folder(folder: Path, key: str) -> Path:

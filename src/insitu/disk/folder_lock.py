@@ -40,10 +40,8 @@ class _Owner(NamedTuple):
             return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # a process of another user
-            pass
+        except OSError as error:  # a process of another user may not be asked
+            return isinstance(error, ProcessLookupError)
         return False
 
     def __str__(self) -> str:

@@ -25,10 +25,10 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from insitu.disk.files import (
-    cannot_read,
     cannot_write,
     open_received,
     read_received,
+    reading,
     sync_descriptor,
     sync_path,
     write_file,
@@ -66,23 +66,16 @@ def to_json(value: Any, depth: int = 4) -> Any:
 
 def dump_json(data: Any, option: int = 0) -> bytes:
     """JSON of any value a workflow may return; `option` is one of orjson."""
-    return b"".join(_dumped([data], option))
+    try:
+        return orjson.dumps(data, default=to_json, option=option | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # big integers, lone surrogates, tuple keys, cycles: slower, but nothing may be lost
+        ending = "\n" if option & orjson.OPT_APPEND_NEWLINE else ""
+        return (json.dumps(to_json(data)) + ending).encode()
 
 
 def dump_lines(records: Iterable[Any]) -> bytes:
     """JSON of any values a workflow may return, a line each."""
-    return b"".join(_dumped(records, orjson.OPT_APPEND_NEWLINE))
-
-
-def _dumped(values: Iterable[Any], option: int) -> list[bytes]:
-    texts = []
-    for value in values:
-        try:
-            texts.append(orjson.dumps(value, default=to_json, option=option | orjson.OPT_NON_STR_KEYS))
-        except TypeError:  # big integers, lone surrogates, tuple keys, cycles: slower, but nothing may be lost
-            ending = "\n" if option & orjson.OPT_APPEND_NEWLINE else ""
-            texts.append((json.dumps(to_json(value)) + ending).encode())
-    return texts
+    return b"".join(dump_json(record, orjson.OPT_APPEND_NEWLINE) for record in records)
 
 
 def write_json(path: Path, data: Any) -> Path:
@@ -95,10 +88,8 @@ def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
 
     `follow_links`: wherever they lead, as in the Hub's cache.
     """
-    try:
+    with reading(path):
         return _as_object(str(path), path.read_bytes() if follow_links else read_received(path))
-    except OSError as error:
-        raise cannot_read(path, error) from error
 
 
 def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -108,12 +99,9 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def read_line_at(path: Path, number: int, place: "Block") -> dict[str, Any]:
     """The JSON object in the line with this number, which was at this place. Raises InsituError."""
-    try:
-        with open_received(path) as file:
-            file.seek(place.offset)
-            return read_line(path, number, file.read(place.size))
-    except OSError as error:
-        raise cannot_read(path, error) from error
+    with reading(path), open_received(path) as file:
+        file.seek(place.offset)
+        return read_line(path, number, file.read(place.size))
 
 
 def _as_object(where: str, data: bytes) -> dict[str, Any]:
@@ -192,11 +180,9 @@ class LineFile:
 
     def sync(self) -> None:
         """Raises InsituError."""
-        try:
-            if self._unsynced:
+        if self._unsynced:
+            with writing(self._path):
                 sync_descriptor(self._descriptor)
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
         self._unsynced = False
 
     def close(self) -> None:
@@ -225,10 +211,8 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     if not path.is_file():
         return
-    try:
+    with reading(path):
         file = open_received(path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
     with file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
@@ -241,7 +225,7 @@ def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
     """The JSON objects in a block of lines. Raises InsituError naming the file and the block."""
     where = f"{path}, bytes {block.offset} to {block.end}"
     try:
-        with open_received(path) as file:
+        with reading(path), open_received(path) as file:
             if (size := os.fstat(file.fileno()).st_size) < block.end:
                 raise InsituError(shorter_than_written(path, size, block.end))
             file.seek(block.offset)
@@ -253,8 +237,6 @@ def read_block(path: Path, block: Block) -> list[dict[str, Any]]:
                 raise EOFError("they are not one gzip member")
     except (EOFError, zlib.error) as error:
         raise InsituError(f"{where} are damaged: {error}") from None
-    except OSError as error:
-        raise cannot_read(path, error) from error
     return [_as_object(f"{where}, line {number}", line) for number, line in enumerate(lines.splitlines(), 1)]
 
 

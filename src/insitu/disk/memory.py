@@ -5,12 +5,14 @@ A process can be in a memory cgroup with a limit, as in a container; so can each
 and `memory.events`.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
+_NUMBER = re.compile(r"^(\S+[ \t]+)?(\d+)(?: kB)?$", re.MULTILINE)
 
 
 class MachineMemory(NamedTuple):
@@ -23,7 +25,7 @@ class MachineMemory(NamedTuple):
 
 def machine_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory | None:
     """The memory that this process and its children can take; None where the system does not say."""
-    values = _numbers(proc / "meminfo")
+    values = numbers(proc / "meminfo")
     if "MemTotal" not in values or "MemAvailable" not in values:
         return None
     memory = MachineMemory(values["MemTotal"] * 1024, values["MemAvailable"] * 1024)
@@ -32,7 +34,7 @@ def machine_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory 
         used = _number(folder, "memory.usage_in_bytes", "memory.current")
         if limit is None or used is None:
             continue
-        stat = _numbers(folder / "memory.stat")
+        stat = numbers(folder / "memory.stat")
         cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # the kernel drops it when it must
         room = max(0, limit - max(0, used - cached))
         total, cgroup = (limit, folder) if limit < memory.total else (memory.total, memory.cgroup)
@@ -45,12 +47,9 @@ def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
     The number only grows. None where the system does not say.
     """
-    folders = _memory_cgroups(proc, cgroups)
-    files = [
-        proc / "vmstat",
-        *(folder / name for folder in folders for name in ("memory.oom_control", "memory.events")),
-    ]
-    counts = [count for file in files if (count := _numbers(file).get("oom_kill")) is not None]
+    names = ("memory.oom_control", "memory.events")
+    files = (proc / "vmstat", *(folder / name for folder in _memory_cgroups(proc, cgroups) for name in names))
+    counts = [count for file in files if (count := numbers(file).get("oom_kill")) is not None]
     return sum(counts) if counts else None
 
 
@@ -69,29 +68,18 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
         if controllers and root == cgroups:
             continue
         folder = root / path.lstrip("/")
-        while folder.is_relative_to(root):
-            if folder.is_dir():
-                yield folder
-            if folder == root:
-                break
-            folder = folder.parent
+        yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root) and each.is_dir())
 
 
 def _number(folder: Path, *names: str) -> int | None:
-    """The number in the first of the files that exists; None if it is no number, such as `max`."""
-    for name in names:
-        try:
-            text = (folder / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdecimal() else None
-    return None
+    """The number in the first of the files that has one; None if there is none."""
+    return next((found[""] for name in names if (found := numbers(folder / name))), None)
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of lines such as `oom_kill 3` and `MemTotal: 24684096 kB`; none if there is no such file."""
+def numbers(path: Path) -> dict[str, int]:
+    """The numbers of lines such as `oom_kill 3` and `MemTotal: 24684096 kB`, and with the name "" that of a file with
+    nothing else; none if there is no such file."""
     try:
-        lines = [line.split() for line in path.read_text().splitlines()]
+        return {name.rstrip(": \t"): int(value) for name, value in _NUMBER.findall(path.read_text())}
     except OSError:
         return {}
-    return {line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}

@@ -110,8 +110,7 @@ def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:
     """The checkpoints in `folder`, or the logged jobs, oldest first. Raises BackendError if one has no record."""
     checkpoints = []
     for path in folder.glob("step_*"):
-        record = read_record(path)
-        if record is None:
+        if (record := read_record(path)) is None:
             raise BackendError(
                 f"{path} is not a checkpoint of this backend: it has no {RECORD_FILE}; move it elsewhere"
             )
@@ -260,12 +259,11 @@ def chat_template(folder: Path) -> tuple[Any, Any]:
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    file = folder / "chat_template.jinja"
     try:
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
+        template = file.read_text(encoding="utf-8") if file.exists() else template
     except (OSError, ValueError) as error:
-        raise BackendError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
+        raise BackendError(f"{file} cannot be read: {error}") from error
     return template, settings.get("response_template")
 
 

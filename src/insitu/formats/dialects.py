@@ -172,10 +172,8 @@ def join_text(content: Any, kinds: tuple[str, ...], where: str) -> str:
     """The text of a message's content; raises RequestRefused for parts of other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
             raise unsupported_type(f"{where}.{number}", kind, ", ".join(kinds), where)
-        texts.append(part.get("text", ""))
-    return "".join(texts)
+    return "".join(part.get("text", "") for part in content)

@@ -44,9 +44,8 @@ class ToolFunction(NamedTuple):
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise ValueError(f"the parameters of {function['name']!r} are not the schema of an object")
         is_plain = "properties" in schema and not schema.keys() & _COMPOSED
-        return cls(
-            function["name"], {"type": "object", **({"additionalProperties": False} if is_plain else {}), **schema}
-        )
+        closed = {"additionalProperties": False} if is_plain else {}
+        return cls(function["name"], {"type": "object", **closed, **schema})
 
     @property
     def word(self) -> str:
@@ -113,14 +112,11 @@ class CallGrammar:
         return f"({' | '.join(map(self._text, texts))})" if len(texts) > 1 else self._text(texts[0])
 
     def _text(self, text: str) -> str:
-        parts = [part for part in self._pattern.split(text) if part]
-        return (
-            " ".join(
-                f"<[{self._markers[part]}]>" if part in self._markers else json.dumps(part, ensure_ascii=False)
-                for part in parts
-            )
-            or '""'
-        )
+        return " ".join(map(self._terminal, filter(None, self._pattern.split(text)))) or '""'
+
+    def _terminal(self, part: str) -> str:
+        marker = self._markers.get(part)
+        return json.dumps(part, ensure_ascii=False) if marker is None else f"<[{marker}]>"
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON that matches a schema."""

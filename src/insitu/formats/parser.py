@@ -12,6 +12,7 @@ parsed remain text. A tokenizer's own response template is left to `transformers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -20,17 +21,8 @@ from pydantic import AfterValidator
 from insitu.errors import BackendError
 from insitu.formats.forced_calls import Reasoning, forced_calls
 from insitu.formats.regions import CONTENT, REASONED, Kind, RegionScanner, regions
-from insitu.formats.registry import (
-    NONE,
-    REASONING,
-    TOOLS,
-    reasoning_format,
-    recognize_reasoning,
-    recognize_tools,
-    renders_tools,
-    tool_format,
-)
-from insitu.formats.tool_calls import Tools, call_id, parsed_call
+from insitu.formats.registry import NONE, REASONING, TOOLS, reasoning_format, recognize, renders_tools, tool_format
+from insitu.formats.tool_calls import Tools, call_id, parsed_call, tool_names
 from insitu.schemas.parts import names
 
 MALFORMED = "tool_call_malformed"
@@ -58,17 +50,14 @@ class MessageFormats(NamedTuple):
             return cls(_TEMPLATE, _TEMPLATE, template)
         text = "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
         if tools is None:
-            tools = recognize_tools(text) or (None if renders_tools(text) else NONE)
-        return cls(tools, reasoning or recognize_reasoning(text) or NONE)
+            tools = recognize(TOOLS, text) or (None if renders_tools(text) else NONE)
+        return cls(tools, reasoning or recognize(REASONING, text) or NONE)
 
     def replaced(self, tools: str | None, reasoning: str | None) -> "MessageFormats":
         if tools is None and reasoning is None:
             return self
-        stated = (
-            tools or (NONE if self.template else self.tools),
-            reasoning or (NONE if self.template else self.reasoning),
-        )
-        return MessageFormats(*stated)
+        others = self if self.template is None else MessageFormats(NONE, NONE)
+        return MessageFormats(tools or others.tools, reasoning or others.reasoning)
 
 
 def unknown_format(source: str) -> str:
@@ -221,7 +210,7 @@ class RegionParser(Parser):
         try:
             calls = self._calls(raw)
         except ValueError:
-            malformed = not self._is_whole or any(name in raw for name in self._names())
+            malformed = not self._is_whole or any(name in raw for name in tool_names(self._tools))
             return Piece(content + self._content.space + raw, reasoning, malformed=malformed)
         after = "" if self._is_whole else "".join(self._after).strip()
         return Piece(content + (after and f"\n{after}"), reasoning, tuple(calls))
@@ -264,12 +253,9 @@ class RegionParser(Parser):
         assert self._format is not None
         texts = [raw] if self._is_whole else map("".join, self._bodies)
         calls = [call for text in texts for call in self._format.calls(text, self._tools)]
-        if self._is_whole and not {call.name for call in calls} <= self._names():
+        if self._is_whole and not {call.name for call in calls} <= tool_names(self._tools):
             raise ValueError("not calls of the request's tools")
         return [call.openai(self._format.new_id()) for call in calls]
-
-    def _names(self) -> set[str]:
-        return {str((tool.get("function") or {}).get("name")) for tool in self._tools}
 
 
 class TemplateParser(Parser):
@@ -278,8 +264,10 @@ class TemplateParser(Parser):
     def __init__(self, formats: MessageFormats, prompt: str, tools: Tools, special: tuple[str, ...]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        strip = {name: field.get("content_args", {}).get("strip", True) for name, field in self._fields(formats)}
-        self._strips = {name: (None if strip.get(name, True) else "") for name in ("content", *_REASONING)}
+        fields = formats.template.get("fields", {}) if isinstance(formats.template, dict) else {}
+        arguments = {name: each.get("content_args", {}) for name, each in fields.items() if isinstance(each, dict)}
+        strip = {name: arguments.get(name, {}).get("strip", True) for name in ("content", *_REASONING)}
+        self._strips = {name: None if is_stripped else "" for name, is_stripped in strip.items()}
         self._new_parser = partial(ResponseParser, formats.template, prompt, tools=[*map(dict, tools)])
         words = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(words)
@@ -329,11 +317,9 @@ class TemplateParser(Parser):
     def _reread(self, before: str, part: str) -> None:
         """Adds the events that the parser found in a part before its error, and lost; then the rest as content."""
         self._restart()
-        try:
+        with suppress(ValueError, RecursionError):
             for text in (*self._part.findall(before), *self._character.findall(part)):
                 self._add_events(self._parser.feed(text))
-        except (ValueError, RecursionError):
-            pass
         self._add("content", self._held["content"].space + self._text[self._at :])
 
     def _add(self, name: str, text: str) -> None:
@@ -349,11 +335,6 @@ class TemplateParser(Parser):
             if text and name in self._held:
                 self._at = self._text.find(text, self._at) + len(text)
                 self._add(name, self._held[name].add(self._special.sub("", text)))
-
-    @staticmethod
-    def _fields(formats: MessageFormats) -> list[tuple[str, dict[str, Any]]]:
-        fields = formats.template.get("fields", {}) if isinstance(formats.template, dict) else {}
-        return [(name, field) for name, field in fields.items() if isinstance(field, dict)]
 
     @staticmethod
     def _call(value: Any) -> dict[str, Any]:

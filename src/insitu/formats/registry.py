@@ -4,31 +4,14 @@ An installed package adds its own as entry points of the groups `insitu.tool_for
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
-from insitu.formats import syntaxes
+from insitu.formats import syntaxes, tool_calls
 from insitu.formats.forced_calls import CallSyntax
-from insitu.formats.tool_calls import (
-    MINIMAX,
-    QWEN,
-    ToolCall,
-    Tools,
-    call_id,
-    deepseek_calls,
-    gemma4_calls,
-    glm_calls,
-    harmony_calls,
-    json_calls,
-    kimi_calls,
-    llama4_calls,
-    mistral_calls,
-    python_calls,
-    short_id,
-    tagged_calls,
-)
+from insitu.formats.tool_calls import ToolCall, Tools, call_id, tool_names
 from insitu.schemas.parts import load_named, names
 
 _TAGS_OF_TEMPLATE = re.compile(r"{[{%](.*?)[%}]}", re.DOTALL)
@@ -48,7 +31,7 @@ class ToolFormat:
 
     markers: tuple[str, ...]
     """A chat template is for this format if it has all words of one of these."""
-    parse: Callable[[str, Tools], list[ToolCall]]
+    parse: Callable[[str, Tools], Iterable[ToolCall]]
     regions: tuple[tuple[str, str | None], ...] = ()
     whole: str = ""
     new_id: Callable[[], str] = call_id
@@ -58,7 +41,7 @@ class ToolFormat:
     def calls(self, text: str, tools: Tools) -> list[ToolCall]:
         """The calls in the text of a region. Raises ValueError if it is not complete calls."""
         try:
-            return self.parse(text, tools)
+            return [*self.parse(text, tools)]
         except RecursionError:
             raise ValueError("nested too deeply") from None
 
@@ -83,74 +66,76 @@ class ReasoningFormat:
 
 _TAGS = (("<tool_call>", "</tool_call>"),)
 _TURN = "<|start|>assistant"
+_CHANNELS = [f"{turn}<|channel|>{name}" for turn in (_TURN, "") for name in ("commentary", "analysis")]
 OPENAI = ToolFormat(
     ("<|channel|> <|start|>",),
-    harmony_calls,
-    tuple(
-        (f"{before} to=functions.", "<|call|>")
-        for before in (
-            _TURN,
-            *(f"{turn}<|channel|>{name}" for turn in (_TURN, "") for name in ("commentary", "analysis")),
-            "",
-        )
-    ),
+    tool_calls.harmony_calls,
+    tuple((f"{before} to=functions.", "<|call|>") for before in (_TURN, *_CHANNELS, "")),
     syntaxes=syntaxes.OPENAI,
 )
 KIMI_K2 = ToolFormat(
     ("<|tool_calls_section_begin|>", "<|im_middle|>"),
-    kimi_calls,
+    tool_calls.kimi_calls,
     (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
     syntaxes=syntaxes.KIMI_K2,
 )
 DEEPSEEK_V3 = ToolFormat(
     ("<｜tool▁calls▁begin｜>",),
-    deepseek_calls,
+    tool_calls.deepseek_calls,
     (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
     syntaxes=syntaxes.DEEPSEEK_V3,
 )
 MINIMAX_M2 = ToolFormat(
     ("<minimax:tool_call>",),
-    partial(tagged_calls, MINIMAX),
+    partial(tool_calls.tagged_calls, tool_calls.MINIMAX),
     (("<minimax:tool_call>", "</minimax:tool_call>"),),
     syntaxes=syntaxes.MINIMAX_M2,
 )
-QWEN3_CODER = ToolFormat(("<function= <parameter=",), partial(tagged_calls, QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER)
-GLM45 = ToolFormat(("<arg_key>",), glm_calls, _TAGS, syntaxes=syntaxes.GLM45)
+QWEN3_CODER = ToolFormat(
+    ("<function= <parameter=",), partial(tool_calls.tagged_calls, tool_calls.QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER
+)
+GLM45 = ToolFormat(("<arg_key>",), tool_calls.glm_calls, _TAGS, syntaxes=syntaxes.GLM45)
 MISTRAL = ToolFormat(
-    ("[TOOL_CALLS]",), mistral_calls, (("[TOOL_CALLS]", None),), new_id=short_id, syntaxes=syntaxes.MISTRAL
+    ("[TOOL_CALLS]",),
+    tool_calls.mistral_calls,
+    (("[TOOL_CALLS]", None),),
+    new_id=tool_calls.short_id,
+    syntaxes=syntaxes.MISTRAL,
 )
 PHI4_MINI_JSON = ToolFormat(
     ("functools[", "<|tool_call|>", "<|tool|> <|/tool|>"),
-    json_calls,
+    tool_calls.json_calls,
     (("functools", None), ("<|tool_call|>", "<|/tool_call|>")),
     syntaxes=syntaxes.PHI4,
 )
-GRANITE = ToolFormat(("<|start_of_role|>",), json_calls, (("<|tool_call|>", None), *_TAGS), syntaxes=syntaxes.GRANITE)
-HERMES = ToolFormat(("<tool_call>",), json_calls, _TAGS, syntaxes=syntaxes.HERMES)
+GRANITE = ToolFormat(
+    ("<|start_of_role|>",), tool_calls.json_calls, (("<|tool_call|>", None), *_TAGS), syntaxes=syntaxes.GRANITE
+)
+HERMES = ToolFormat(("<tool_call>",), tool_calls.json_calls, _TAGS, syntaxes=syntaxes.HERMES)
 LLAMA4_PYTHONIC = ToolFormat(
     ("<|header_start|>", "<|python_start|>"),
-    llama4_calls,
+    tool_calls.llama4_calls,
     (("<|python_start|>", None),),
     whole="[{",
     syntaxes=syntaxes.LLAMA4,
 )
 LLAMA3_JSON = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>", '"parameters": dictionary'),
-    json_calls,
+    tool_calls.json_calls,
     (("<|python_tag|>", None),),
     whole="{",
     syntaxes=syntaxes.LLAMA3,
 )
 GEMMA3 = ToolFormat(
     ("tool_code", "<start_of_turn>"),
-    python_calls,
+    tool_calls.python_calls,
     (("```tool_code\n", "```"),),
     whole="[",
     syntaxes=syntaxes.GEMMA3,
 )
-GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
-PYTHONIC = ToolFormat(("[func_name1(",), python_calls, whole="[", syntaxes=syntaxes.PYTHONIC)
-XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), json_calls, whole="[", syntaxes=syntaxes.XLAM)
+GEMMA4 = ToolFormat(("<|tool_call>",), tool_calls.gemma4_calls, (("<|tool_call>", "<tool_call|>"),))
+PYTHONIC = ToolFormat(("[func_name1(",), tool_calls.python_calls, whole="[", syntaxes=syntaxes.PYTHONIC)
+XLAM = ToolFormat(('"func_name1"', '"name": "arguments":'), tool_calls.json_calls, whole="[", syntaxes=syntaxes.XLAM)
 
 THINK = ReasoningFormat(("<think>",), ("<think>",), ("</think>",))
 DEEPSEEK_R1 = ReasoningFormat((), ("<think>",), ("</think>",), begins=True)
@@ -171,49 +156,33 @@ HARMONY = ReasoningFormat(
 )
 
 
-@cache
-def tool_format(name: str) -> ToolFormat:
-    """Raises PluginError if the package that declares it cannot be imported."""
-    found: ToolFormat = load_named(TOOLS, name)  # type: ignore[assignment]
-    return found
+tool_format: Callable[[str], ToolFormat] = partial(load_named, TOOLS)  # type: ignore[assignment]
+reasoning_format: Callable[[str], ReasoningFormat] = partial(load_named, REASONING)  # type: ignore[assignment]
+"""These raise PluginError if the package that declares the format cannot be imported."""
 
-
-@cache
-def reasoning_format(name: str) -> ReasoningFormat:
-    """Raises PluginError if the package that declares it cannot be imported."""
-    found: ReasoningFormat = load_named(REASONING, name)  # type: ignore[assignment]
-    return found
-
-
-_TOOL_ORDER = (
-    *("openai", "kimi_k2", "deepseek_v3", "minimax_m2", "qwen3_coder", "glm45", "mistral", "granite", "phi4_mini_json"),
-    *("hermes", "llama4_pythonic", "llama3_json", "gemma4", "gemma3", "pythonic", "xlam"),
-)
+_ORDER = {
+    TOOLS: (
+        *("openai", "kimi_k2", "deepseek_v3", "minimax_m2", "qwen3_coder", "glm45", "mistral", "granite"),
+        *("phi4_mini_json", "hermes", "llama4_pythonic", "llama3_json", "gemma4", "gemma3", "pythonic", "xlam"),
+    ),
+    REASONING: ("harmony", "mistral", "granite", "gemma4", "think"),
+}
 """The order in which formats are compared with a template; those of other packages come first."""
-_REASONING_ORDER = ("harmony", "mistral", "granite", "gemma4", "think")
 
 
-def recognize_tools(template: str) -> str | None:
-    """The tool format that a chat template is for."""
-    return _first(TOOLS, template, tool_format, _TOOL_ORDER)
-
-
-def recognize_reasoning(template: str) -> str | None:
-    """The reasoning format that a chat template is for."""
-    return _first(REASONING, template, reasoning_format, _REASONING_ORDER)
-
-
-def _first(kind: str, template: str, get: Callable[[str], Any], order: tuple[str, ...]) -> str | None:
-    ranks = {name: rank for rank, name in enumerate(order)}
+def recognize(kind: str, template: str) -> str | None:
+    """The format, of tool calls or of reasoning, that a chat template is for."""
+    ranks = {name: rank for rank, name in enumerate(_ORDER[kind])}
     for name in sorted(names(kind), key=lambda name: ranks.get(name, -1)):
-        if any(all(word in template for word in marker.split(" ")) for marker in get(name).markers):
+        form = tool_format(name) if kind == TOOLS else reasoning_format(name)
+        if any(all(word in template for word in marker.split(" ")) for marker in form.markers):
             return name
     return None
 
 
 def format_of(text: str, tools: Tools) -> str | None:
     """The first format in which a text has calls of these tools; None if it has none."""
-    known = {str((tool.get("function") or {}).get("name")) for tool in tools}
+    known = tool_names(tools)
     for name in names(TOOLS):
         form = tool_format(name)
         parts = [
@@ -224,11 +193,9 @@ def format_of(text: str, tools: Tools) -> str | None:
         if text.lstrip()[:1] in [*form.whole]:
             parts.append(text)
         for part in parts:
-            try:
+            with suppress(ValueError):
                 if {call.name for call in form.calls(part, tools)} & known:
                     return name
-            except ValueError:
-                continue
     return None
 
 

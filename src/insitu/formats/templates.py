@@ -18,11 +18,7 @@ _REASON, _ANSWER = "reason-7f3a", "answer-7f3a"
 _FUNCTION = {"name": "look", "arguments": {"at": "sky"}}
 _ASKED = {"role": "user", "content": "Well?"}
 _ANSWERED = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASON, "thinking": _REASON}
-_CALLED = {
-    **_ANSWERED,
-    "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": _FUNCTION}],
-}
+_CALLED = {**_ANSWERED, "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": _FUNCTION}]}
 _RETURNED = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "blue"}
 _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 Tools = Sequence[Mapping[str, Any]]
@@ -59,7 +59,7 @@ def _json_objects(text: str) -> list[ToolCall]:
     ]
 
 
-def llama4_calls(text: str, tools: Tools) -> list[ToolCall]:
+def llama4_calls(text: str, tools: Tools) -> Iterable[ToolCall]:
     """Between `<|python_start|>` and `<|python_end|>`, or after them: as `python_calls`, or as `json_calls`."""
     first, _, second = (part.strip() for part in text.partition("<|python_end|>"))
     if first and second:
@@ -91,28 +91,23 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(?>(.*?)<｜tool▁sep｜>)(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 
 
-def deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
+def deepseek_calls(text: str, tools: Tools) -> Iterator[ToolCall]:
     """V3 and R1 write `function<sep>NAME` and the arguments in a Markdown block, V3.1 writes `NAME<sep>{...}`."""
-    calls = []
-    for first, second in _only(_DEEPSEEK, text):
-        name, fence, block = second.partition("\n```json\n")
+    for name, arguments in _only(_DEEPSEEK, text):
+        second, fence, block = arguments.partition("\n```json\n")
         if fence and block.rstrip().endswith("\n```"):
-            calls.append(parsed_call({"name": name.strip(), "arguments": block.rstrip().removesuffix("```")}))
-        else:
-            calls.append(parsed_call({"name": first.strip(), "arguments": second}))
-    return calls
+            name, arguments = second, block.rstrip().removesuffix("```")
+        yield parsed_call({"name": name.strip(), "arguments": arguments})
 
 
 _KIMI = re.compile(r"<\|tool_call_begin\|>(?>(.*?)<\|tool_call_argument_begin\|>)(.*?)<\|tool_call_end\|>", re.DOTALL)
 
 
-def kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
+def kimi_calls(text: str, tools: Tools) -> Iterator[ToolCall]:
     """Calls whose ids, `functions.NAME:INDEX`, hold the name."""
-    calls = []
     for own_id, arguments in _only(_KIMI, text):
         name = own_id.strip().rpartition(":")[0].removeprefix("functions.")
-        calls.append(parsed_call({"name": name, "arguments": arguments}, own_id.strip()))
-    return calls
+        yield parsed_call({"name": name, "arguments": arguments}, own_id.strip())
 
 
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
@@ -157,13 +152,11 @@ MINIMAX = TagPatterns(
 )
 
 
-def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> list[ToolCall]:
+def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> Iterator[ToolCall]:
     """A tag for each call and, in it, for each argument, whose type the tool's schema says."""
-    calls = []
     for name, body in _only(patterns.call, text):
         arguments = {key: _one_line_less(value) for key, value in _only(patterns.argument, body, empty=True)}
-        calls.append(_typed_call(name, arguments, tools))
-    return calls
+        yield _typed_call(name, arguments, tools)
 
 
 _GLM_ARGUMENT = re.compile(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -176,23 +169,17 @@ def glm_calls(text: str, tools: Tools) -> list[ToolCall]:
     return [_typed_call(name.strip(), arguments, tools)]
 
 
-def python_calls(text: str, tools: Tools) -> list[ToolCall]:
+def python_calls(text: str, tools: Tools) -> Iterator[ToolCall]:
     """Python calls with keyword arguments, in a list or alone: `[weather(city="Bern"), time(zone="CET")]`."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError) as error:
         raise ValueError(f"not Python: {error}") from None
-    calls = []
     for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             raise ValueError("not calls with keyword arguments")
-        arguments = {}
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                raise ValueError("not calls with keyword arguments")
-            arguments[keyword.arg] = _python_value(keyword.value)
-        calls.append(parsed_call({"name": ast.unparse(call.func), "arguments": arguments}))
-    return calls
+        arguments = {each.arg: _python_value(each.value) for each in call.keywords}
+        yield parsed_call({"name": ast.unparse(call.func), "arguments": arguments})
 
 
 _PYTHON_NAMES = {"true": True, "false": False, "null": None}
@@ -217,6 +204,10 @@ def _python_value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
     raise ValueError(f"not a JSON value: {ast.unparse(node)}")
+
+
+def tool_names(tools: Tools) -> set[str]:
+    return {str((tool.get("function") or {}).get("name")) for tool in tools}
 
 
 def parsed_call(value: Any, own_id: Any = None) -> ToolCall:
@@ -273,7 +264,8 @@ def _typed(text: str, schema: Any) -> Any:
         value = _json(text)
     except ValueError:
         return _PYTHON_CONSTANTS.get(text.strip(), text)
-    return text if "string" in types and not _is_of(value, types - {"string"}) else value
+    is_of_another = any(type(value) in _JSON_TYPES.get(name, ()) for name in types - {"string"})
+    return text if "string" in types and not is_of_another else value
 
 
 _PYTHON_CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
@@ -286,10 +278,6 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "string": (str,),
 }
-
-
-def _is_of(value: Any, types: set[str]) -> bool:
-    return any(type(value) in _JSON_TYPES.get(name, ()) for name in types)
 
 
 def schema_types(schema: Any) -> set[str]:

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from yarl import URL
 
 from insitu.builder import Builder
@@ -32,7 +32,7 @@ from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
-from insitu.schemas.components import FunctionBaseConfig, LLMRef
+from insitu.schemas.components import Block, FunctionBaseConfig, LLMRef
 from insitu.wire.child_process import describe_exit
 from insitu.wire.connection import read_at_most
 from insitu.wire.json_values import json_form, json_path, value_at
@@ -49,10 +49,7 @@ _LINE_BREAK = re.compile(r"[\r\n\0]")
 
 
 def _check_path(text: str) -> str:
-    try:
-        json_path(text, "answer")
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    json_path(text, "answer")  # raises ConfigError, which is a ValueError
     return text
 
 
@@ -119,10 +116,8 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
         return {"limits": "of all processes of an episode"}
 
 
-class ModelUrl(BaseModel):
+class ModelUrl(Block):
     """The places of a request in which the service expects its model's URL."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     body: str | None = None
     """A key of `body`, such as `url`, `options.model.url` or `items[0].url`."""
@@ -205,9 +200,8 @@ async def new_gateway(config: ExternalConfig, builder: Builder) -> Gateway:
 
 def environment(endpoint: EpisodeEndpoint, config: ProgramConfig) -> dict[str, str]:
     """The variables of the verifier, and those of the official clients' endpoint."""
-    no_proxy = ",".join(
-        filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), URL(endpoint.address).host))
-    )
+    without_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    no_proxy = ",".join(filter(None, (without_proxy, URL(endpoint.address).host)))
     return {
         "OPENAI_BASE_URL": endpoint.openai_url,
         "OPENAI_API_BASE": endpoint.openai_url,

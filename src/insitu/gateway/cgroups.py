@@ -6,18 +6,19 @@ https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admi
 import errno
 import itertools
 import os
-import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from insitu.disk.memory import numbers
+
 _PREFIX = "insitu-"
 _OWN_PROCESSES = 4
 """Processes besides the program's: a shell that becomes bubblewrap, its two, and the sandbox."""
 _REMOVAL_SECONDS = 2.0
-_numbers = itertools.count(1)
+_serials = itertools.count(1)
 
 
 class _Version(NamedTuple):
@@ -29,7 +30,8 @@ class _Version(NamedTuple):
     killed: str
     """It counts, as `oom_kill`, the processes that were killed for memory."""
     usage: str
-    """It begins with the processor time."""
+    used: str
+    """The processor time in that file; "" if it has nothing else."""
     ticks: float
     """How many units of it are a second."""
 
@@ -40,9 +42,10 @@ _VERSIONS = (
         dict.fromkeys(("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"), 1),
         "memory.oom_control",
         "cpuacct.usage",
+        "",
         1e9,
     ),
-    _Version("cgroup2", {"memory.max": 1, "memory.swap.max": 0}, "memory.events", "cpu.stat", 1e6),
+    _Version("cgroup2", {"memory.max": 1, "memory.swap.max": 0}, "memory.events", "cpu.stat", "usage_usec", 1e6),
 )
 
 
@@ -75,7 +78,7 @@ class Cgroup(NamedTuple):
 
     def new(self, memory: int | None, processes: int) -> Self:
         """Creates a group in this one for the processes of an episode. Raises OSError."""
-        name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        name = f"{_PREFIX}{os.getpid()}-{next(_serials)}"
         group = self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
         try:
             for folder in group._folders():
@@ -100,11 +103,11 @@ class Cgroup(NamedTuple):
 
     def exceeded(self, cpu_seconds: float | None) -> str | None:
         """The limit that the processes have met."""
-        if _counter(self.pids / "pids.events", "max"):
+        if numbers(self.pids / "pids.events").get("max"):
             return "processes"
-        if _counter(self.memory / self.version.killed, "oom_kill"):
+        if numbers(self.memory / self.version.killed).get("oom_kill"):
             return "memory"
-        used = _counter(self.usage / self.version.usage, "(?:usage_usec)?") / self.version.ticks
+        used = numbers(self.usage / self.version.usage).get(self.version.used, 0) / self.version.ticks
         return "cpu_seconds" if cpu_seconds is not None and used > cpu_seconds else None
 
     def remove(self) -> None:
@@ -122,13 +125,6 @@ class Cgroup(NamedTuple):
                     if error.errno != errno.EBUSY:
                         break
                     time.sleep(0.005)
-
-
-def _counter(file: Path, key: str) -> int:
-    with suppress(FileNotFoundError):
-        if found := re.search(rf"^{key} ?(\d+)$", file.read_text(), re.MULTILINE):
-            return int(found[1])
-    return 0
 
 
 def _folder(proc: Path, version: _Version, file: str) -> Path:

@@ -1,15 +1,16 @@
 """The endpoint of an episode: its address, what its dialects remember, and how much it may send."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from insitu.capture.ledger import CallLedger, CallSite
 from insitu.errors import BackendUnavailable, InsituError, RequestRefused, WorkflowError
 from insitu.formats.dialects import Dialect
 from insitu.gateway.proxy import MAX_BODY
+from insitu.wire.paced_connections import Pace
 
 MAX_REQUESTS = 256
 """Requests that an episode may have at once."""
@@ -20,20 +21,6 @@ MAX_RECORDED = 2**30
 RATE, BURST = 100.0, 1000
 """Requests a second of an episode, whatever they ask for, once it has made so many: further ones wait their turn, so
 that an agent that floods the gateway holds up itself and not its neighbours."""
-
-
-class Pace:
-    """Lets `rate` requests pass a second, after `burst` at once: the generic cell rate algorithm (ITU-T I.371)."""
-
-    def __init__(self, rate: float = RATE, burst: int = BURST) -> None:
-        self._rate, self._burst = rate, burst
-        self._next = 0.0
-
-    async def wait(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._next = max(self._next, now) + 1 / self._rate
-        if (ahead := self._next - now - self._burst / self._rate) > 0:
-            await asyncio.sleep(ahead)
 
 
 @dataclass
@@ -50,7 +37,7 @@ class EpisodeEndpoint:
     """Why the latest call failed, if the model's server was at fault."""
     sessions: list[str] = field(default_factory=list, repr=False)
     """Values of `X-Session-ID` that are this episode's; see `Gateway.add_session`."""
-    pace: Pace = field(default_factory=Pace, repr=False)
+    pace: Pace = field(default_factory=partial(Pace, RATE, BURST), repr=False)
     remembered: int = field(default=0, repr=False)
     """Bytes, of values in memory, of the longest request that a dialect may have kept: a small body may continue it."""
     _recorded: int = field(default=0, repr=False)

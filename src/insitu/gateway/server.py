@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import aiohttp
 import orjson
 from aiohttp import web
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from yarl import URL
 
 from insitu.capture.ledger import CallLedger, current_call_site
@@ -30,12 +30,14 @@ from insitu.capture.transport import client_timeout, new_session
 from insitu.errors import CaptureError, ConfigError, RequestRefused
 from insitu.formats.dialects import ChatTranslation, Dialect, Translation, dialects, translate
 from insitu.gateway import proxy
-from insitu.gateway.endpoint import EpisodeEndpoint, Pace
+from insitu.gateway.endpoint import BURST, RATE, EpisodeEndpoint
 from insitu.gateway.proxy import MAX_BODY, Route
+from insitu.schemas.components import Block
 from insitu.wire.addresses import authorized, http_url
 from insitu.wire.http_format import CHAT, COMPACT, JSON, retry_header
 from insitu.wire.http_server import listening, parse_body, read_body
 from insitu.wire.open_files import raise_file_limit
+from insitu.wire.paced_connections import Pace
 from insitu.wire.redaction import EPISODE_KEY, redact_bytes
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.llms import ModelClient
@@ -70,10 +72,8 @@ def _check_url(value: str) -> str:
 Address = Annotated[str, AfterValidator(_check_url)]
 
 
-class Upstream(BaseModel):
+class Upstream(Block):
     """An OpenAI-compatible server for unrecognised model names, and for other requests such as embeddings."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     base_url: Address
     """URL up to and including `/v1`."""
@@ -81,10 +81,8 @@ class Upstream(BaseModel):
     """API key."""
 
 
-class GatewayConfig(BaseModel):
+class GatewayConfig(Block):
     """Bind address and public URL of the gateway; by default, only this machine can reach it."""
-
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to bind; `0.0.0.0` binds all interfaces."""
@@ -130,7 +128,7 @@ class Gateway:
         self._ended: OrderedDict[bytes, tuple[str, weakref.ref[CallLedger]]] = OrderedDict()
         self._open = AsyncExitStack()
         self._session: aiohttp.ClientSession
-        self._unknown = Pace()
+        self._unknown = Pace(RATE, BURST)
         self.address = ""
         self.port = 0
         self._listeners = 0
@@ -210,7 +208,7 @@ class Gateway:
             key = request.match_info["key"]
             key = headers.get(_SESSION_HEADER, "") if key == _SESSIONS else key
             known = self._endpoints.get(_hashed(key))
-            await (self._unknown if known is None else known.pace).wait()
+            await (self._unknown if known is None else known.pace).turn()
             endpoint = self._find_endpoint(key)
             route = proxy.parse_route(request)
             dialect = dialects().get(route.text, dialect)

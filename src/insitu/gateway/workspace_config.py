@@ -7,14 +7,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from insitu.gateway.templates import check_placeholders, template_texts
+from insitu.schemas.components import Block
 
-_OPTIONS = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True, serialize_by_alias=True)
 
-
-class WorkspaceConfig(BaseModel):
+class WorkspaceConfig(Block):
     """The folder in which each episode starts: a copy of another one, or of a commit."""
 
-    model_config = _OPTIONS
+    model_config = ConfigDict(serialize_by_alias=True)
 
     source: str | None = Field(default=None, alias="copy", min_length=1)
     """Folder to copy, relative to the working directory or the YAML file; `{column}` is replaced by the row's value."""
@@ -44,10 +43,8 @@ class WorkspaceConfig(BaseModel):
         return self
 
 
-class Limits(BaseModel):
+class Limits(Block):
     """What the processes of an episode may use together, and each of its files; also those of its verifier."""
-
-    model_config = _OPTIONS
 
     processes: int = Field(default=512, ge=1)
     """Number of processes and threads."""

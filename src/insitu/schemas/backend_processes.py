@@ -3,9 +3,10 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+from insitu.schemas.components import Settings
+
 SET_BY_BACKEND = frozenset(
     {
         *("model", "served-model-name", "host", "port", "uds", "api-key", "enable-scale-out", "logprobs-mode"),
@@ -33,10 +34,8 @@ def memory_size(value: int | str) -> int:
 MemorySize = Annotated[int, BeforeValidator(memory_size, json_schema_input_type=int | str)]
 
 
-class LearnerOptions(BaseModel):
+class LearnerOptions(Settings):
     """The processes that train a model together, started by `torchrun`."""
-
-    model_config = _SETTINGS
 
     processes: int = Field(default=1, ge=1)
     """Processes on each machine. 1, on one machine: the backend's own process trains."""
@@ -69,10 +68,10 @@ class LearnerOptions(BaseModel):
         return self.processes * self.nodes
 
 
-class SamplerOptions(BaseModel):
+class SamplerOptions(Settings):
     """What samples: the backend's own process, or vLLM, which the backend starts unless it is at `addresses`."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True, frozen=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     kind: Literal["embedded", "vllm"] = Field(default="embedded", alias="_type")
     """`embedded`: the backend's own process. `vllm`: vLLM servers."""

@@ -43,6 +43,18 @@ def _is_block(field: FieldInfo | None) -> bool:
     return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
+class Block(BaseModel):
+    """A block of a file, or one within it, that nothing writes to. `config` refuses keys that it does not have."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
+
+
+class Settings(Block):
+    """Settings that also travel to a backend, which refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
 _frozen: WeakValueDictionary[int, BaseModel] = WeakValueDictionary()
 _copies: WeakValueDictionary[int, BaseModel] = WeakValueDictionary()
 """The frozen models, and the copies of models, by id. A mark in a model itself would be part of its contents."""
@@ -53,6 +65,13 @@ class WritableModel(BaseModel):
 
     Assigning to a field of a frozen one raises pydantic's ValidationError.
     """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_empty_blocks(cls, values: Any) -> Any:
+        return default_empty_blocks(cls, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self).model_fields and _frozen.get(id(self)) is self:
@@ -104,8 +123,6 @@ class TypedBaseModel(WritableModel):
     Unknown keywords are ignored in Python, which plugins rely on; `config` rejects unknown keys in YAML.
     """
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, validate_default=False)
-
     registered_name: ClassVar[str | None] = None
     ignores_unknown_keys: ClassVar[bool] = False
     """Whether a key of the block that does not exist is a warning, as files written for the toolkit may have some."""
@@ -115,11 +132,6 @@ class TypedBaseModel(WritableModel):
         super().__init_subclass__(**kwargs)
         if name is not None:
             cls.registered_name = name
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_empty_blocks(cls, values: Any) -> Any:
-        return default_empty_blocks(cls, values)
 
     def __await__(self) -> Generator[None, None, Self]:
         """Gives the block itself, so that `builder.get_trainer_config(name)` works with and without `await`."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from insitu.errors import ConfigError, not_found
-from insitu.schemas.components import WORKFLOW, FunctionBaseConfig, LLMBaseConfig, MayChange, TypedBaseModel
+from insitu.schemas.components import WORKFLOW, Block, FunctionBaseConfig, LLMBaseConfig, MayChange, TypedBaseModel
 from insitu.schemas.finetuning import FinetuneConfig, TrainerAdapterConfig, TrainerConfig
 from insitu.schemas.kinds import FUNCTION, LLM, TRAINER, TRAINER_ADAPTER, Kind
 
@@ -22,13 +22,10 @@ Moved = Mapping[Path, Path]
 """Folders that a run has moved aside, and where they are now."""
 MAX_NAME_BYTES = 200
 """Length of a name that becomes a file's or folder's; file systems allow 255 bytes."""
-_STRICT = ConfigDict(extra="ignore", use_attribute_docstrings=True, arbitrary_types_allowed=True, frozen=True)
 
 
-class GeneralConfig(BaseModel):
+class GeneralConfig(Block):
     """The section `general`."""
-
-    model_config = _STRICT
 
     seed: int = 0
     """Seed for dataset order, sampling, subsampling and, on CPU, training."""
@@ -46,19 +43,15 @@ class GeneralConfig(BaseModel):
     """Address to bind for `metrics_port`; one that other machines can connect to needs INSITU_METRICS_TOKEN."""
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Block):
     """The block `eval.general.output`."""
-
-    model_config = _STRICT
 
     dir: Path = Path(".tmp/insitu/eval")
     """Folder for the files of an evaluation, relative to the working directory."""
 
 
-class EvalGeneralConfig(BaseModel):
+class EvalGeneralConfig(Block):
     """The section `eval.general`."""
-
-    model_config = _STRICT
 
     max_concurrency: MayChange[int] = Field(default=8, ge=1)
     """Maximum number of episodes in flight."""

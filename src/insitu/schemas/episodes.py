@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -231,25 +232,11 @@ class PreferencePair:
     chosen: CandidateStep
     rejected: CandidateStep
 
-    @property
-    def example_id(self) -> str:
-        return self.chosen.example_id
-
-    @property
-    def turn_id(self) -> str:
-        return self.chosen.turn_id
-
-    @property
-    def prompt(self) -> list[dict[str, Any]] | str:
-        return self.chosen.prompt
-
-    @property
-    def chosen_response(self) -> str:
-        return self.chosen.response
-
-    @property
-    def rejected_response(self) -> str:
-        return self.rejected.response
+    example_id = property(attrgetter("chosen.example_id"))
+    turn_id = property(attrgetter("chosen.turn_id"))
+    prompt = property(attrgetter("chosen.prompt"))
+    chosen_response = property(attrgetter("chosen.response"))
+    rejected_response = property(attrgetter("rejected.response"))
 
     @property
     def score_diff(self) -> float:

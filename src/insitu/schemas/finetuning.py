@@ -9,13 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from insitu.schemas.components import (
-    BaseModelRegistryTag,
-    MayChange,
-    TypedBaseModel,
-    WritableModel,
-    default_empty_blocks,
-)
+from insitu.schemas.components import BaseModelRegistryTag, MayChange, TypedBaseModel, WritableModel
 from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.finetuning_parts import ALLOWED_REWARDS as ALLOWED_REWARDS
@@ -27,8 +21,6 @@ from insitu.schemas.finetuning_parts import ValidationConfig as ValidationConfig
 from insitu.schemas.finetuning_parts import parse_reward as parse_reward
 from insitu.schemas.finetuning_parts import signed as signed
 from insitu.schemas.training_jobs import KeepConfig
-
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 class TrainerConfig(TypedBaseModel, BaseModelRegistryTag):
@@ -124,8 +116,6 @@ class FinetuneRunConfig(RunRequest):
 class FinetuneConfig(WritableModel):
     """The section `finetuning`."""
 
-    model_config = _DOCUMENTED
-
     enabled: bool = False
     """Must be true for `insitu finetune` to run; with `model` it is unless it is set."""
     model: str | None = None
@@ -180,11 +170,6 @@ class FinetuneConfig(WritableModel):
         if isinstance(value, list) and (twice := sorted({str(name) for name in value if value.count(name) > 1})):
             raise ValueError(f"names {', '.join(twice)} twice")
         return [value] if isinstance(value, str) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_empty_blocks(cls, values: Any) -> Any:
-        return default_empty_blocks(cls, values)
 
     @model_validator(mode="after")
     def _names_when_enabled(self) -> Self:
@@ -328,8 +313,6 @@ class Trajectory(BaseModel):
 
 class TrajectoryCollection(BaseModel):
     """The groups of one epoch; each inner list holds the trajectories of one example."""
-
-    model_config = ConfigDict(extra="ignore")
 
     trajectories: list[list[Trajectory]]
     run_id: str

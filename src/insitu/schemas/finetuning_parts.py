@@ -8,9 +8,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from insitu.schemas.components import MayChange, WritableModel
 from insitu.schemas.parts import ShapePart
 
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True)
-
-
 MAX_REWARD = 1e30
 """Largest magnitude of a reward: squares and sums of larger ones overflow."""
 ALLOWED_REWARDS = f"from {-MAX_REWARD:g} to {MAX_REWARD:g}"
@@ -29,8 +26,6 @@ def signed(value: float, sign: int) -> float:
 
 class RewardFunctionConfig(WritableModel):
     """The evaluator that provides the reward, and the reward of failed episodes."""
-
-    model_config = _DOCUMENTED
 
     name: str
     """A key under `eval.evaluators`; `-NAME` if less is better: all rewards are then negated scores."""
@@ -67,8 +62,6 @@ class RewardFunctionConfig(WritableModel):
 class CurriculumLearningConfig(WritableModel):
     """Trains on the easiest examples first and adds the others step by step."""
 
-    model_config = _DOCUMENTED
-
     enabled: bool = False
     """Enables the curriculum."""
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
@@ -87,8 +80,6 @@ class CurriculumLearningConfig(WritableModel):
 
 class ValidationConfig(WritableModel):
     """A held-out dataset and when to evaluate it."""
-
-    model_config = _DOCUMENTED
 
     dataset: str | Path | None = None
     """File of held-out rows; the format follows from the suffix. None: the dataset of `config_file`."""
@@ -116,7 +107,7 @@ class ValidationConfig(WritableModel):
 class HubConfig(WritableModel):
     """Uploads checkpoints, as `insitu export` writes them, to the Hugging Face Hub while the run goes on."""
 
-    model_config = _DOCUMENTED | ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     repo: str
     """The model repository, `OWNER/NAME`, which is created if it does not exist."""

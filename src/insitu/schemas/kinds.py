@@ -5,15 +5,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 
 from insitu.errors import PluginError
-from insitu.schemas.components import (
-    DatasetBaseConfig,
-    ExecutorBaseConfig,
-    FunctionBaseConfig,
-    FunctionGroupBaseConfig,
-    LLMBaseConfig,
-    TTCStrategyBaseConfig,
-    TypedBaseModel,
-)
+from insitu.schemas import components
+from insitu.schemas.components import TypedBaseModel
 from insitu.schemas.evaluation import EvaluatorBaseConfig
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 
@@ -49,13 +42,13 @@ def _built_in() -> dict[str, dict[str, str]]:
     return modules
 
 
-LLM = Kind("llms", LLMBaseConfig)
-FUNCTION = Kind("functions", FunctionBaseConfig)
-FUNCTION_GROUP = Kind("function_groups", FunctionGroupBaseConfig)
+LLM = Kind("llms", components.LLMBaseConfig)
+FUNCTION = Kind("functions", components.FunctionBaseConfig)
+FUNCTION_GROUP = Kind("function_groups", components.FunctionGroupBaseConfig)
 EVALUATOR = Kind("eval.evaluators", EvaluatorBaseConfig, replaceable=True)
-DATASET = Kind("eval.general.dataset", DatasetBaseConfig)
-EXECUTOR = Kind("general.executor", ExecutorBaseConfig)
-TTC_STRATEGY = Kind("ttc_strategies", TTCStrategyBaseConfig)
+DATASET = Kind("eval.general.dataset", components.DatasetBaseConfig)
+EXECUTOR = Kind("general.executor", components.ExecutorBaseConfig)
+TTC_STRATEGY = Kind("ttc_strategies", components.TTCStrategyBaseConfig)
 TRAJECTORY_BUILDER = Kind("trajectory_builders", TrajectoryBuilderConfig)
 TRAINER_ADAPTER = Kind("trainer_adapters", TrainerAdapterConfig)
 TRAINER = Kind("trainers", TrainerConfig)

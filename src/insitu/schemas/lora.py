@@ -2,16 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from insitu.schemas.components import Settings
 
 
-class LoRASettings(BaseModel):
+class LoRASettings(Settings):
     """Trains low-rank adapters instead of all weights (Hu et al., arXiv:2106.09685).
 
     Keys may have the names that `peft.LoraConfig` gives them: `r`, `lora_alpha`, `use_rslora`, `init_lora_weights`.
     """
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
 
     rank: int = Field(default=16, ge=1, le=65536, validation_alias=AliasChoices("rank", "r"))
     """Rank of the two matrices whose product is added to each weight."""

@@ -15,10 +15,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class InvocationNode(BaseModel):
-    """One function invocation and the one that called it; the root is `root`."""
+class _OpenModel(BaseModel):
+    """Keeps unknown keys."""
 
     model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
+
+
+class InvocationNode(_OpenModel):
+    """One function invocation and the one that called it; the root is `root`."""
 
     function_id: str
     function_name: str
@@ -67,10 +71,8 @@ class IntermediateStepType(StrEnum):
     SPAN_END = "SPAN_END"
 
 
-class StreamEventData(BaseModel):
+class StreamEventData(_OpenModel):
     """Input and output of a step; unknown keys are kept."""
-
-    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     input: Any = None
     output: Any = None
@@ -87,29 +89,23 @@ class TTCEventData(StreamEventData):
     score: float | None = None
 
 
-class ToolDetails(BaseModel):
+class ToolDetails(_OpenModel):
     """A tool's name, description and parameters, a JSON Schema."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str
     description: str | None = None
     parameters: Any = None
 
 
-class ToolSchema(BaseModel):
+class ToolSchema(_OpenModel):
     """A tool as chat completions offer it to a model."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["function"] = "function"
     function: ToolDetails
 
 
-class TokenUsageBaseModel(BaseModel):
+class TokenUsageBaseModel(_OpenModel):
     """Tokens of a model call."""
-
-    model_config = ConfigDict(extra="allow")
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -118,10 +114,8 @@ class TokenUsageBaseModel(BaseModel):
     total_tokens: int = 0
 
 
-class TraceMetadata(BaseModel):
+class TraceMetadata(_OpenModel):
     """What a framework reports beyond input and output."""
-
-    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     chat_responses: Any = None
     chat_inputs: Any = None
@@ -134,10 +128,8 @@ class TraceMetadata(BaseModel):
     tools_schema: Any = None
 
 
-class UsageInfo(BaseModel):
+class UsageInfo(_OpenModel):
     """Tokens and model calls of a step."""
-
-    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
 
     token_usage: Any = None
     num_llm_calls: int = 0

@@ -16,22 +16,20 @@ The `Idempotency-Key` header identifies the job (run id and epoch): a key is tra
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from insitu.schemas.components import Settings
 from insitu.schemas.lora import LoRASettings
 from insitu.schemas.parts import PYTHON, Objective, Optimizer, Part, Reference, Schedule
 
-_SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Retention(BaseModel):
+class Retention(Settings):
     """The checkpoints that a backend keeps once a job has completed; it deletes the others.
 
     The latest version and those that a running request samples from are always kept.
     """
-
-    model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
     """Number of latest versions to keep."""
@@ -50,10 +48,8 @@ class Retention(BaseModel):
     since they are older."""
 
 
-class KeepConfig(BaseModel):
+class KeepConfig(Settings):
     """The checkpoints of a run to keep; the others are deleted after each training job."""
-
-    model_config = _SETTINGS
 
     last: int = Field(default=3, ge=1)
     """Number of latest versions to keep. The latest two are always kept. With `staleness: K` of the trainer: not less
@@ -83,10 +79,8 @@ def _check_range(bounds: tuple[float, float]) -> tuple[float, float]:
 RatioRange = Annotated[tuple[float, float], AfterValidator(_check_range)]
 
 
-class KLSettings(BaseModel):
+class KLSettings(Settings):
     """Penalty on the KL divergence from the starting weights."""
-
-    model_config = _SETTINGS
 
     beta: float = Field(default=0.0, ge=0)
     """Coefficient of the penalty; 0 disables it and saves the forward pass of the starting weights."""
@@ -111,10 +105,8 @@ class KLSettings(BaseModel):
         return self
 
 
-class LossSettings(BaseModel):
+class LossSettings(Settings):
     """Terms of the policy-gradient loss; `docs/reference/losses.md` has the formulas."""
-
-    model_config = _SETTINGS
 
     objective: Objective = "clip"
     """`clip`: PPO's clipped surrogate (arXiv:1707.06347). `cispo`: clipped importance weights (arXiv:2506.13585). Or a
@@ -171,10 +163,8 @@ class LossSettings(BaseModel):
         return [name for name in names if getattr(self, name) is not None]
 
 
-class DPOSettings(BaseModel):
+class DPOSettings(Settings):
     """Terms of the preference loss, `method: dpo` only."""
-
-    model_config = _SETTINGS
 
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio to the reference: the implicit reward of a completion is beta x (new - ref)."""
@@ -203,10 +193,8 @@ class DPOSettings(BaseModel):
         return self
 
 
-class KTOSettings(BaseModel):
+class KTOSettings(Settings):
     """Terms of the loss of unpaired desirable and undesirable episodes (arXiv:2402.01306), `method: kto` only."""
-
-    model_config = _SETTINGS
 
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio to the reference."""
@@ -344,8 +332,6 @@ class TrainingSettings(TrainingOptions):
 
 class JobState(BaseModel):
     """Response of `GET /v1/train/jobs/{id}`, and the data of each event."""
-
-    model_config = ConfigDict(extra="ignore")
 
     id: str
     status: Literal["pending", "running", "completed", "failed", "canceled"]

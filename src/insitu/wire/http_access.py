@@ -10,7 +10,7 @@ import hmac
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
@@ -51,7 +51,9 @@ class AccessPolicy:
 
         A token may be missing if only this machine can connect, or with `allow_anyone`.
         """
-        policy = cls(token, variable=variable, key=key)
+        machine = socket.gethostname()
+        names = {host, machine, machine.partition(".")[0], *allowed_hosts}
+        policy = cls(token, frozenset(name.lower().rstrip(".") for name in names), variable, key)
         if token is not None and not _TOKEN.fullmatch(token):
             problem = "empty" if not token else "not made of printable ASCII characters without spaces"
             raise ConfigError(f"{policy._token_name} is {problem}; give a token, or leave it unset")
@@ -61,9 +63,7 @@ class AccessPolicy:
                 + (", or give --insecure_no_auth to serve everyone who can" if key is None else "")
             )
         remember_secret(token)
-        machine = socket.gethostname()
-        names = {host, machine, machine.partition(".")[0], *allowed_hosts}
-        return replace(policy, hosts=frozenset(name.lower().rstrip(".") for name in names))
+        return policy
 
     @property
     def _token_name(self) -> str:

@@ -37,7 +37,7 @@ from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
 from insitu.wire.json_values import gc_paused
 from insitu.wire.open_files import raise_file_limit
-from insitu.wire.paced_connections import PacedConnection, Parsing
+from insitu.wire.paced_connections import BURST, SHARE, Pace, PacedConnection
 from insitu.wire.redaction import redact
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -106,7 +106,7 @@ async def listening(
     async with AsyncExitStack() as ending:
         ending.push_async_callback(runner.cleanup)
         if isinstance(address, socket.socket):
-            accept = partial(_accept, runner.server, connections, Parsing())
+            accept = partial(_accept, runner.server, connections, Pace(SHARE, BURST))
             served = await asyncio.get_running_loop().create_server(accept, sock=address, backlog=_BACKLOG)
             ending.callback(served.close)
             yield address.getsockname()[:2]
@@ -119,7 +119,7 @@ async def listening(
             yield runner.addresses[0][:2]
 
 
-def _accept(server: Any, most: Callable[[], int] | None, parsing: Parsing) -> asyncio.BaseProtocol:
+def _accept(server: Any, most: Callable[[], int] | None, parsing: Pace) -> Any:
     is_full = most is not None and len(server.connections) >= most()
     return _Full() if is_full else PacedConnection(server(), parsing)
 
@@ -312,8 +312,7 @@ def _libc_function(name: str) -> Callable[..., int] | None:
     """A function of glibc for changing its heap; None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
-    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    return function
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def idempotency_key(request: web.Request) -> str | None:

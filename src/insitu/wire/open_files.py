@@ -1,6 +1,7 @@
 """How many files and sockets this process may open."""
 
 import logging
+import resource
 import sys
 
 logger = logging.getLogger(__name__)
@@ -10,10 +11,6 @@ _WANTED_OPEN_FILES = 65536
 
 def raise_file_limit() -> int:
     """Allows this process many open files, or as many as the system lets it; returns how many."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return sys.maxsize
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     wanted = min(hard, _WANTED_OPEN_FILES)

@@ -14,23 +14,32 @@ BURST = 0.02
 """Seconds of parsing before that."""
 
 
-class Parsing:
-    """How long the connections of a listener, together, have been parsed: the generic cell rate algorithm."""
+class Pace:
+    """Lets `rate` units pass a second, after `burst` at once: the generic cell rate algorithm (ITU-T I.371)."""
 
-    _ahead_until = 0.0
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._ahead_until = 0.0
+
+    def spend(self, units: float, now: float) -> None:
+        self._ahead_until = max(self._ahead_until, now) + units / self._rate
 
     def wait(self, now: float) -> float:
-        """Seconds until the next is read."""
-        return max(0.0, self._ahead_until - now - BURST / SHARE)
+        """Seconds until more may pass."""
+        return max(0.0, self._ahead_until - now - self._burst / self._rate)
 
-    def spend(self, began: float, ended: float) -> None:
-        self._ahead_until = max(self._ahead_until, began) + (ended - began) / SHARE
+    async def turn(self) -> None:
+        """Waits until one more unit may pass."""
+        now = time.monotonic()
+        self.spend(1, now)
+        if (seconds := self.wait(now)) > 0:
+            await asyncio.sleep(seconds)
 
 
-class PacedConnection(asyncio.Protocol):
-    """Passes what comes to the protocol of a server, which has aiohttp's `_reading_paused` and `_buffer_paused`."""
+class PacedConnection:
+    """Is the protocol of a server, with aiohttp's `_reading_paused` and `_buffer_paused`, but for what it reads."""
 
-    def __init__(self, server: Any, parsing: Parsing) -> None:
+    def __init__(self, server: Any, parsing: Pace) -> None:
         self._server, self._parsing = server, parsing
         self._transport: Any = None
         self._unread = b""
@@ -39,18 +48,8 @@ class PacedConnection(asyncio.Protocol):
         self._transport = transport
         self._server.connection_made(transport)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._server.connection_lost(error)
-
-    def eof_received(self) -> bool | None:
-        kept: bool | None = self._server.eof_received()
-        return kept
-
-    def pause_writing(self) -> None:
-        self._server.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._server.resume_writing()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
 
     def data_received(self, data: bytes) -> None:
         began = time.monotonic()
@@ -60,7 +59,7 @@ class PacedConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_later(seconds, self._continue)
             return
         self._server.data_received(data)
-        self._parsing.spend(began, time.monotonic())
+        self._parsing.spend(time.monotonic() - began, began)
 
     def _continue(self) -> None:
         if self._transport.is_closing():
