@@ -6,20 +6,16 @@ from typing import Any
 
 from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder
-from insitu.collect.shared_run import builder_of_run
-from insitu.runs.store import RunStore
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
 )
-from insitu.training.checks import check_components
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
-from insitu.training.run import Run, Stage, check_collected
-from insitu.training.run_file import settings_of
+from insitu.training.run import Stage, check_collected, settings_of
 from insitu.training.schedule import LoopTrainerConfig, Schedule, check_sampled
 from insitu.training.selection import EpochSelections, EstimatingTrainer
 from insitu.training.validation import Validation
@@ -31,17 +27,11 @@ class LoopTrainer(EstimatingTrainer):
     A subclass names its `training.method`.
     """
 
-    method = "grpo"
-    run_prefix = "insitu_run"
     compared: str | None = None
     """What it compares over the rows of an epoch, so that a job can compute nothing before the epoch is complete."""
-    computes_advantages = False
-    """Whether it decides what each row weighs, so that the backend must not."""
 
     def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
-        super().__init__(trainer_config, **kwargs)
-        self._given_builder = builder or builder_of_run()
-        self._run = Run(self.run_prefix)
+        super().__init__(trainer_config, builder, **kwargs)
         self._config = trainer_config if isinstance(trainer_config, LoopTrainerConfig) else LoopTrainerConfig()
         self._stages: list[Stage] = []  # before the first epoch
         self.validation: Validation | None = None
@@ -49,8 +39,6 @@ class LoopTrainer(EstimatingTrainer):
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
-        check_components(self, self.method, computes_advantages=self.computes_advantages)
         self._schedule = Schedule(self._builder, trajectory_builder, self._run, self._config)
         self._schedule.check(self)
 
@@ -76,10 +64,7 @@ class LoopTrainer(EstimatingTrainer):
         validation failed.
         """
         self._num_epochs, run = num_epochs, self._run
-        with run.durable.recorded_end():
-            if not run.durable.continues:
-                await run.start(self, self._builder, self._settings(num_epochs))
-            run.durable.mark_running()
+        async with run.recorded(self, self._builder, self._settings(num_epochs)):
             try:
                 await self._before_epochs(num_epochs)
                 while run.progress.trains_further(num_epochs, self.run_config.validation):
@@ -90,10 +75,6 @@ class LoopTrainer(EstimatingTrainer):
             self.ended_early = run.progress.stop is not None
             await run.conclude(self.validation.best if self.validation is not None else None)
         return [*run.progress.jobs]
-
-    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Like `run`, which continues the run that `initialize` has opened."""
-        return await self.run(num_epochs)
 
     async def _before_epochs(self, num_epochs: int) -> None:
         """Validates the initial weights and runs the stages, unless an earlier process has done so."""
@@ -109,13 +90,13 @@ class LoopTrainer(EstimatingTrainer):
     async def _next_epoch(self, num_epochs: int) -> None:
         """Trains an epoch and makes its end the point from which the run continues; begins its validation if beside."""
         run, validation, stop = self._run, self.validation, None
-        epoch = run.durable.next_epoch
+        epoch = run.next_epoch
         with run.reported_failure(epoch, num_epochs):
             status = await self._complete_epoch(epoch, num_epochs)
         version = run.results[epoch].metrics["policy_version"]
         if validation is not None and validation.unbeaten is not None:
             stop = validation.end_early(epoch, num_epochs, await self._schedule.abandon())
-        await run.durable.commit(
+        await run.commit(
             epoch=epoch,
             policy_version=version,
             curriculum=CurriculumState(**self._curriculum_state),
@@ -149,9 +130,9 @@ class LoopTrainer(EstimatingTrainer):
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
         run, started = self._run, time.perf_counter()
-        whole = run.durable.may_be_submitted(epoch)
+        whole = run.may_be_submitted(epoch)
         async with self._epoch_selections.opened(epoch, run_id, whole=whole) as selection:
-            served = run.durable.served_before(epoch, await self.trainer_adapter.policy_endpoint())
+            served = run.served_before(epoch, await self.trainer_adapter.policy_endpoint())
             observers = [selection, *run.watches_rewards(self, epoch)]
             collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, observers)
             run.note_errors(epoch, collected)
@@ -162,7 +143,7 @@ class LoopTrainer(EstimatingTrainer):
             await run.record_selection(self, epoch, collected, estimated, time.perf_counter() - started)
             if not any(estimated.collection.trajectories):
                 return None
-            resumed = await run.durable.record_submission(epoch)
+            resumed = await run.record_submission(epoch)
             return await submit_once(self.trainer_adapter, estimated.collection, run.progress.policy_version, resumed)
 
     @cached_property
@@ -197,12 +178,4 @@ class LoopTrainer(EstimatingTrainer):
         try:
             await self._schedule.abandon()
         finally:
-            await self._run.close()
-
-    @property
-    def run_id(self) -> str:
-        return self._run.id
-
-    @property
-    def store(self) -> RunStore:
-        return self._run.store
+            await super().cleanup()

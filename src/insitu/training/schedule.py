@@ -82,7 +82,6 @@ class Schedule:
         self.teacher: Teach | None = None
         """Called with each scored episode."""
         self._builder, self._trajectory_builder, self._run = builder, trajectory_builder, run
-        self._durable = run.durable
         self._flights: dict[int, _Flight] = {}
         self._idle: IdleClock | None = None
         self._groups_in_flight: int | None = None
@@ -107,7 +106,7 @@ class Schedule:
                     self._flights[number] = self._begin(number, run_id, served)
             flight = self._flights[epoch]
             try:
-                files_of_epoch = GroupFiles(self._durable.store, epoch, flight.plan)
+                files_of_epoch = GroupFiles(self._run.store, epoch, flight.plan)
                 flight.held.release([Bar(self._run.report, flight.progress), files_of_epoch, *observers])
                 collection = await flight.task
             finally:
@@ -164,9 +163,9 @@ class Schedule:
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the epochs that are ahead."""
         for flight in self._flights.values():
-            earlier = self._durable.finished(flight.epoch)  # not all of them may have passed the collector again
+            earlier = self._run.finished(flight.epoch)  # not all of them may have passed the collector again
             episodes = {episode.key.member: episode for episode in (*earlier, *flight.held.episodes)}
-            yield from map(journal_record, episodes.values() if self._durable.store.keeps_token_ids else [])
+            yield from map(journal_record, episodes.values() if self._run.store.keeps_token_ids else [])
 
     async def abandon(self) -> int:
         """Cancels the epochs that are ahead; returns how many of their episodes have ended and are not trained."""
@@ -227,7 +226,7 @@ class Schedule:
 
     def _planned_version(self, epoch: int) -> int | None:
         """The version that was served after the last epoch before which this one does not begin."""
-        return self._durable.version_after(max(epoch - 1 - self.staleness, 0))
+        return self._run.version_after(max(epoch - 1 - self.staleness, 0))
 
     def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> _Flight:
         if self.staleness and self.pinned and served is not None:
@@ -235,7 +234,7 @@ class Schedule:
         plan = self._plan(epoch, run_id, served)
         progress, held, before = Progress(plan), Held(), self._flights.get(epoch - 1)
         known = {episode.key for episode in plan.finished} if plan is not None else ()
-        observers = [progress, held, Journal(self._durable.store, known)]
+        observers = [progress, held, Journal(self._run.store, known)]
 
         async def work() -> TrajectoryCollection:
             if before is not None:
@@ -251,19 +250,19 @@ class Schedule:
 
     def _plan(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> Plan | None:
         """The plan of an epoch, without the episodes that an earlier process has run as planned."""
-        durable = self._durable
-        known = KnownGroups(durable.store.path / files.GROUPS, 1 + self.staleness)
+        run = self._run
+        known = KnownGroups(run.store.path / files.GROUPS, 1 + self.staleness)
         plan = self._trajectory_builder.plan(run_id, epoch, known)
         if plan is None:
             return None
-        journal = durable.finished(epoch)
+        journal = run.finished(epoch)
         finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
-        if len(finished) < len(journal) and durable.progress.submitted_epoch == epoch:
+        if len(finished) < len(journal) and run.progress.submitted_epoch == epoch:
             raise ConfigError(
                 f"--resume: staleness is {self.staleness}, but the job of epoch {epoch} was submitted with "
                 "episodes of other weights: set staleness as it was until the epoch is complete"
             )
-        if not durable.may_be_submitted(epoch):  # those that the teacher did not score are played again
+        if not run.may_be_submitted(epoch):  # those that the teacher did not score are played again
             finished = [episode for episode in finished if episode.reason is not DropReason.TEACHER_ERROR]
         vocab_size = served.vocab_size if served is not None else None
         plan = replace(plan, finished=finished, vocab_size=vocab_size, teacher=self.teacher)

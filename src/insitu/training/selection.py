@@ -16,12 +16,12 @@ from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, esti
 from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.collect.collector import Observer
 from insitu.collect.conversations import collection_of
-from insitu.collect.shared_run import UsesBuilder
 from insitu.config.code import LoadedPart, call_with
 from insitu.errors import InsituError
-from insitu.schemas.finetuning import TrainerConfig, TrajectoryCollection
+from insitu.schemas.finetuning import TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.training.interfaces import ResumableTrainer, StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+from insitu.training.run import RunTrainer
 from insitu.training.schedule import LoopTrainerConfig
 from insitu.wire.endings import end_tasks
 
@@ -170,11 +170,11 @@ class EpochSelections:
             await stream.close()
 
 
-class EstimatingTrainer(UsesBuilder, ResumableTrainer):
+class EstimatingTrainer(RunTrainer):
     """Trainer that selects episodes; a subclass defines `select`, or the estimator that `select` uses."""
 
-    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
-        super().__init__(trainer_config, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
 
     def apply_curriculum_learning(

@@ -132,7 +132,7 @@ class WarmUp(NamedTuple):
         loss, seconds = f"{result['loss']:.4g}", f"{result['seconds']:.1f}"
         run.report.note(f"warm-up: {result['rows']} dialogues  loss {loss}  {seconds} s")
         run.store.write(files.WARM_UP, result | {"checkpoint": run.store.relative(result["checkpoint"])})
-        await run.durable.commit(warmed_up=True, policy_version=version)
+        await run.commit(warmed_up=True, policy_version=version)
 
 
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
