@@ -1,7 +1,6 @@
 """The built-in trajectory builder: the plan of each epoch, from its block of the file."""
 
 import asyncio
-import logging
 import random
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,8 +30,6 @@ from insitu.training.budget import BudgetConfig, EpochRows, KnownGroups, Planned
 from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer, TrajectoryBuilder
 from insitu.training.planned_builder import PlannedBuilder
 from insitu.workflow.steps import calls_of_steps
-
-logger = logging.getLogger(__name__)
 
 _REHEARSED_ROWS = 3
 
