@@ -195,6 +195,7 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
             episodes = await builder.get_trajectory_builder("episodes")
             await episodes.initialize(config.finetuning)
             run = Run("run")
+            run.state = state
             run.open_folder(folder, builder, {})
             _episodes.committed, _episodes.is_paused = run.progress.epoch, False
             schedule = Schedule(builder, episodes, run, LoopTrainerConfig(staleness=staleness))

@@ -144,13 +144,13 @@ def unshaped_reward_of(config: Config) -> tuple[str, int]:
     return reward_of(config)
 
 
-def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> EvalOutputItem:
-    """The scored item of the reward's evaluator, with negated scores if less is better."""
+def as_reward(item: EvalOutputItem, sign: int) -> EvalOutputItem:
+    """The scored item of the reward's evaluator, with negated scores if less is better (a `sign` of -1)."""
     score, _, _ = parse_score(item)
-    if reward is None or reward.sign > 0 or score is None:
+    if sign > 0 or score is None:
         return item
-    steps = item.step_scores and [signed(each, reward.sign) for each in item.step_scores]
-    return item.model_copy(update={"score": signed(score, reward.sign), "step_scores": steps})
+    steps = item.step_scores and [signed(each, sign) for each in item.step_scores]
+    return item.model_copy(update={"score": signed(score, sign), "step_scores": steps})
 
 
 def is_reward(value: float) -> bool:
@@ -177,12 +177,13 @@ def scores_by_row(output: EvalOutput, sign: int = 1) -> dict[str, list[float]]:
 class Scoring:
     """How the episodes of training are scored: by `evaluators`, of which the first is that of `reward`, if any.
 
-    `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the reward; None: its score. `shape`
-    changes the reward of an episode.
+    `sign` is that of `reward`. `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the
+    reward; None: its score. `shape` changes the reward of an episode.
     """
 
     evaluators: Sequence[str] = ()
     reward: RewardFunctionConfig | None = None
+    sign: int = 1
     limit: float | None = None
     compute_reward: Callable[[EvalOutputItem], Awaitable[float]] | None = None
     shape: Callable[[float, Episode, EvalInputItem], Awaitable[float]] | None = None
@@ -218,20 +219,20 @@ class Scorer:
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )
         items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
-        rewarding = items.pop(scoring.reward.evaluator) if scoring.reward is not None else None
+        rewarding = items.pop(name := scoring.evaluators[0]) if scoring.reward is not None else None
         for key, other in items.items():
             episode.scores[key], _, message = parse_score(other)
             if message is not None and key not in self.unscored:
                 self.unscored.add(key)
                 logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
-        if scoring.reward is None or rewarding is None:
+        if rewarding is None:
             return
         value, episode.reason, message = parse_score(rewarding)
-        episode.scores = {scoring.reward.evaluator: value, **episode.scores}
+        episode.scores = {name: value, **episode.scores}
         if value is None:
             episode.error = message
             return
-        rewarding = as_reward(rewarding, scoring.reward)
+        rewarding = as_reward(rewarding, scoring.sign)
         reward = float(rewarding.score) if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
         if scoring.shape is not None:
             try:

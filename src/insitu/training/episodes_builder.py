@@ -254,6 +254,7 @@ class EpisodesBuilder(PlannedBuilder):
             scoring=Scoring(
                 evaluators=[*dict.fromkeys((*([reward.evaluator] if reward is not None else ()), *monitored))],
                 reward=reward,
+                sign=reward.sign if reward is not None else 1,
                 limit=config.eval.scoring_limit(1),
                 compute_reward=self.compute_reward if computes_reward else None,
                 shape=partial(shaped, self.shape.function) if self.shape is not None else None,
@@ -332,5 +333,5 @@ class EpisodesBuilder(PlannedBuilder):
         """The scores of the evaluator that gives the reward: the configured one, or else the first."""
         reward = self.run_config.reward_function if self.run_config else None
         results = dict(output.evaluation_results)
-        name = reward.evaluator if reward else next(iter(results), "")
-        return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
+        name, sign = (reward.evaluator, reward.sign) if reward else (next(iter(results), ""), 1)
+        return [as_reward(item, sign) for item in results[name].eval_output_items] if name in results else []

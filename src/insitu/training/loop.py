@@ -1,31 +1,32 @@
 """The loop of the built-in trainers, read downwards: collect, select, submit, wait, validate, record."""
 
 import time
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from typing import Any
 
-from insitu.algorithms.selection import CurriculumState
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
+from insitu.config.code import LoadedPart, call_with
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
+    TrajectoryCollection,
 )
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
-from insitu.training.run import Stage, check_collected, settings_of
+from insitu.training.run import RunTrainer, Stage, check_collected, settings_of
 from insitu.training.schedule import LoopTrainerConfig, Schedule, check_sampled
-from insitu.training.selection import EpochSelections, EstimatingTrainer
+from insitu.training.selection import EpochSelections
 from insitu.training.validation import Validation
 
 
-class LoopTrainer(EstimatingTrainer):
-    """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last.
-
-    A subclass names its `training.method`.
-    """
+class LoopTrainer(RunTrainer):
+    """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last."""
 
     compared: str | None = None
     """What it compares over the rows of an epoch, so that a job can compute nothing before the epoch is complete."""
@@ -34,6 +35,7 @@ class LoopTrainer(EstimatingTrainer):
         super().__init__(trainer_config, builder, **kwargs)
         self._config = trainer_config if isinstance(trainer_config, LoopTrainerConfig) else LoopTrainerConfig()
         self._stages: list[Stage] = []  # before the first epoch
+        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self.validation: Validation | None = None
         self._num_epochs: int | None = None
 
@@ -76,6 +78,10 @@ class LoopTrainer(EstimatingTrainer):
             await run.conclude(self.validation.best if self.validation is not None else None)
         return [*run.progress.jobs]
 
+    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Like `run`, which continues the run that `initialize` has opened."""
+        return await self.run(num_epochs)
+
     async def _before_epochs(self, num_epochs: int) -> None:
         """Validates the initial weights and runs the stages, unless an earlier process has done so."""
         run = self._run
@@ -117,8 +123,7 @@ class LoopTrainer(EstimatingTrainer):
         try:
             status = await self._wait(epoch, ref) if ref is not None else None
             if self.validation is not None:
-                seconds = await self.validation.after(epoch, is_last=epoch == num_epochs)
-                metrics["seconds"]["validate"] = seconds
+                metrics["seconds"]["validate"] = await self.validation.after(epoch, is_last=epoch == num_epochs)
         finally:  # record the epoch even if its job or its validation fails
             metrics["seconds"] |= self._schedule.timings(metrics["seconds"].get("ahead", 0.0))
             self.log_progress(epoch, metrics)
@@ -129,38 +134,70 @@ class LoopTrainer(EstimatingTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
-        run, started = self._run, time.perf_counter()
+        run, started, streams = self._run, time.perf_counter(), self._streams
         whole = run.may_be_submitted(epoch)
-        async with self._epoch_selections.opened(epoch, run_id, whole=whole) as selection:
+        async with streams.opened(epoch, run_id, whole=whole) if streams is not None else nullcontext() as stream:
             served = run.served_before(epoch, await self.trainer_adapter.policy_endpoint())
-            observers = [selection, *run.watches_rewards(self, epoch)]
+            observers = [*([stream] if stream is not None else []), *run.watches_rewards(self, epoch)]
             collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, observers)
             run.note_errors(epoch, collected)
             check_collected(self, epoch, collected, run.store.folder)
             run.note_rewards(epoch, collected)
             check_sampled(self, collected.collection, collected.served, collected.oldest)
-            estimated = await selection.finish(self.apply_curriculum_learning(collected.collection, epoch))
+            taught = self.apply_curriculum_learning(collected.collection, epoch)
+            estimated = await stream.finish(taught) if stream is not None else self.select(taught)
             await run.record_selection(self, epoch, collected, estimated, time.perf_counter() - started)
             if not any(estimated.collection.trajectories):
                 return None
             resumed = await run.record_submission(epoch)
             return await submit_once(self.trainer_adapter, estimated.collection, run.progress.policy_version, resumed)
 
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
+
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows; a subclass defines it, or the estimator that it uses."""
+        metrics: dict[str, Any] = {}
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
+        for key, (function, _) in self._selections.items():
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
+            metrics |= own
+        estimated = estimate_epoch(collection, self._estimator)
+        return estimated._replace(metrics={**metrics, **estimated.metrics})
+
     @cached_property
-    def _epoch_selections(self) -> EpochSelections:
+    def _estimator(self) -> AdvantageEstimator:
+        raise NotImplementedError
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `select` depends on, for the header of the run."""
+        selections = [settings for _, settings in self._selections.values()]
+        return self._estimator.settings() | ({"selection": selections} if selections else {})
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
+
+    @cached_property
+    def _streams(self) -> EpochSelections | None:
+        if not self._config.stream:
+            return None
         compared = "finetuning.curriculum_learning" if self.curriculum_config.enabled else self.compared
         parts = self.trajectory_builder, self.trainer_adapter, self.select
-        return EpochSelections(*parts, self._config, compared=compared or next(iter(self._selections), None))
+        return EpochSelections(*parts, compared=compared or next(iter(self._selections), None))
 
     def _settings(self, num_epochs: int) -> dict[str, Any]:
-        own = self._selection_settings() | self._schedule.settings() | self._epoch_selections.settings
+        own = self._selection_settings() | self._schedule.settings()
+        own |= self._streams.settings if self._streams is not None else {}
         return settings_of(self, self._full_config, num_epochs, own)
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
         run, adapter, started = self._run, self.trainer_adapter, time.perf_counter()
         with run.report.phase(f"epoch {epoch}: training"), self._schedule.training():
-            status = await wait_for_job(adapter, ref, self._full_config)
+            status = await wait_for_job(adapter, ref, run.state.watchdog)
         run.results[epoch].add_job(status, time.perf_counter() - started)
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         version = run.note_version(epoch, status, await adapter.policy_endpoint())

@@ -17,7 +17,7 @@ from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
-from insitu.collect.shared_run import UsesBuilder, builder_of_run
+from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config import Config
 from insitu.config.resolved import resolved_config, without_secrets
 from insitu.disk.json_files import read_object
@@ -58,6 +58,9 @@ _REWARDS = ("avg_reward", "min_reward", "max_reward", "num_trajectories")
 class Run(ResumableRun):
     """What each built-in trainer has, and opens when it is initialized."""
 
+    state: RunState
+    """What its evaluations share; set by `open`."""
+
     def __init__(self, prefix: str) -> None:
         super().__init__(new_run_id(prefix))
         self.report = Report(Console(quiet=True))
@@ -79,6 +82,7 @@ class Run(ResumableRun):
     async def open(self, trainer: Trainer, builder: Builder, run_config: FinetuneConfig) -> None:
         """Opens the folder, after an earlier run in it was moved aside unless it is continued."""
         folder, adapter = Path(run_config.output_dir), trainer.trainer_adapter
+        self.state = run_of(builder)
         self.report = Report(builder.console)
         origin = await asyncio.to_thread(origin_of, builder, trainer.trajectory_builder, folder)
         self.report.notes(await asyncio.to_thread(self.open_folder, folder, builder, origin))
@@ -252,10 +256,6 @@ class RunTrainer(UsesBuilder, ResumableTrainer):
         await super().bind_components(trajectory_builder, trainer_adapter)
         self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
         check_components(self, self.method, computes_advantages=self.computes_advantages)
-
-    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Like `run`, which continues the run that `initialize` has opened."""
-        return await self.run(num_epochs)
 
     async def cleanup(self) -> None:
         await self._run.close()

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.capture.ledger import Activity
+from insitu.capture.ledger import Activity, calls_in_flight
 from insitu.collect.collector import Observer, Plan, Teach, collect_epoch, stray_completions
 from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import run_of
+from insitu.collect.shared_run import RunState
 from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.runs import files
 from insitu.runs.records import journal_record
@@ -109,9 +109,11 @@ class Schedule:
                 files_of_epoch = GroupFiles(self._run.store, epoch, flight.plan)
                 flight.held.release([Bar(self._run.report, flight.progress), files_of_epoch, *observers])
                 collection = await flight.task
+            except BaseException:  # re-raised
+                await end_tasks(flight.task)
+                raise
             finally:
                 del self._flights[epoch]
-                await end_tasks(flight.task)
         stray = stray_completions(self._builder).total()
         self._stray_before = stray if self.staleness else None  # what the next one leaves over begins here
         oldest = self._planned_version(epoch) if self.staleness and served is not None else None
@@ -135,10 +137,10 @@ class Schedule:
 
     def begin_epoch(self) -> None:
         """Starts the clocks of an epoch; without staleness nothing overlaps."""
-        run, self._groups_in_flight = run_of(self._builder), None
+        self._groups_in_flight = None
         if self._idle is None and self.staleness:
-            run.calls = run.calls or Activity()
-            self._idle = IdleClock(run.calls)
+            calls_in_flight.set(calls := Activity())
+            self._idle = IdleClock(calls)
         elif self._idle is not None:
             self._idle.begin()
 
@@ -148,7 +150,7 @@ class Schedule:
         if self._idle is None:
             yield
             return
-        in_flight = run_of(self._builder).episodes_in_flight
+        in_flight = self._run.state.episodes_in_flight
         self._groups_in_flight = sum(each.progress.incomplete_groups(in_flight) for each in self._flights.values())
         with self._idle.jobs.in_progress():
             yield
@@ -240,7 +242,7 @@ class Schedule:
             if before is not None:
                 await before.progress.all_begun.wait()
             try:
-                parts = self._trajectory_builder, plan, self._builder, observers
+                parts = self._trajectory_builder, plan, self._run.state, observers
                 return await collected(*parts, run_id=run_id, epoch=epoch)
             finally:
                 progress.all_begun.set()
@@ -274,7 +276,7 @@ class Schedule:
 async def collected(
     trajectories: TrajectoryBuilder,
     plan: Plan | None,
-    builder: Builder,
+    run: RunState,
     observers: Sequence[Observer],
     *,
     run_id: str,
@@ -285,8 +287,7 @@ async def collected(
     Trajectories that a plugin makes of messages get the calls behind them, and ids.
     """
     if plan is not None and not trajectories.collects_itself:
-        run = run_of(builder)
-        return await run.watchdog.watch(partial(collect_epoch, plan, builder, run, observers))
+        return await run.watchdog.watch(partial(collect_epoch, plan, run.builder, run, observers))
     if plan is not None:
         trajectories.expect(plan, observers)
     meta = {"epoch": epoch}

@@ -108,7 +108,6 @@ class WarmUp(NamedTuple):
 
     config: WarmUpConfig
     rows: list[TrainingRow]
-    full_config: Config
 
     def is_pending(self, progress: RunProgress) -> bool:
         return not progress.warmed_up
@@ -123,7 +122,7 @@ class WarmUp(NamedTuple):
                 ref = await adapter.submit_rows(self.rows, run.id, "sft", self.config.overrides())
             except RequestRefused as error:  # names the row: a dialogue that is too long, or that the template refuses
                 raise TrajectoryError(f"the warm-up on {self.config.rows} was refused: {error}") from error
-            status = await wait_for_job(adapter, ref, self.full_config)
+            status = await wait_for_job(adapter, ref, run.state.watchdog)
             check_completed("the warm-up", status)
             version = new_version(0, run.progress.policy_version, await adapter.policy_endpoint())
         keys, metadata = ("loss", "entropy", "tokens", "rows", "steps", "checkpoint"), status.metadata or {}
@@ -138,4 +137,4 @@ class WarmUp(NamedTuple):
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
     """The warm-up of the trainer that is being built. Raises ConfigError."""
     key = f"trainers.{name_being_built()}.sft.rows"
-    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key), config)
+    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key))

@@ -107,6 +107,9 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
         self._run.report.note(f"files: {self._run.store.folder}/")
         return [status]
 
+    async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
+        return await self.run(num_epochs)
+
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Collects the pairs, unless this run has them already, and submits the job."""
         resumed = self._run.progress.phase is not None
@@ -178,7 +181,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             status = await self.trainer_adapter.status(ref)
         else:
             with self._run.report.phase(f"waiting for {job_label(ref)}"):
-                status = await wait_for_job(self.trainer_adapter, ref, self._full_config, self._note)
+                status = await wait_for_job(self.trainer_adapter, ref, self._run.state.watchdog, self._note)
         self._write_final_metrics(status=status.status.value, job=status.metadata, message=status.message)
         if status.status is TrainingStatusEnum.CANCELED:
             problem = f"{job_label(status)} ended as canceled: {status.message or 'no reason given'}"
