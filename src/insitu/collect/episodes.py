@@ -225,7 +225,7 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
     episode = Episode(key, EpisodeStatus.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
     transient = False
     started = time.perf_counter()
-    with scope.activate(), doing(ledger.activity):
+    with scope, doing(ledger.activity):
         ran = await isolated(lambda: workflow.ainvoke(item.input_obj), options.timeout)
     error = ran.error
     if ran.timed_out:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -227,8 +227,16 @@ class Run(ResumableRun):
         self.report.end_run()
         await self.draw(last=True)
         self.report.summary(self.validations, best, self.store)
-        dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
-        _check_results(self.progress.jobs, self.validations, dropped, self._causes, self.store.folder)
+        if not self.progress.jobs:
+            dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
+            raise TrajectoryError(
+                f"no epoch trained anything: every group was dropped: {counts(dropped)} "
+                f"(per epoch: {self.store.folder / files.METRICS})" + "".join(f"; {cause}" for cause in self._causes)
+            )
+        if failed := [v for v in self.validations if "error" in v]:
+            raise InsituError(
+                f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
+            )
 
     async def close(self) -> None:
         """Draws the plot, also of a run that has failed, and unlocks the folder."""
@@ -280,25 +288,6 @@ class Stage(Protocol):
 
 def _version(endpoint: PolicyEndpoint | None) -> int | None:
     return endpoint.version if endpoint is not None else None
-
-
-def _check_results(
-    statuses: Sequence[TrainingJobStatus],
-    validations: Sequence[Mapping[str, Any]],
-    dropped: Mapping[str, int],
-    causes: Sequence[str],
-    folder: Path,
-) -> None:
-    """Raises TrajectoryError if no epoch trained, InsituError if a validation failed."""
-    if not statuses:
-        raise TrajectoryError(
-            f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-            f"(per epoch: {folder / files.METRICS})" + "".join(f"; {cause}" for cause in causes)
-        )
-    if failed := [v for v in validations if "error" in v]:
-        raise InsituError(
-            f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
-        )
 
 
 def check_collected(trainer: Trainer, epoch: int, collected: Collected, folder: Path) -> None:

@@ -54,7 +54,6 @@ class EpochStream(EpochSelection):
     ) -> None:
         super().__init__(select, streamed)
         self._adapter = adapter
-        self._episodes = streamed
         self._run_id, self._epoch = run_id, epoch
         self._parts = parts
         self._missing = Counter(parts.values())
@@ -63,7 +62,7 @@ class EpochStream(EpochSelection):
         self._sending: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), self._episodes)
+        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), self._streamed)
 
     def on_group(self, group: GroupRecord) -> None:
         """The last group of a part is sent with the others."""
@@ -108,15 +107,9 @@ class EpochSelections:
     """
 
     def __init__(
-        self,
-        builder: TrajectoryBuilder,
-        adapter: TrainerAdapter,
-        select: Select,
-        *,
-        compared: str | None,
+        self, builder: TrajectoryBuilder, adapter: TrainerAdapter, select: Select, *, compared: str | None
     ) -> None:
-        self._builder, self._adapter, self._select = builder, adapter, select
-        self._compared = compared
+        self._builder, self._adapter, self._select, self._compared = builder, adapter, select, compared
 
     @property
     def settings(self) -> dict[str, Any]:
