@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from insitu.advantages.credit import TrainedCalls, credited_function
@@ -177,16 +178,20 @@ def scores_by_row(output: EvalOutput, sign: int = 1) -> dict[str, list[float]]:
 class Scoring:
     """How the episodes of training are scored: by `evaluators`, of which the first is that of `reward`, if any.
 
-    `sign` is that of `reward`. `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the
-    reward; None: its score. `shape` changes the reward of an episode.
+    `limit` is in seconds per evaluator. `compute_reward` turns a scored item into the reward; None: its score. `shape`
+    changes the reward of an episode.
     """
 
     evaluators: Sequence[str] = ()
     reward: RewardFunctionConfig | None = None
-    sign: int = 1
     limit: float | None = None
     compute_reward: Callable[[EvalOutputItem], Awaitable[float]] | None = None
     shape: Callable[[float, Episode, EvalInputItem], Awaitable[float]] | None = None
+
+    @cached_property
+    def sign(self) -> int:
+        """-1 if less is better."""
+        return self.reward.sign if self.reward is not None else 1
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,8 @@ class Scorer:
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )
         items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
-        rewarding = items.pop(name := scoring.evaluators[0]) if scoring.reward is not None else None
+        name = scoring.evaluators[0]
+        rewarding = items.pop(name) if scoring.reward is not None else None
         for key, other in items.items():
             episode.scores[key], _, message = parse_score(other)
             if message is not None and key not in self.unscored:

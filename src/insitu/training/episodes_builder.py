@@ -254,7 +254,6 @@ class EpisodesBuilder(PlannedBuilder):
             scoring=Scoring(
                 evaluators=[*dict.fromkeys((*([reward.evaluator] if reward is not None else ()), *monitored))],
                 reward=reward,
-                sign=reward.sign if reward is not None else 1,
                 limit=config.eval.scoring_limit(1),
                 compute_reward=self.compute_reward if computes_reward else None,
                 shape=partial(shaped, self.shape.function) if self.shape is not None else None,

@@ -54,6 +54,7 @@ class EpochStream(EpochSelection):
     ) -> None:
         super().__init__(select, streamed)
         self._adapter = adapter
+        self._episodes = streamed
         self._run_id, self._epoch = run_id, epoch
         self._parts = parts
         self._missing = Counter(parts.values())
@@ -62,7 +63,7 @@ class EpochStream(EpochSelection):
         self._sending: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), self._streamed)
+        await self._adapter.open_job(self._run_id, self._epoch, len(self._missing), self._episodes)
 
     def on_group(self, group: GroupRecord) -> None:
         """The last group of a part is sent with the others."""
