@@ -155,6 +155,8 @@ class LoopTrainer(RunTrainer):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
         config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
         return apply_curriculum(trajectory_collection, config, state, epoch, seed)
 
