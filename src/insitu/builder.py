@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
@@ -39,8 +38,6 @@ from insitu.schemas.kinds import (
     TTC_STRATEGY,
     Kind,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def _adder(kind: Kind) -> Callable[["Builder", str, TypedBaseModel], Awaitable[Any]]:

@@ -468,7 +468,7 @@ def test_a_planned_version_gets_the_requests_to_the_policy_and_no_others() -> No
         assert exchange is not None
         return str(json.loads(exchange.content)["model"])
 
-    with scope.activate():
+    with scope:
         assert requested("http://localhost:8700/v1/", "policy") == "policy@3"
         assert requested("http://127.0.0.1:8700/v1", "judge") == "judge"
         assert requested("http://127.0.0.1:8701/v1", "policy") == "policy"

@@ -12,7 +12,7 @@ from factories import digits_project, read_lines, write_rows
 from fake_openai import FakeOpenAI
 from processes import HANGS, run_project, start_project
 
-from insitu.config import Config, EvalGeneralConfig
+from insitu.collect.watchdog import Watchdog
 from insitu.errors import Stalled
 from insitu.schemas.finetuning import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
 from insitu.training.jobs import wait_for_job
@@ -171,8 +171,7 @@ class Backend:
 
 
 async def test_a_job_that_makes_no_progress_gives_up() -> None:
-    config = Config(eval=EvalGeneralConfig(stall_timeout=0.2))
     ref = TrainingJobRef(run_id="r", backend="b", metadata={"job_id": "job-7"})
     said = rf"^{QUIET}training job job-7 \(started {SECONDS} ago; running at 40 % for {SECONDS}\); gave up after"
     with pytest.raises(Stalled, match=said):
-        await wait_for_job(Backend(moves=10**9), ref, config)
+        await wait_for_job(Backend(moves=10**9), ref, Watchdog(None, 0.2))

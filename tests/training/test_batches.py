@@ -195,15 +195,15 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
             episodes = await builder.get_trajectory_builder("episodes")
             await episodes.initialize(config.finetuning)
             run = Run("run")
-            durable = run.durable
-            durable.open(folder, builder, {})
-            _episodes.committed, _episodes.is_paused = durable.progress.epoch, False
+            run.state = state
+            run.open_folder(folder, builder, {})
+            _episodes.committed, _episodes.is_paused = run.progress.epoch, False
             schedule = Schedule(builder, episodes, run, LoopTrainerConfig(staleness=staleness))
             try:
-                if not durable.continues:
-                    durable.store.write(files.RUN, {"run_id": "run", "config": resolved_config(config)})
-                    await durable.commit(run_id="run", policy_version=0)
-                for epoch in range(durable.next_epoch, EPOCHS + 1):
+                if not run.continues:
+                    run.store.write(files.RUN, {"run_id": "run", "config": resolved_config(config)})
+                    await run.commit(run_id="run", policy_version=0)
+                for epoch in range(run.next_epoch, EPOCHS + 1):
                     served = replace(endpoint, version=epoch - 1) if staleness else None
                     batch = await schedule.collect(epoch, "run", served, EPOCHS)
                     collected.append(epoch)
@@ -211,14 +211,14 @@ async def train(config: Config, staleness: int, order: Order, collected: list[in
                     await turns(order.job * IDLE)
                     ahead = {member for member in journaled(folder) if member[0] > epoch}
                     _episodes.is_paused = order.job == 0
-                    await durable.commit(epoch=epoch, policy_version=epoch, journal=schedule.journal())
+                    await run.commit(epoch=epoch, policy_version=epoch, journal=schedule.journal())
                     _episodes.committed, _episodes.is_paused = epoch, False
                     assert ahead <= journaled(folder), "nothing that was recorded is lost"
                     assert _episodes.held(lambda number, last=epoch: number <= last) == 0
                     assert _episodes.held(lambda number: True) <= staleness * PER_EPOCH
             finally:
                 await schedule.abandon()
-                durable.close()
+                run.unlock()
                 closed = sizes(folder)
                 await turns(2 * IDLE)  # other components are closed
                 assert sizes(folder) == closed, "no episode is written after the end"

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from insitu.agents.python import binder
 from insitu.api.results import Evaluation, Run
-from insitu.api.settings import KEYS, Project
+from insitu.api.settings import Project
 from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
 from insitu.config import SECTIONS, Config, check_config
@@ -87,16 +87,8 @@ def finetune(
     Works in a script, and in a notebook, whose event loop runs already. Raises InsituError, as the command line would
     report it: ConfigError before anything is started.
     """
-    keywords = {name: value for name, value in locals().items() if name in KEYS}
-    caller = sys._getframe(1).f_globals
-    stop_import(str(caller.get("__name__")))
-    _check_keywords(finetune, sections)
-    _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": train, "model": model}, url)
-    project = _project(agent, score, config, caller, framework, reward)
-    _set_external(project, agent, url, sections.get("workflow"))
-    output = set_output(project, "finetuning.output_dir", output_dir, f"runs/{_name_of(agent)}")
+    project, output = _project(finetune, locals(), "train", "finetuning.output_dir", "runs")
     project.set("finetuning.enabled", True)
-    project.set_keywords(keywords)
     set_tiny_training(project, config, sections)
     train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))  # read twice
     checked = partial(checked_settings, project, ("train", train), held_out, sections)
@@ -130,15 +122,7 @@ def evaluate(
     The other parameters are those of `finetune`. `checkpoint` is a folder of weights, or a run's directory (its best
     weights). Raises InsituError if nothing could be scored, ConfigError before anything is started.
     """
-    keywords = {name: value for name, value in locals().items() if name in KEYS}
-    caller = sys._getframe(1).f_globals
-    stop_import(str(caller.get("__name__")))
-    _check_keywords(evaluate, sections)
-    _check_complete(config, sections, {"an agent": agent, "a score": score, "rows": rows, "model": model}, url)
-    project = _project(agent, score, config, caller, framework, None)
-    _set_external(project, agent, url, sections.get("workflow"))
-    output = set_output(project, "eval.general.output_dir", output_dir, f"evaluations/{_name_of(agent)}")
-    project.set_keywords(keywords)
+    project, output = _project(evaluate, locals(), "rows", "eval.general.output_dir", "evaluations")
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
     with errors_in_words(project, project.keywords()):
@@ -163,18 +147,31 @@ def errors_in_words(project: Project, names: Mapping[str, str]) -> Iterator[None
 
 
 def _project(
-    agent: Any, score: Any, config: Any, caller: Mapping[str, Any], framework: str | None, reward: str | None
-) -> Project:
-    """The settings that training and evaluating share."""
+    call: Callable[..., Any], arguments: Mapping[str, Any], rows: str, output_key: str, parent: str
+) -> tuple[Project, Path]:
+    """The settings of a call with these arguments, and the output folder, by default in `parent`.
+
+    `rows` is the keyword of its rows. For `finetune` and `evaluate` alone: the caller is theirs.
+    """
+    caller = sys._getframe(2).f_globals
+    stop_import(str(caller.get("__name__")))
+    config, agent, score, url = (arguments[name] for name in ("config", "agent", "score", "url"))
+    sections, framework, reward = arguments["sections"], arguments["framework"], arguments.get("reward")
+    _check_keywords(call, sections)
+    given = {"an agent": agent, "a score": score, "rows": arguments[rows], "model": arguments["model"]}
+    _check_complete(config, sections, given, url)
     remember_environment(os.environ)
     project = Project.of(config, caller)
     if agent is not None:
-        _set_agent(project, agent, framework, caller)
+        project.settings["workflow"] = agent_block(agent, project.code(agent, caller), framework, project.student)
     if score is not None:
         _set_scores(project, score, reward, caller)
     elif reward is not None:
         project.set("finetuning.reward_function.name", reward)
-    return project
+    _set_external(project, agent, url, sections.get("workflow"))
+    output = set_output(project, output_key, arguments["output_dir"], f"{parent}/{_name_of(agent)}")
+    project.set_keywords(arguments)
+    return project, output
 
 
 def _check_keywords(function: Callable[..., Any], sections: Mapping[str, Any]) -> None:
@@ -197,10 +194,6 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
     if config is None and missing:
         instead = " (in place of an agent: url= or workflow=, for a service or a program)" * ("an agent" in missing)
         raise ConfigError(f"{', '.join(missing)} must be given{instead}, or config, a file that names them")
-
-
-def _set_agent(project: Project, agent: Any, framework: str | None, caller: Mapping[str, Any]) -> None:
-    project.settings["workflow"] = agent_block(agent, project.code(agent, caller), framework, project.student)
 
 
 def agent_block(agent: Any, code: str, framework: str | None, student: str) -> dict[str, Any]:

@@ -213,7 +213,7 @@ class TrainedAgent(_Served[Any]):
         row = dict.fromkeys(self._question_columns, question) if row is None else row
         seed = secrets.randbits(63)
         try:
-            with EpisodeScope(seed=seed, input_message=question, row=row, temperature=temperature).activate():
+            with EpisodeScope(seed=seed, input_message=question, row=row, temperature=temperature):
                 return await self._ready.result().ainvoke(question)
         except asyncio.CancelledError:
             if (main := self._main.result()[1]) is None or not main.done():

@@ -90,7 +90,7 @@ class Project:
     def set_keywords(self, values: Mapping[str, Any]) -> None:
         """Sets the keys that the keywords of a call stand for, unless they are None."""
         for key, name in self.keywords().items():
-            if name in values:
+            if name in KEYS and name in values:
                 self.set(key, values[name])
 
     def keywords(self) -> dict[str, str]:

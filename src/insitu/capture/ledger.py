@@ -102,6 +102,8 @@ class CallSite(NamedTuple):
 OUTSIDE = CallSite(Invocation(ROOT_INVOCATION))
 current_call_site: ContextVar[CallSite] = ContextVar("insitu_call_site", default=OUTSIDE)
 """Concurrent tasks each have their own; a task started inside a function belongs to that function."""
+calls_in_flight: ContextVar["Activity | None"] = ContextVar("insitu_calls_in_flight", default=None)
+"""Measures when model calls of a run's episodes are in flight, or attempts at episodes in other processes."""
 SCORING = CallSite(Invocation(ROOT_INVOCATION), is_explicit=True)
 """The site of evaluators: their model calls belong to no episode, and are no mistake."""
 

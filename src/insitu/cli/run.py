@@ -39,7 +39,7 @@ async def _run(request: "RunRequest", text: str, checkpoint: Path | None) -> str
     async with Builder(config) as builder, serve_policy(builder):
         workflow = await builder.get_workflow()
         seed = EpisodeKey("run", 0, "input", 0).seed(config.general.seed)
-        with EpisodeScope(seed=seed, input_message=text).activate():
+        with EpisodeScope(seed=seed, input_message=text):
             try:
                 return str(await workflow.ainvoke(text, to_type=str))
             except InsituError:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
+    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -20,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -292,7 +293,7 @@ async def _run_episodes(
         if (episode := finished.get(key.member)) is not None:
             return episode
         ran += 1
-        slot = run.slot(key) if current_scope() is None else nullcontext()  # within an episode: that one's slot
+        slot = _slot(run, key) if current_scope() is None else nullcontext()  # within an episode: that one's slot
         with run.watchdog.waiting(key.label() + plan.purpose, lambda: "all max_concurrency slots are taken"):
             async with slot:
                 started = time.monotonic()
@@ -321,6 +322,17 @@ async def _run_episodes(
             name,
             ran,
         )
+
+
+@asynccontextmanager
+async def _slot(run: RunState, key: EpisodeKey) -> AsyncIterator[None]:
+    """Waits for a slot for an episode."""
+    async with run.episode_slots:
+        run.episodes_in_flight.add(key)
+        try:
+            yield
+        finally:
+            run.episodes_in_flight.discard(key)
 
 
 def _check_vocabulary(episode: Episode, plan: Plan) -> None:
@@ -381,4 +393,5 @@ async def run_limited(
             yield finished.result()
             start()
     finally:
-        await end_tasks(*running)
+        if running:
+            await end_tasks(*running)

@@ -19,8 +19,8 @@ from pydantic import ConfigDict
 
 from insitu.advantages.credit import credited_function
 from insitu.builder import Builder
-from insitu.capture.ledger import CallLedger
-from insitu.collect.shared_run import RunState, current_run
+from insitu.capture.ledger import CallLedger, calls_in_flight
+from insitu.collect.shared_run import RunState
 from insitu.collect.watchdog import doing
 from insitu.config import Config
 from insitu.errors import (
@@ -208,7 +208,7 @@ def in_process(workflow: Any) -> Attempt:
 
 
 async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-    item, run = item.own_copy(), current_run()  # all episodes of the row begin with the same
+    item = item.own_copy()  # all episodes of the row begin with the same
     scope = EpisodeScope(
         key=key,
         seed=key.seed(options.seed),
@@ -219,13 +219,13 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         needs=options.needs,
         target_functions=options.target_functions,
         sampled_from=options.sampled_from,
-        in_flight=run.calls if run is not None else None,
+        in_flight=calls_in_flight.get(),
     )
     ledger = scope.ledger
     episode = Episode(key, EpisodeStatus.OK, calls=scope.calls, steps=scope.steps, requested=ledger.requested)
     transient = False
     started = time.perf_counter()
-    with scope.activate(), doing(ledger.activity):
+    with scope, doing(ledger.activity):
         ran = await isolated(lambda: workflow.ainvoke(item.input_obj), options.timeout)
     error = ran.error
     if ran.timed_out:

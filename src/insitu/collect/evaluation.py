@@ -4,7 +4,6 @@ Validation is that of the held-out dataset with the current model, the same epis
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -41,8 +40,6 @@ from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.schemas.parts import load_named, names
 from insitu.wire.json_values import json_path
-
-logger = logging.getLogger(__name__)
 
 _generations = count()
 """Numbers the evaluations for training outside a finetuning run."""

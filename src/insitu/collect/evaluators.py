@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from insitu.advantages.credit import TrainedCalls, credited_function
@@ -144,13 +145,13 @@ def unshaped_reward_of(config: Config) -> tuple[str, int]:
     return reward_of(config)
 
 
-def as_reward(item: EvalOutputItem, reward: RewardFunctionConfig | None) -> EvalOutputItem:
-    """The scored item of the reward's evaluator, with negated scores if less is better."""
+def as_reward(item: EvalOutputItem, sign: int) -> EvalOutputItem:
+    """The scored item of the reward's evaluator, with negated scores if less is better (a `sign` of -1)."""
     score, _, _ = parse_score(item)
-    if reward is None or reward.sign > 0 or score is None:
+    if sign > 0 or score is None:
         return item
-    steps = item.step_scores and [signed(each, reward.sign) for each in item.step_scores]
-    return item.model_copy(update={"score": signed(score, reward.sign), "step_scores": steps})
+    steps = item.step_scores and [signed(each, sign) for each in item.step_scores]
+    return item.model_copy(update={"score": signed(score, sign), "step_scores": steps})
 
 
 def is_reward(value: float) -> bool:
@@ -187,6 +188,11 @@ class Scoring:
     compute_reward: Callable[[EvalOutputItem], Awaitable[float]] | None = None
     shape: Callable[[float, Episode, EvalInputItem], Awaitable[float]] | None = None
 
+    @cached_property
+    def sign(self) -> int:
+        """-1 if less is better."""
+        return self.reward.sign if self.reward is not None else 1
+
 
 @dataclass(frozen=True)
 class Scorer:
@@ -218,20 +224,21 @@ class Scorer:
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )
         items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
-        rewarding = items.pop(scoring.reward.evaluator) if scoring.reward is not None else None
+        name = scoring.evaluators[0]
+        rewarding = items.pop(name) if scoring.reward is not None else None
         for key, other in items.items():
             episode.scores[key], _, message = parse_score(other)
             if message is not None and key not in self.unscored:
                 self.unscored.add(key)
                 logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
-        if scoring.reward is None or rewarding is None:
+        if rewarding is None:
             return
         value, episode.reason, message = parse_score(rewarding)
-        episode.scores = {scoring.reward.evaluator: value, **episode.scores}
+        episode.scores = {name: value, **episode.scores}
         if value is None:
             episode.error = message
             return
-        rewarding = as_reward(rewarding, scoring.reward)
+        rewarding = as_reward(rewarding, scoring.sign)
         reward = float(rewarding.score) if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
         if scoring.shape is not None:
             try:

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from insitu.builder import Builder, builder_at_work
-from insitu.capture.ledger import Activity
 from insitu.collect.watchdog import Watchdog
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
@@ -33,8 +33,8 @@ class RunState:
     had to, or the server was restarted since that `time.monotonic()`. An outage may last longer than the agent's client
     retries, and must not use up the epoch's episodes. It raises BackendUnavailable if the server does not come back.
     `is_checked`: what runs the episodes has been reached before. `needs`: what the trainer adapter needs of a call.
-    `unscored` names evaluators that have failed to score an episode of training. `calls` measures when model calls of
-    episodes are in flight, or attempts at episodes in other processes. `episodes_in_flight` have one of the slots.
+    `unscored` names evaluators that have failed to score an episode of training. `episodes_in_flight` have one of the
+    slots.
     """
 
     builder: Builder
@@ -49,24 +49,15 @@ class RunState:
     is_checked: bool = False
     needs: Needs = Needs.TOKEN_IDS
     unscored: set[str] = field(default_factory=set)
-    calls: Activity | None = None
     episodes_in_flight: set[EpisodeKey] = field(default_factory=set)
 
     @classmethod
     def of(cls, builder: Builder, *, is_checked: bool = False) -> "RunState":
         """The state of a new run, in the running event loop."""
-        slots = asyncio.Semaphore(builder.config.max_concurrency)
-        return cls(builder, asyncio.get_running_loop(), slots, new_watchdog(builder.config), is_checked=is_checked)
-
-    @asynccontextmanager
-    async def slot(self, key: EpisodeKey) -> AsyncIterator[None]:
-        """Waits for a slot for this episode."""
-        async with self.episode_slots:
-            self.episodes_in_flight.add(key)
-            try:
-                yield
-            finally:
-                self.episodes_in_flight.discard(key)
+        config = builder.config
+        watchdog = Watchdog(config.eval.stall_warning, config.eval.stall_timeout)
+        slots = asyncio.Semaphore(config.max_concurrency)
+        return cls(builder, asyncio.get_running_loop(), slots, watchdog, is_checked=is_checked)
 
     def evaluates(self, request: EvaluationRunConfig) -> bool:
         """Whether an evaluation is of the run's own file, with the run's overrides or none."""
@@ -118,16 +109,15 @@ class UsesBuilder:
 
     _given_builder: Builder | None = None
 
-    @property
+    @cached_property
     def _builder(self) -> Builder:
-        if self._given_builder is None:
-            self._given_builder = builder_of_run()
-        if self._given_builder is None:
+        builder = self._given_builder or builder_of_run()
+        if builder is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is used outside a finetuning run: pass {name}(..., builder=...)")
-        return self._given_builder
+        return builder
 
-    @property
+    @cached_property
     def _full_config(self) -> Config:
         return self._builder.config
 
@@ -168,16 +158,6 @@ async def config_and_builder(
         loaded = replace(loaded, finetuning=run.builder.config.finetuning)
     async with Builder(loaded, parent=run.builder if run is not None else None) as own:
         yield loaded, own
-
-
-def new_watchdog(config: Config) -> Watchdog:
-    return Watchdog(config.eval.stall_warning, config.eval.stall_timeout)
-
-
-def watchdog_of(config: Config) -> Watchdog:
-    """The watchdog of the current finetuning run, or a new one."""
-    run = current_run()
-    return new_watchdog(config) if run is None else run.watchdog
 
 
 def _same_file(one: Any, other: Any) -> bool:

@@ -115,8 +115,9 @@ class Watchdog:
                     self._loop_ran_at = time.monotonic()
                     if not task.done():
                         self._check()
-        finally:
+        except BaseException:  # re-raised
             await end_tasks(task)  # also if this is cancelled just after it has failed
+            raise
         return task.result()
 
     def _check(self) -> None:

@@ -108,7 +108,7 @@ class Examination:
     def __init__(
         self, ready: ReadyRun, config: Config, plan: Plan, budget: Budget, scratch: Path, start: float
     ) -> None:
-        self._trainer, self._adapter, self._builder = ready.trainer, ready.adapter, ready.builder
+        self._state, self._builder, self._trainer, self._adapter = ready
         self._config = config
         self._budget = budget
         self._scratch = scratch
@@ -138,7 +138,7 @@ class Examination:
                     vocab_size = served.vocab_size if served is not None else None
                     plan = replace(plan, vocab_size=vocab_size, budget=None, teacher=teacher)  # groups are judged whole
                 played.plan = plan
-                collection = await collected(builder, plan, self._builder, [played], run_id=run_id, epoch=1)
+                collection = await collected(builder, plan, self._state, [played], run_id=run_id, epoch=1)
                 evidence.stray_completions = stray_completions(self._builder).total() - stray
         except TimeoutError:
             if not limit.expired():
@@ -205,7 +205,7 @@ class Examination:
         started = time.perf_counter()
         try:
             ref = await adapter.submit(evidence.selected)
-            status = await wait_for_job(adapter, ref, self._config)
+            status = await wait_for_job(adapter, ref, self._state.watchdog)
         except InsituError as error:
             evidence.job_problem = f"a training job on the episodes failed: {error}"
             return

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field
 
 from insitu.builder import Builder
+from insitu.capture.ledger import calls_in_flight
 from insitu.collect.episodes import Attempt, AttemptResult, EpisodeOptions, Executor, classify, fail
-from insitu.collect.shared_run import current_run
 from insitu.collect.watchdog import doing
 from insitu.errors import BackendUnavailable, EpisodeTimeout, RequestRefused, WorkflowError
 from insitu.registry import register_executor
@@ -58,7 +58,7 @@ class RemoteExecutor(Executor):
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
     ) -> AttemptResult:
         """One attempt at an opened workflow, made again with the same key if its service is lost."""
-        pool, run, lost, session = self.pool, current_run(), None, None
+        pool, calls, lost, session = self.pool, calls_in_flight.get(), None, None
         activity = pool.activity
         started, request = time.monotonic(), request_fields(item, key, options)
         error: Exception
@@ -70,7 +70,6 @@ class RemoteExecutor(Executor):
                             async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
                                 session = service.sessions[workflow]
                                 activity = partial(session.activity, number := session.new_number())
-                                calls = run.calls if run is not None else None
                                 with calls.in_progress() if calls is not None else nullcontext():
                                     answer = await session.attempt(number, request | {"policy": policy()})
                                 return read_result(key, answer)

@@ -182,7 +182,7 @@ class WorkflowService:
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:
-                with EpisodeScope(seed=secrets.randbits(63), input_message=given).activate():
+                with EpisodeScope(seed=secrets.randbits(63), input_message=given):
                     return _json(shaped(await workflow.ainvoke(given)))
 
         ran = await run_in_loop(self.loop, isolated(generate))

@@ -164,7 +164,9 @@ def training_records(
         dropped = drop_reasons.get(str(t.id)) or (t.metadata or {}).get("dropped")
         sides = sides_of(t)
         for side, episode, calls in sides:
-            record = records.setdefault(episode, _training_record(epoch, episode, dropped, {}) | {"sides": []})
+            record = records.setdefault(
+                episode, {"epoch": epoch, "episode": episode, "dropped": dropped, "advantages": {}, "sides": []}
+            )
             record["sides"].append({"side": side, "calls": calls, "dropped": dropped, **_pair(t, side)})
             record["dropped"] = record["dropped"] and dropped
         if sides:
@@ -172,18 +174,12 @@ def training_records(
         of_calls = by_id.get(t.id, {})
         by_token = {index: a for index, a in of_calls.items() if isinstance(a, list)}
         means = of_calls | {index: fmean(values) for index, values in by_token.items()}
-        records[str(t.id)] = _training_record(epoch, t.id, dropped, means)
+        records[str(t.id)] = {"epoch": epoch, "episode": t.id, "dropped": dropped, "advantages": means}
         records[str(t.id)] |= {"token_advantages": by_token} if by_token else {}
         if (label := labels.get(t.id)) is not None:
             calls = [t.calls[k].index for k in t.trained_calls]
             records[str(t.id)]["sides"] = [{"side": label, "calls": calls, "dropped": None}]
     return [*records.values()]
-
-
-def _training_record(
-    epoch: int, episode: str | None, dropped: str | None, advantages: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {"epoch": epoch, "episode": episode, "dropped": dropped, "advantages": advantages}
 
 
 def membership(episode: str, group: Mapping[str, Any]) -> int:

@@ -107,7 +107,7 @@ class ResumableRun:
             raise InsituError("the trainer has not been initialized")
         return self._store
 
-    def open(self, folder: Path, builder: Builder, origin: Mapping[str, Any]) -> list[str]:
+    def open_folder(self, folder: Path, builder: Builder, origin: Mapping[str, Any]) -> list[str]:
         """Opens the store of the run in `folder` with `--resume`, of a new run otherwise; returns what to report.
 
         A new run moves an earlier one aside. Raises ConfigError if the run cannot continue with this file.
@@ -141,7 +141,7 @@ class ResumableRun:
         notes = [f"run {progress.run_id} continues after epoch {progress.epoch}{more}"]
         return notes + [f"changed since the run was started: {change}" for change in changes]
 
-    def check_code(self, settings: Mapping[str, Any]) -> list[str]:
+    def changed_code(self, settings: Mapping[str, Any]) -> list[str]:
         """Compares the digests of the Python code in `settings` with those recorded; returns a sentence per change.
 
         Raises ConfigError for changes without `--force`.
@@ -173,7 +173,7 @@ class ResumableRun:
         """Whether an earlier process may have submitted the job of an epoch."""
         return self.progress.submitted_epoch == epoch
 
-    def check_served(self, version: int | None, *, warms_up: bool) -> None:
+    def check_version(self, version: int | None, *, warms_up: bool) -> None:
         """Raises BackendError unless the backend serves the weights the run had, or those of the job it then trained.
 
         That job is the warm-up, or that of the next epoch if it may have been submitted.
@@ -223,10 +223,10 @@ class ResumableRun:
         if self._submitted:
             return True
         self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
-        await asyncio.to_thread(self._write_progress)
+        await asyncio.to_thread(self.write_progress)
         return False
 
-    def _write_progress(self) -> None:
+    def write_progress(self) -> None:
         self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
     async def commit(self, *, journal: Iterable[Mapping[str, Any]] = (), **changes: Any) -> None:
@@ -236,7 +236,7 @@ class ResumableRun:
         store.append(PROGRESS_HISTORY, [EpochState.of(reached).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
-        await asyncio.to_thread(self._write_progress)
+        await asyncio.to_thread(self.write_progress)
         self._versions[reached.epoch] = reached.policy_version
         store.clear(JOURNAL)
         if later := [*journal]:
@@ -246,14 +246,9 @@ class ResumableRun:
     def enter(self, phase: Phase) -> None:
         """Records how far a run with a single job is. Waits for nothing: the job is not watched yet."""
         self.progress = self.progress.model_copy(update={"phase": phase})
-        self._write_progress()
+        self.write_progress()
 
-    def mark_running(self) -> None:
-        """Records that a run whose process had ended is in progress again."""
-        if self.continues:
-            self._write_progress()
-
-    def close(self) -> None:
+    def unlock(self) -> None:
         if self._store is not None:
             self._store.close()
 
@@ -275,7 +270,7 @@ class ResumableRun:
         message = None if error is None else describe_error(error)
         self.progress = self.progress.model_copy(update={"status": status, "error": message})
         try:
-            self._write_progress()
+            self.write_progress()
             self.store.record_event(status, epoch=self.progress.epoch, error=message)
         except InsituError as problem:  # must not mask what ended the run
             logger.error("%s", problem)

@@ -149,16 +149,12 @@ def read_details(run: Path) -> RunDetails:
     return RunDetails(
         summary=summary,
         resume=attempt(lambda: _where_it_continues(files), "cannot continue"),
-        settings=attempt(lambda: _given(files), {}),
+        settings=attempt(lambda: dict(leaves(files.settings(required=True).get("given", {}))), {}),
         events=files.readable(EVENTS, problems),
         epochs=files.readable(METRICS, problems),
         validations=attempt(files.validations, []),
         best=attempt(lambda: files.object(BEST), None),
     )
-
-
-def _given(files: RunReader) -> dict[str, Any]:
-    return dict(leaves(files.settings(required=True).get("given", {})))
 
 
 def _where_it_continues(files: RunReader) -> str:

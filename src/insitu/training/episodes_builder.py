@@ -1,7 +1,6 @@
 """The built-in trajectory builder: the plan of each epoch, from its block of the file."""
 
 import asyncio
-import logging
 import random
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,8 +30,6 @@ from insitu.training.budget import BudgetConfig, EpochRows, KnownGroups, Planned
 from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer, TrajectoryBuilder
 from insitu.training.planned_builder import PlannedBuilder
 from insitu.workflow.steps import calls_of_steps
-
-logger = logging.getLogger(__name__)
 
 _REHEARSED_ROWS = 3
 
@@ -335,5 +332,5 @@ class EpisodesBuilder(PlannedBuilder):
         """The scores of the evaluator that gives the reward: the configured one, or else the first."""
         reward = self.run_config.reward_function if self.run_config else None
         results = dict(output.evaluation_results)
-        name = reward.evaluator if reward else next(iter(results), "")
-        return [as_reward(item, reward) for item in results[name].eval_output_items] if name in results else []
+        name, sign = (reward.evaluator, reward.sign) if reward else (next(iter(results), ""), 1)
+        return [as_reward(item, sign) for item in results[name].eval_output_items] if name in results else []

@@ -13,9 +13,8 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from insitu.collect.shared_run import RunState, watchdog_of
+from insitu.collect.shared_run import RunState
 from insitu.collect.watchdog import Watchdog, seconds_since
-from insitu.config import Config
 from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError, BackendUnavailable, InsituError, JobFailed, JobLost, TrajectoryError, UnknownJob
 from insitu.schemas.finetuning import (
@@ -163,13 +162,15 @@ async def polled(what: str, request: Callable[[], Awaitable[T]], interval: float
 
 
 async def wait_for_job(
-    adapter: Any, ref: TrainingJobRef, config: Config, on_change: Callable[[TrainingJobStatus], None] = lambda _: None
+    adapter: Any,
+    ref: TrainingJobRef,
+    watchdog: Watchdog,
+    on_change: Callable[[TrainingJobStatus], None] = lambda _: None,
 ) -> TrainingJobStatus:
     """Returns the final status of a job. `on_change` is called with each status that differs from the one before.
 
-    Raises Stalled if the job makes no progress for `eval.general.stall_timeout`.
+    The `watchdog`, that of the run, raises Stalled if the job makes no progress for `eval.general.stall_timeout`.
     """
-    watchdog = watchdog_of(config)
     progress = _JobProgress(ref, watchdog, on_change)
     if type(adapter).wait_until_complete is JobAdapter.wait_until_complete:
         with watchdog.waiting(f"training {job_label(ref)}", progress.activity):

@@ -1,56 +1,46 @@
 """The loop of the built-in trainers, read downwards: collect, select, submit, wait, validate, record."""
 
 import time
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
 from typing import Any
 
-from insitu.algorithms.selection import CurriculumState
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.builder import Builder
-from insitu.collect.shared_run import builder_of_run
-from insitu.runs.store import RunStore
+from insitu.config.code import LoadedPart, call_with
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
+    TrajectoryCollection,
 )
-from insitu.training.checks import check_components
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
-from insitu.training.run import Run, Stage, check_collected
-from insitu.training.run_file import settings_of
+from insitu.training.run import RunTrainer, Stage, check_collected, settings_of
 from insitu.training.schedule import LoopTrainerConfig, Schedule, check_sampled
-from insitu.training.selection import EpochSelections, EstimatingTrainer
+from insitu.training.selection import EpochSelections
 from insitu.training.validation import Validation
 
 
-class LoopTrainer(EstimatingTrainer):
-    """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last.
+class LoopTrainer(RunTrainer):
+    """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last."""
 
-    A subclass names its `training.method`.
-    """
-
-    method = "grpo"
-    run_prefix = "insitu_run"
     compared: str | None = None
     """What it compares over the rows of an epoch, so that a job can compute nothing before the epoch is complete."""
-    computes_advantages = False
-    """Whether it decides what each row weighs, so that the backend must not."""
 
     def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
-        super().__init__(trainer_config, **kwargs)
-        self._given_builder = builder or builder_of_run()
-        self._run = Run(self.run_prefix)
+        super().__init__(trainer_config, builder, **kwargs)
         self._config = trainer_config if isinstance(trainer_config, LoopTrainerConfig) else LoopTrainerConfig()
         self._stages: list[Stage] = []  # before the first epoch
+        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self.validation: Validation | None = None
         self._num_epochs: int | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
-        check_components(self, self.method, computes_advantages=self.computes_advantages)
         self._schedule = Schedule(self._builder, trajectory_builder, self._run, self._config)
         self._schedule.check(self)
 
@@ -76,10 +66,7 @@ class LoopTrainer(EstimatingTrainer):
         validation failed.
         """
         self._num_epochs, run = num_epochs, self._run
-        with run.durable.recorded_end():
-            if not run.durable.continues:
-                await run.start(self, self._builder, self._settings(num_epochs))
-            run.durable.mark_running()
+        async with run.recorded(self, self._builder, self._settings(num_epochs)):
             try:
                 await self._before_epochs(num_epochs)
                 while run.progress.trains_further(num_epochs, self.run_config.validation):
@@ -109,13 +96,13 @@ class LoopTrainer(EstimatingTrainer):
     async def _next_epoch(self, num_epochs: int) -> None:
         """Trains an epoch and makes its end the point from which the run continues; begins its validation if beside."""
         run, validation, stop = self._run, self.validation, None
-        epoch = run.durable.next_epoch
+        epoch = run.next_epoch
         with run.reported_failure(epoch, num_epochs):
             status = await self._complete_epoch(epoch, num_epochs)
         version = run.results[epoch].metrics["policy_version"]
         if validation is not None and validation.unbeaten is not None:
             stop = validation.end_early(epoch, num_epochs, await self._schedule.abandon())
-        await run.durable.commit(
+        await run.commit(
             epoch=epoch,
             policy_version=version,
             curriculum=CurriculumState(**self._curriculum_state),
@@ -136,8 +123,7 @@ class LoopTrainer(EstimatingTrainer):
         try:
             status = await self._wait(epoch, ref) if ref is not None else None
             if self.validation is not None:
-                seconds = await self.validation.after(epoch, is_last=epoch == num_epochs)
-                metrics["seconds"]["validate"] = seconds
+                metrics["seconds"]["validate"] = await self.validation.after(epoch, is_last=epoch == num_epochs)
         finally:  # record the epoch even if its job or its validation fails
             metrics["seconds"] |= self._schedule.timings(metrics["seconds"].get("ahead", 0.0))
             self.log_progress(epoch, metrics)
@@ -148,38 +134,72 @@ class LoopTrainer(EstimatingTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
-        run, started = self._run, time.perf_counter()
-        whole = run.durable.may_be_submitted(epoch)
-        async with self._epoch_selections.opened(epoch, run_id, whole=whole) as selection:
-            served = run.durable.served_before(epoch, await self.trainer_adapter.policy_endpoint())
-            observers = [selection, *run.watches_rewards(self, epoch)]
+        run, started, streams = self._run, time.perf_counter(), self._streams
+        whole = run.may_be_submitted(epoch)
+        async with streams.opened(epoch, run_id, whole=whole) if streams is not None else nullcontext() as stream:
+            served = run.served_before(epoch, await self.trainer_adapter.policy_endpoint())
+            observers = [*([stream] if stream is not None else []), *run.watches_rewards(self, epoch)]
             collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, observers)
             run.note_errors(epoch, collected)
             check_collected(self, epoch, collected, run.store.folder)
             run.note_rewards(epoch, collected)
             check_sampled(self, collected.collection, collected.served, collected.oldest)
-            estimated = await selection.finish(self.apply_curriculum_learning(collected.collection, epoch))
+            taught = self.apply_curriculum_learning(collected.collection, epoch)
+            estimated = await stream.finish(taught) if stream is not None else self.select(taught)
             await run.record_selection(self, epoch, collected, estimated, time.perf_counter() - started)
             if not any(estimated.collection.trajectories):
                 return None
-            resumed = await run.durable.record_submission(epoch)
+            resumed = await run.record_submission(epoch)
             return await submit_once(self.trainer_adapter, estimated.collection, run.progress.policy_version, resumed)
 
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
+        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
+
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows; a subclass defines it, or the estimator that it uses."""
+        metrics: dict[str, Any] = {}
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
+        for key, (function, _) in self._selections.items():
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
+            metrics |= own
+        estimated = estimate_epoch(collection, self._estimator)
+        return estimated._replace(metrics={**metrics, **estimated.metrics})
+
     @cached_property
-    def _epoch_selections(self) -> EpochSelections:
+    def _estimator(self) -> AdvantageEstimator:
+        raise NotImplementedError
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `select` depends on, for the header of the run."""
+        selections = [settings for _, settings in self._selections.values()]
+        return self._estimator.settings() | ({"selection": selections} if selections else {})
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
+
+    @cached_property
+    def _streams(self) -> EpochSelections | None:
+        if not self._config.stream:
+            return None
         compared = "finetuning.curriculum_learning" if self.curriculum_config.enabled else self.compared
         parts = self.trajectory_builder, self.trainer_adapter, self.select
-        return EpochSelections(*parts, self._config, compared=compared or next(iter(self._selections), None))
+        return EpochSelections(*parts, compared=compared or next(iter(self._selections), None))
 
     def _settings(self, num_epochs: int) -> dict[str, Any]:
-        own = self._selection_settings() | self._schedule.settings() | self._epoch_selections.settings
+        own = self._selection_settings() | self._schedule.settings()
+        own |= self._streams.settings if self._streams is not None else {}
         return settings_of(self, self._full_config, num_epochs, own)
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:
         """Waits for the epoch's job, and verifies that the backend serves a new version of the weights."""
         run, adapter, started = self._run, self.trainer_adapter, time.perf_counter()
         with run.report.phase(f"epoch {epoch}: training"), self._schedule.training():
-            status = await wait_for_job(adapter, ref, self._full_config)
+            status = await wait_for_job(adapter, ref, run.state.watchdog)
         run.results[epoch].add_job(status, time.perf_counter() - started)
         check_completed(f"epoch {epoch}: training {job_label(ref)}", status)
         version = run.note_version(epoch, status, await adapter.policy_endpoint())
@@ -197,12 +217,4 @@ class LoopTrainer(EstimatingTrainer):
         try:
             await self._schedule.abandon()
         finally:
-            await self._run.close()
-
-    @property
-    def run_id(self) -> str:
-        return self._run.id
-
-    @property
-    def store(self) -> RunStore:
-        return self._run.store
+            await super().cleanup()

@@ -1,9 +1,9 @@
-"""A run as its trainer sees it: its folder, where it continues, its console, plot, warnings and figures."""
+"""A run as its trainer sees it: its folder and `run.json`, where it continues, its console, plot and figures."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
@@ -15,14 +15,31 @@ from rich.console import Console
 from insitu import __version__
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
+from insitu.collect.datasets import find_dataset
+from insitu.collect.evaluation import held_out_record
+from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
+from insitu.config import Config
+from insitu.config.resolved import resolved_config, without_secrets
+from insitu.disk.json_files import read_object
+from insitu.disk.model_files import downloaded, model_digest
 from insitu.errors import InsituError, TrajectoryError, install_command
 from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
 from insitu.runs.records import RunProgress, new_run_id, training_records
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
-from insitu.schemas.finetuning import FinetuneConfig, PolicyEndpoint, TrainingJobStatus
-from insitu.training.interfaces import GroupTrainer, PairTrainer, SingleJobTrainer, Trainer, TrainerAdapter
+from insitu.schemas.components import FunctionBaseConfig
+from insitu.schemas.finetuning import FinetuneConfig, PolicyEndpoint, TrainerConfig, TrainingJobStatus
+from insitu.training.checks import check_components
+from insitu.training.interfaces import (
+    GroupTrainer,
+    PairTrainer,
+    ResumableTrainer,
+    SingleJobTrainer,
+    Trainer,
+    TrainerAdapter,
+    TrajectoryBuilder,
+)
 from insitu.training.jobs import job_warnings, new_version
 from insitu.training.metrics import (
     EpochResult,
@@ -34,16 +51,18 @@ from insitu.training.metrics import (
 )
 from insitu.training.observers import Collected, FirstRewards
 from insitu.training.report import Report, counts
-from insitu.training.run_file import origin_of, run_record
 
 _REWARDS = ("avg_reward", "min_reward", "max_reward", "num_trajectories")
 
 
-class Run:
+class Run(ResumableRun):
     """What each built-in trainer has, and opens when it is initialized."""
 
+    state: RunState
+    """What its evaluations share; set by `open`."""
+
     def __init__(self, prefix: str) -> None:
-        self.durable = ResumableRun(new_run_id(prefix))
+        super().__init__(new_run_id(prefix))
         self.report = Report(Console(quiet=True))
         self.rewards: list[dict[str, Any]] = []
         """`reward_history.json`."""
@@ -60,20 +79,13 @@ class Run:
     def id(self) -> str:
         return self.progress.run_id
 
-    @property
-    def store(self) -> RunStore:
-        return self.durable.store
-
-    @property
-    def progress(self) -> RunProgress:
-        return self.durable.progress
-
     async def open(self, trainer: Trainer, builder: Builder, run_config: FinetuneConfig) -> None:
         """Opens the folder, after an earlier run in it was moved aside unless it is continued."""
         folder, adapter = Path(run_config.output_dir), trainer.trainer_adapter
+        self.state = run_of(builder)
         self.report = Report(builder.console)
         origin = await asyncio.to_thread(origin_of, builder, trainer.trajectory_builder, folder)
-        self.report.notes(await asyncio.to_thread(self.durable.open, folder, builder, origin))
+        self.report.notes(await asyncio.to_thread(self.open_folder, folder, builder, origin))
         self.store.keeps_token_ids = "token_ids" not in run_config.redact
         self.rewards = [*self.progress.rewards]
         plan = adapter.memory_plan()
@@ -89,13 +101,13 @@ class Run:
 
     def check_code(self, settings: Mapping[str, Any]) -> None:
         """Reports code of the settings that has changed since the run was started; raises ConfigError unless forced."""
-        self.report.notes(self.durable.check_code(settings))
+        self.report.notes(self.changed_code(settings))
 
     async def check_served(self, adapter: TrainerAdapter, *, trains_before: bool, epochs_ahead: int) -> None:
         """Raises BackendError or ConfigError if a run that continues needs weights that the backend does not have."""
-        if self.durable.continues:
-            self.durable.check_served(_version(await adapter.policy_endpoint()), warms_up=trains_before)
-            self.durable.check_versions(epochs_ahead)
+        if self.continues:
+            self.check_version(_version(await adapter.policy_endpoint()), warms_up=trains_before)
+            self.check_versions(epochs_ahead)
 
     async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
         """Records the settings of a new run, and plays one row."""
@@ -106,11 +118,21 @@ class Run:
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.id, settings)
         endpoint = await trainer.trainer_adapter.policy_endpoint()
-        await self.durable.commit(run_id=self.id, policy_version=_version(endpoint))
+        await self.commit(run_id=self.id, policy_version=_version(endpoint))
         with self.report.phase("playing one row before the first epoch"):
             problem = await trajectories.rehearse(self.id)
         if problem is not None:
             self.report.note(problem)
+
+    @asynccontextmanager
+    async def recorded(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> AsyncIterator[None]:
+        """Records that the run has started or continues, and how the body, which is the run, has ended."""
+        with self.recorded_end():
+            if self.continues:
+                self.write_progress()
+            else:
+                await self.start(trainer, builder, settings)
+            yield
 
     def warn(self, epoch: int, problem: str) -> None:
         """Reports what is wrong with an epoch, and records it with its metrics."""
@@ -205,8 +227,16 @@ class Run:
         self.report.end_run()
         await self.draw(last=True)
         self.report.summary(self.validations, best, self.store)
-        dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
-        _check_results(self.progress.jobs, self.validations, dropped, self._causes, self.store.folder)
+        if not self.progress.jobs:
+            dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
+            raise TrajectoryError(
+                f"no epoch trained anything: every group was dropped: {counts(dropped)} "
+                f"(per epoch: {self.store.folder / files.METRICS})" + "".join(f"; {cause}" for cause in self._causes)
+            )
+        if failed := [v for v in self.validations if "error" in v]:
+            raise InsituError(
+                f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
+            )
 
     async def close(self) -> None:
         """Draws the plot, also of a run that has failed, and unlocks the folder."""
@@ -214,7 +244,37 @@ class Run:
         try:
             await self.draw(last=True)
         finally:
-            self.durable.close()
+            self.unlock()
+
+
+class RunTrainer(UsesBuilder, ResumableTrainer):
+    """Trainer with a `Run`; a subclass names its `training.method`."""
+
+    method = "grpo"
+    run_prefix = "insitu_run"
+    computes_advantages = False
+    """Whether it decides what each row weighs, so that the backend must not."""
+
+    def __init__(self, trainer_config: TrainerConfig, builder: Builder | None = None, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
+        self._given_builder = builder or builder_of_run()
+        self._run = Run(self.run_prefix)
+
+    async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
+        await super().bind_components(trajectory_builder, trainer_adapter)
+        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
+        check_components(self, self.method, computes_advantages=self.computes_advantages)
+
+    async def cleanup(self) -> None:
+        await self._run.close()
+
+    @property
+    def run_id(self) -> str:
+        return self._run.id
+
+    @property
+    def store(self) -> RunStore:
+        return self._run.store
 
 
 class Stage(Protocol):
@@ -228,25 +288,6 @@ class Stage(Protocol):
 
 def _version(endpoint: PolicyEndpoint | None) -> int | None:
     return endpoint.version if endpoint is not None else None
-
-
-def _check_results(
-    statuses: Sequence[TrainingJobStatus],
-    validations: Sequence[Mapping[str, Any]],
-    dropped: Mapping[str, int],
-    causes: Sequence[str],
-    folder: Path,
-) -> None:
-    """Raises TrajectoryError if no epoch trained, InsituError if a validation failed."""
-    if not statuses:
-        raise TrajectoryError(
-            f"no epoch trained anything: every group was dropped: {counts(dropped)} "
-            f"(per epoch: {folder / files.METRICS})" + "".join(f"; {cause}" for cause in causes)
-        )
-    if failed := [v for v in validations if "error" in v]:
-        raise InsituError(
-            f"{len(failed)} validation(s) failed; the first, at epoch {failed[0]['epoch']}: {failed[0]['error']}"
-        )
 
 
 def check_collected(trainer: Trainer, epoch: int, collected: Collected, folder: Path) -> None:
@@ -264,3 +305,70 @@ def check_collected(trainer: Trainer, epoch: int, collected: Collected, folder: 
         + "; ".join([counts(collection.dropped), *first])
         + f" (all of them: {folder / files.EPISODES})"
     )
+
+
+def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what an epoch trains on, and how; `selection` are those of the trainer itself."""
+    builder, reward = trainer.trajectory_builder, trainer.run_config.reward_function
+    settings = {
+        "epochs": num_epochs,
+        "seed": config.general.seed,
+        **selection,
+        "on_failure": reward.on_failure if reward else None,
+    }
+    settings |= builder.settings() | trainer.trainer_adapter.serving_settings()
+    llms = {name: config.llm(name).request_settings() for name in sorted(config.trained_llms())}
+    if bridged := [name for name, llm in llms.items() if llm.get("token_bridge")]:
+        settings["token_bridge"] = bridged
+    for block in config.blocks.values():
+        settings |= block.run_settings() if isinstance(block, FunctionBaseConfig) else {}
+    if training := trainer.trainer_adapter.training_settings():
+        settings["training"] = without_secrets(training)
+    return settings
+
+
+def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: Path) -> dict[str, Any]:
+    """What later uses of the run in `folder` need to know: rows and model, which calls it trains, and where from."""
+    stored, config, finetuning = trajectory_builder.stored, builder.config, builder.config.finetuning
+    if stored is not None:
+        dataset = stored.files.settings().get("dataset")
+    else:
+        path = builder.request.dataset if builder.request is not None else None
+        has_rows = path is not None or config.eval.dataset is not None  # a plugin's builder may need none
+        dataset = find_dataset(config, path, builder.moved).record() if has_rows else None
+    llms, model = sorted(config.trained_llms()), finetuning.target_model
+    return {
+        "dataset": dataset,
+        "held_out": held_out_record(config, builder.moved),
+        "starting_model": _starting_model(folder),
+        "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
+        "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},
+    }
+
+
+def _starting_model(folder: Path) -> dict[str, str | None] | None:
+    """The model that the run's own backend started from, if it has one: with a digest, or its commit on the Hub."""
+    if not (record := folder / files.BACKEND_FOLDER / files.STARTED_FILE).is_file():
+        return None
+    model = Path(read_object(record)["model"])
+    if model.exists():
+        return {"file": str(model), "sha256": model_digest(model)}
+    snapshot = downloaded(str(model))
+    return {"file": str(model), "sha256": None, "commit": None if snapshot is None else snapshot.name}
+
+
+def run_record(
+    run_id: str, config: Config, planned: int | None, origin: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of `run.json`; `planned` is the number of episodes of an epoch, if known."""
+    source = Path(config.source)  # absolute, for commands that read the run in another directory
+    return {
+        "run_id": run_id,
+        "insitu": __version__,
+        "source": str(source.absolute()) if source.is_file() else str(source),
+        "episodes_per_epoch": planned,
+        "given": resolved_config(config, given=True),
+        **origin,
+        **settings,
+        "config": resolved_config(config),
+    }

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from insitu.builder import Builder
-from insitu.capture.ledger import Activity
+from insitu.capture.ledger import Activity, calls_in_flight
 from insitu.collect.collector import Observer, Plan, Teach, collect_epoch, stray_completions
 from insitu.collect.recovery import with_recovered_calls
-from insitu.collect.shared_run import run_of
+from insitu.collect.shared_run import RunState
 from insitu.errors import BackendError, ConfigError, TrajectoryError
 from insitu.runs import files
 from insitu.runs.records import journal_record
@@ -82,7 +82,6 @@ class Schedule:
         self.teacher: Teach | None = None
         """Called with each scored episode."""
         self._builder, self._trajectory_builder, self._run = builder, trajectory_builder, run
-        self._durable = run.durable
         self._flights: dict[int, _Flight] = {}
         self._idle: IdleClock | None = None
         self._groups_in_flight: int | None = None
@@ -107,12 +106,14 @@ class Schedule:
                     self._flights[number] = self._begin(number, run_id, served)
             flight = self._flights[epoch]
             try:
-                files_of_epoch = GroupFiles(self._durable.store, epoch, flight.plan)
+                files_of_epoch = GroupFiles(self._run.store, epoch, flight.plan)
                 flight.held.release([Bar(self._run.report, flight.progress), files_of_epoch, *observers])
                 collection = await flight.task
+            except BaseException:  # re-raised
+                await end_tasks(flight.task)
+                raise
             finally:
                 del self._flights[epoch]
-                await end_tasks(flight.task)
         stray = stray_completions(self._builder).total()
         self._stray_before = stray if self.staleness else None  # what the next one leaves over begins here
         oldest = self._planned_version(epoch) if self.staleness and served is not None else None
@@ -136,10 +137,10 @@ class Schedule:
 
     def begin_epoch(self) -> None:
         """Starts the clocks of an epoch; without staleness nothing overlaps."""
-        run, self._groups_in_flight = run_of(self._builder), None
+        self._groups_in_flight = None
         if self._idle is None and self.staleness:
-            run.calls = run.calls or Activity()
-            self._idle = IdleClock(run.calls)
+            calls_in_flight.set(calls := Activity())
+            self._idle = IdleClock(calls)
         elif self._idle is not None:
             self._idle.begin()
 
@@ -149,7 +150,7 @@ class Schedule:
         if self._idle is None:
             yield
             return
-        in_flight = run_of(self._builder).episodes_in_flight
+        in_flight = self._run.state.episodes_in_flight
         self._groups_in_flight = sum(each.progress.incomplete_groups(in_flight) for each in self._flights.values())
         with self._idle.jobs.in_progress():
             yield
@@ -164,9 +165,9 @@ class Schedule:
     def journal(self) -> Iterator[dict[str, Any]]:
         """The journal of the epochs that are ahead."""
         for flight in self._flights.values():
-            earlier = self._durable.finished(flight.epoch)  # not all of them may have passed the collector again
+            earlier = self._run.finished(flight.epoch)  # not all of them may have passed the collector again
             episodes = {episode.key.member: episode for episode in (*earlier, *flight.held.episodes)}
-            yield from map(journal_record, episodes.values() if self._durable.store.keeps_token_ids else [])
+            yield from map(journal_record, episodes.values() if self._run.store.keeps_token_ids else [])
 
     async def abandon(self) -> int:
         """Cancels the epochs that are ahead; returns how many of their episodes have ended and are not trained."""
@@ -227,7 +228,7 @@ class Schedule:
 
     def _planned_version(self, epoch: int) -> int | None:
         """The version that was served after the last epoch before which this one does not begin."""
-        return self._durable.version_after(max(epoch - 1 - self.staleness, 0))
+        return self._run.version_after(max(epoch - 1 - self.staleness, 0))
 
     def _begin(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> _Flight:
         if self.staleness and self.pinned and served is not None:
@@ -235,13 +236,13 @@ class Schedule:
         plan = self._plan(epoch, run_id, served)
         progress, held, before = Progress(plan), Held(), self._flights.get(epoch - 1)
         known = {episode.key for episode in plan.finished} if plan is not None else ()
-        observers = [progress, held, Journal(self._durable.store, known)]
+        observers = [progress, held, Journal(self._run.store, known)]
 
         async def work() -> TrajectoryCollection:
             if before is not None:
                 await before.progress.all_begun.wait()
             try:
-                parts = self._trajectory_builder, plan, self._builder, observers
+                parts = self._trajectory_builder, plan, self._run.state, observers
                 return await collected(*parts, run_id=run_id, epoch=epoch)
             finally:
                 progress.all_begun.set()
@@ -251,19 +252,19 @@ class Schedule:
 
     def _plan(self, epoch: int, run_id: str, served: PolicyEndpoint | None) -> Plan | None:
         """The plan of an epoch, without the episodes that an earlier process has run as planned."""
-        durable = self._durable
-        known = KnownGroups(durable.store.path / files.GROUPS, 1 + self.staleness)
+        run = self._run
+        known = KnownGroups(run.store.path / files.GROUPS, 1 + self.staleness)
         plan = self._trajectory_builder.plan(run_id, epoch, known)
         if plan is None:
             return None
-        journal = durable.finished(epoch)
+        journal = run.finished(epoch)
         finished = [episode for episode in journal if not self.pinned or _is_planned(episode, plan, served)]
-        if len(finished) < len(journal) and durable.progress.submitted_epoch == epoch:
+        if len(finished) < len(journal) and run.progress.submitted_epoch == epoch:
             raise ConfigError(
                 f"--resume: staleness is {self.staleness}, but the job of epoch {epoch} was submitted with "
                 "episodes of other weights: set staleness as it was until the epoch is complete"
             )
-        if not durable.may_be_submitted(epoch):  # those that the teacher did not score are played again
+        if not run.may_be_submitted(epoch):  # those that the teacher did not score are played again
             finished = [episode for episode in finished if episode.reason is not DropReason.TEACHER_ERROR]
         vocab_size = served.vocab_size if served is not None else None
         plan = replace(plan, finished=finished, vocab_size=vocab_size, teacher=self.teacher)
@@ -275,7 +276,7 @@ class Schedule:
 async def collected(
     trajectories: TrajectoryBuilder,
     plan: Plan | None,
-    builder: Builder,
+    run: RunState,
     observers: Sequence[Observer],
     *,
     run_id: str,
@@ -286,8 +287,7 @@ async def collected(
     Trajectories that a plugin makes of messages get the calls behind them, and ids.
     """
     if plan is not None and not trajectories.collects_itself:
-        run = run_of(builder)
-        return await run.watchdog.watch(partial(collect_epoch, plan, builder, run, observers))
+        return await run.watchdog.watch(partial(collect_epoch, plan, run.builder, run, observers))
     if plan is not None:
         trajectories.expect(plan, observers)
     meta = {"epoch": epoch}

@@ -55,7 +55,7 @@ class Validation:
             if endpoint is None or not endpoint.names_versions:
                 served = f"{adapter.adapter_config.type} serves the newest weights only"
                 raise ConfigError(f"finetuning.validation.beside is true, but {served}; allowed: false")
-        if run.durable.continues:
+        if run.continues:
             await asyncio.to_thread(validation.restore, run.progress)
         return validation
 

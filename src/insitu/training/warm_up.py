@@ -108,7 +108,6 @@ class WarmUp(NamedTuple):
 
     config: WarmUpConfig
     rows: list[TrainingRow]
-    full_config: Config
 
     def is_pending(self, progress: RunProgress) -> bool:
         return not progress.warmed_up
@@ -123,7 +122,7 @@ class WarmUp(NamedTuple):
                 ref = await adapter.submit_rows(self.rows, run.id, "sft", self.config.overrides())
             except RequestRefused as error:  # names the row: a dialogue that is too long, or that the template refuses
                 raise TrajectoryError(f"the warm-up on {self.config.rows} was refused: {error}") from error
-            status = await wait_for_job(adapter, ref, self.full_config)
+            status = await wait_for_job(adapter, ref, run.state.watchdog)
             check_completed("the warm-up", status)
             version = new_version(0, run.progress.policy_version, await adapter.policy_endpoint())
         keys, metadata = ("loss", "entropy", "tokens", "rows", "steps", "checkpoint"), status.metadata or {}
@@ -132,10 +131,10 @@ class WarmUp(NamedTuple):
         loss, seconds = f"{result['loss']:.4g}", f"{result['seconds']:.1f}"
         run.report.note(f"warm-up: {result['rows']} dialogues  loss {loss}  {seconds} s")
         run.store.write(files.WARM_UP, result | {"checkpoint": run.store.relative(result["checkpoint"])})
-        await run.durable.commit(warmed_up=True, policy_version=version)
+        await run.commit(warmed_up=True, policy_version=version)
 
 
 def read_warm_up(config: Config, sft: WarmUpConfig) -> WarmUp:
     """The warm-up of the trainer that is being built. Raises ConfigError."""
     key = f"trainers.{name_being_built()}.sft.rows"
-    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key), config)
+    return WarmUp(sft, read_demonstrations(config.find_path(sft.rows, key), key))

@@ -257,10 +257,6 @@ class EpisodeScope:
             self._tokens = None
         self.close()
 
-    def activate(self) -> Self:
-        """Returns the scope, to be entered with `with`."""
-        return self
-
     def close(self) -> None:
         """Ends the episode: later calls and steps are not recorded."""
         if not self.ledger.closed:

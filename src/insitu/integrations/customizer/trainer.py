@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from insitu.builder import Builder
-from insitu.collect.shared_run import UsesBuilder, builder_of_run
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError, JobFailed, Stalled, TrajectoryError, describe_error
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig, NeMoCustomizerTrainerConfig
@@ -28,35 +26,25 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.checks import check_components
-from insitu.training.interfaces import (
-    PairTrainer,
-    ResumableTrainer,
-    SingleJobTrainer,
-    TrainerAdapter,
-    TrajectoryBuilder,
-)
+from insitu.training.interfaces import PairTrainer, SingleJobTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import UNFINISHED, check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import collected_metrics
 from insitu.training.report import counts
-from insitu.training.run import Run, check_collected
-from insitu.training.run_file import settings_of
+from insitu.training.run import RunTrainer, check_collected, settings_of
 from insitu.training.schedule import Schedule
 from insitu.wire.http_format import load_json
 
 
 @register_trainer(config_type=NeMoCustomizerTrainerConfig)
-class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, ResumableTrainer):
+class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
     """Runs `num_runs` collections, then one customization job on their pairs."""
 
+    method = "dpo"
+    run_prefix = "customizer_run"
     trainer_config: NeMoCustomizerTrainerConfig
 
-    def __init__(
-        self, trainer_config: NeMoCustomizerTrainerConfig, builder: Builder | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(trainer_config, **kwargs)
-        self._given_builder = builder or builder_of_run()
-        self._run = Run("customizer_run")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.collection_history: list[dict[str, Any]] = []
         self.final_metrics: dict[str, Any] = {}
         self._submits_again = False
@@ -64,8 +52,6 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
         await super().bind_components(trajectory_builder, trainer_adapter)
-        self._given_builder = self._given_builder or builder_of_run() or Builder()  # outside a run: without a file
-        check_components(self, "dpo")
         self._schedule = Schedule(self._builder, trajectory_builder, self._run)
         finetuning = self._full_config.finetuning
         if finetuning.curriculum_learning.enabled:
@@ -88,7 +74,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
         if run_config.num_epochs > 1:
             problem = f"finetuning.num_epochs is {run_config.num_epochs}, but {self.trainer_config.type} trains once"
             self._run.report.note(f"{problem}; see num_runs, and the hyperparameter epochs")
-        if self._run.durable.progress.phase is not None:
+        if self._run.progress.phase is not None:
             self.final_metrics = await asyncio.to_thread(read_object, self._run.store.folder / FINAL_METRICS)
             history = self._run.store.folder / COLLECTION_HISTORY
             self.collection_history = load_json(await asyncio.to_thread(history.read_bytes))
@@ -101,15 +87,12 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
 
         Raises if nothing was collected, or if the job or the deployment fails.
         """
-        if jobs := self._run.durable.progress.jobs:
+        if jobs := self._run.progress.jobs:
             self._run.report.note(f"run {self._run.id} is complete: {job_label(jobs[0])} has trained its pairs")
             return [*jobs]
         started, status = time.perf_counter(), None
         try:
-            with self._run.durable.recorded_end():
-                if not self._run.durable.continues:
-                    await self._run.start(self, self._builder, self._settings())
-                self._run.durable.mark_running()
+            async with self._run.recorded(self, self._builder, self._settings()):
                 status = await self._status_of(await self.run_epoch(1, self._run.id))
         except BaseException as error:  # recorded, then re-raised
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
@@ -129,7 +112,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef:
         """Collects the pairs, unless this run has them already, and submits the job."""
-        resumed = self._run.durable.progress.phase is not None
+        resumed = self._run.progress.phase is not None
         if resumed:
             collection = await asyncio.to_thread(read_pairs, self._run.store.folder, run_id)
             self._run.report.note(f"run {run_id} continues: its pairs have been collected")
@@ -139,11 +122,11 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
             self._run.store.append(PAIRS, pair_records(collection))
             sizes = {"collected": _size(collected), "trained": _size(collection)}
             self._write_final_metrics(pairs=sizes, dropped=collection.dropped)
-            await self._run.durable.commit(phase="collected")
+            await self._run.commit(phase="collected")
         with self._run.report.phase("submitting the job"):
             ref = await submit_once(self.trainer_adapter, collection, None, resumed and not self._submits_again)
         self._write_final_metrics(job=ref.metadata)
-        self._run.durable.enter("submitted")
+        self._run.enter("submitted")
         self._run.report.note(f"{job_label(ref)} trains on dataset {(ref.metadata or {}).get('dataset')}")
         return ref
 
@@ -198,14 +181,14 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
             status = await self.trainer_adapter.status(ref)
         else:
             with self._run.report.phase(f"waiting for {job_label(ref)}"):
-                status = await wait_for_job(self.trainer_adapter, ref, self._full_config, self._note)
+                status = await wait_for_job(self.trainer_adapter, ref, self._run.state.watchdog, self._note)
         self._write_final_metrics(status=status.status.value, job=status.metadata, message=status.message)
         if status.status is TrainingStatusEnum.CANCELED:
             problem = f"{job_label(status)} ended as canceled: {status.message or 'no reason given'}"
             raise JobFailed(f"{problem}; --resume with --force submits its pairs again")
         if status.status not in UNFINISHED:
             check_completed(job_label(ref), status)
-            await self._run.durable.commit(epoch=1, jobs=[status])
+            await self._run.commit(epoch=1, jobs=[status])
         return status
 
     def _note(self, status: TrainingJobStatus) -> None:
@@ -230,7 +213,7 @@ class NeMoCustomizerTrainer(UsesBuilder, PairTrainer, SingleJobTrainer, Resumabl
         try:
             await self._schedule.abandon()
         finally:
-            await self._run.close()
+            await super().cleanup()
 
     def _settings(self) -> dict[str, Any]:
         own = self.trainer_config.model_dump(include={"num_runs", "deduplicate_pairs", "max_pairs"})

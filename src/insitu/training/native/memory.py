@@ -1,7 +1,6 @@
 """The model of a backend that a run starts, and its memory plan, from the run's file and the files of the model."""
 
 import json
-import logging
 from pathlib import Path
 
 from insitu.algorithms.memory_budget import CPU_MICRO_BATCH, Workload, model_shape
@@ -12,10 +11,7 @@ from insitu.disk.model_files import stored_model
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
-from insitu.training.native.config import InsituAdapterConfig
-from insitu.training.native.models import resolve_model
-
-logger = logging.getLogger(__name__)
+from insitu.training.native.config import InsituAdapterConfig, resolve_model
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _LETTERS_PER_TOKEN = 4

@@ -35,9 +35,8 @@ from insitu.training.jobs import JobAdapter, job_id
 from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
-from insitu.training.native.config import InsituAdapterConfig
+from insitu.training.native.config import InsituAdapterConfig, resolve_model
 from insitu.training.native.memory import plan_memory
-from insitu.training.native.models import resolve_model
 from insitu.wire.connection import Connection, event_data, response_error
 from insitu.wire.endings import end_tasks
 

@@ -139,7 +139,8 @@ class FileServer:
         item.output_obj = answer
         async with self._scoring:
             output = await score(self._evaluator, self._name, [item], self._config.eval.evaluator_timeout)
-        value, _, problem = parse_score(as_reward(output.eval_output_items[0], self._config.finetuning.reward_function))
+        _, sign = unshaped_reward_of(self._config)
+        value, _, problem = parse_score(as_reward(output.eval_output_items[0], sign))
         if value is None:
             raise WorkflowError(f"the evaluator {self._name} gave no score: {problem}")
         return value
