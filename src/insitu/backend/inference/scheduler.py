@@ -21,7 +21,7 @@ from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
-from insitu.backend.inference.sampling import LogitsProcessor, SamplerOutput, SamplingMetadata, sample
+from insitu.backend.inference.sampling import SLOT, LogitsProcessor, SamplerOutput, sample
 from insitu.backend.inference.structured import allowed_tokens
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import BackendError
@@ -78,17 +78,6 @@ _SAMPLED_LOGITS = 2**20
 Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
 
-_SLOT = np.dtype(
-    [
-        *((name, np.int64) for name in ("token", "position", "index")),
-        *(("temperature", np.float64), ("top_p", np.float64), ("seed", np.uint64)),
-        *((name, np.int64) for name in ("min_tokens", "top_logprobs", "top_k")),
-        ("min_p", np.float64),
-    ]
-)
-"""A slot: the latest token, its position and that of the next token in the completion, and the sampling params."""
-
-
 class Scheduler:
     """The sequences of every stage for one weight version, and the windows of those that run.
 
@@ -120,7 +109,7 @@ class Scheduler:
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self._windows = Windows(shapes.layout)
-        self._slot_S = np.zeros(shapes.rows(shapes.max_rows), _SLOT)
+        self._slot_S = np.zeros(shapes.rows(shapes.max_rows), SLOT)
 
     def reset(self) -> None:
         """Drops all sequences."""
@@ -302,9 +291,7 @@ class Scheduler:
         logits_BV = _processed(logits_BV, sequences)
         slots = [sequence.slot for sequence in sequences]
         slot_B = self._slot_S[slots]
-        temperature_B, top_p_B, seed_B = slot_B["temperature"], slot_B["top_p"], slot_B["seed"]
-        more = self._banned(slot_B, sequences), bool(slot_B["top_logprobs"].any()), slot_B["top_k"], slot_B["min_p"]
-        sampled = sample(logits_BV, SamplingMetadata(temperature_B, top_p_B, seed_B, slot_B["index"], *more))
+        sampled = sample(logits_BV, slot_B, self._banned(slot_B, sequences))
         new = []
         for row, (sequence, index) in enumerate(zip(sequences, slot_B["index"].tolist(), strict=True)):
             if index < len(sequence.tokens):  # computed again
@@ -363,22 +350,20 @@ class Scheduler:
 
 def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch.Tensor:
     """The logits after what the requests of these sequences change in them, before the temperature."""
-    constrained = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-    changed = [row for row, sequence in enumerate(sequences) if sequence.processor is not None]
-    if not constrained and not changed:
+    matchers = {row: each.matcher for row, each in enumerate(sequences) if each.matcher is not None}
+    processors = {row: each.processor for row, each in enumerate(sequences) if each.processor is not None}
+    if not matchers and not processors:
         return logits_BV
     logits_BV = logits_BV.to(torch.float32, copy=True)
-    if constrained:
-        matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
-        refused = ~allowed_tokens(matchers, logits_BV.shape[-1]).to(logits_BV.device)
+    if matchers:
+        constrained = [*matchers]
+        refused = ~allowed_tokens([*matchers.values()], logits_BV.shape[-1]).to(logits_BV.device)
         if len(constrained) == len(sequences):
             logits_BV.masked_fill_(refused, -torch.inf)
         else:
             logits_BV[constrained] = logits_BV[constrained].masked_fill_(refused, -torch.inf)
-    for row in changed:
-        sequence = sequences[row]
-        assert sequence.processor is not None
-        sequence.processor.apply(logits_BV[row], sequence.tokens.ids)
+    for row, processor in processors.items():
+        processor.apply(logits_BV[row], sequences[row].tokens.ids)
     return logits_BV
 
 
