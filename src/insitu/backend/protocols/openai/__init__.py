@@ -18,13 +18,11 @@ from insitu.backend.inference.sampler import GenerationRequest, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest, TextRequest
-from insitu.backend.protocols.openai.tokens import token_routes
+from insitu.backend.protocols.openai.tokens import MAX_BODY, token_routes
 from insitu.errors import RequestRefused
 from insitu.formats.dialects import ChatTranslation, Dialect, Translation, dialects, translate
 from insitu.wire.http_format import CHAT, COMPACT, DONE, JSON, TEXT, accepts_compact, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, parse_json, read_body
-
-MAX_BODY = 16 * 2**20
 
 
 class DialectRequest(RequestModel):
@@ -111,13 +109,12 @@ class CompletionEndpoint:
         self, prompts: Sequence[list[int]], weights: WeightVersion
     ) -> list[list[dict[str, dict[str, float]] | None]]:
         """Logprobs of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
-        logprobs_by_prompt: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
-        for prompt in map(tuple, prompts):
-            if prompt not in logprobs_by_prompt:
-                logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
-                tokens = zip(prompt[1:], logprobs, strict=True)
-                logprobs_by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
-        return [logprobs_by_prompt[tuple(prompt)] for prompt in prompts]
+        by_prompt: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
+        for prompt in dict.fromkeys(map(tuple, prompts)):
+            logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
+            tokens = zip(prompt[1:], logprobs, strict=True)
+            by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
+        return [by_prompt[tuple(prompt)] for prompt in prompts]
 
     async def _stream(
         self, request: web.Request, job: Job, formatter: ResponseFormatter, translation: Translation | None
@@ -136,7 +133,7 @@ class CompletionEndpoint:
                         response.headers["X-Policy-Version"] = str(delta.version)
                         await response.prepare(request)
                     await response.write(b"".join(events(formatter.chunk(index, delta))))
-            if options.include_usage:
+            if options.stream_options is not None and options.stream_options.include_usage:
                 await response.write(b"".join(events(formatter.usage_chunk(delta.version))))
             await response.write(b"".join(end(None)))
         except ConnectionError:  # the client has left

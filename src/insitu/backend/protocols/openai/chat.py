@@ -122,7 +122,7 @@ class ChatFormatter(ResponseFormatter):
             end = _end_of(self._prompts[index], self._tokenizer)
             tools = self._request.enabled_tools or ()
             special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else ()
-            parser = self._parsers[index] = message_parser(self._request.formats, end, tools, special)
+            parser = self._parsers[index] = message_parser(self._request._formats, end, tools, special)
         piece = parser.feed(output.text)
         if output.finish_reason is None:
             return piece
@@ -147,7 +147,7 @@ class ChatFormatter(ResponseFormatter):
     def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
         if not self._request.logprobs:
             return {"logprobs": None, **self._token_ids(output)}
-        logprobs = self._compact_logprobs(output) if self.compact else self._logprobs(output)
+        logprobs = {"token_logprobs": output.tokens.logprobs} if self.compact else self._logprobs(output)
         fields = {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
         forced = self._request.forced if self.says_processed and output.finish_reason is not None else None
         return fields | ({} if forced is None else {"structured_outputs": {forced.kind: forced.text}})
@@ -191,14 +191,14 @@ class ChatRequest(SamplingRequest):
     """What was sampled of the conversation: the prompt begins with these tokens, if the template allows it."""
     _forced: Grammar | None = PrivateAttr(default=None)
     _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
+    """How the model writes the parts of a message; known once the prompt is."""
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
 
     @cached_property
     def choice(self) -> ToolChoice:
         """The tools that the model is offered, and those that it must call. Raises RequestRefused."""
-        tools = self.tools or []
-        return ToolChoice.of(self.tool_choice, tools) if tools or self.tool_choice is not None else ToolChoice(tools)
+        return ToolChoice.of(self.tool_choice, self.tools or [])
 
     def check(self) -> None:
         super().check()
@@ -258,11 +258,6 @@ class ChatRequest(SamplingRequest):
     @property
     def is_constrained(self) -> bool:
         return bool(self.choice.forced) or super().is_constrained
-
-    @property
-    def formats(self) -> MessageFormats:
-        """How the model writes the parts of a message; known once the prompt is."""
-        return self._formats
 
     @property
     def is_parsed(self) -> bool:

@@ -177,10 +177,6 @@ class SamplingRequest(SamplingParameters, RequestModel):
                 requests.append(GenerationRequest(prompt, params))
         return requests
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class ResponseFormatter:
     """Formats the response to one request, as plain dicts: they are built for every token of every stream."""
@@ -214,8 +210,8 @@ class ResponseFormatter:
         raise NotImplementedError
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
-        """A choice of a stream's event."""
-        raise NotImplementedError
+        """A choice of a stream's event; by default it has the form of a complete one."""
+        return self._choice(index, output)
 
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Adds the prompt's token ids; called once per choice."""
@@ -224,13 +220,8 @@ class ResponseFormatter:
     def response(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
         """The body of a response without streaming, from one complete output per choice."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        body: dict[str, Any] = {
-            **self._base,
-            "object": self.object,
-            "policy_version": outputs[0].version,
-            "choices": choices,
-            "usage": self._usage(sum(len(output.tokens) for output in outputs)),
-        }
+        body = self._body(self.object, outputs[0].version, choices)
+        body["usage"] = self._usage(sum(len(output.tokens) for output in outputs))
         if self._request.return_token_ids:
             body["weights"] = self.weights_of(outputs[0].version)
             for choice in choices:
@@ -243,7 +234,7 @@ class ResponseFormatter:
         self._started.add(index)
         self._completion_tokens += len(output.tokens)
         choice = self._delta_choice(index, output, first)
-        body = {**self._base, "object": self.chunk_object, "policy_version": output.version, "choices": [choice]}
+        body = self._body(self.chunk_object, output.version, [choice])
         if first and self._request.return_token_ids:
             body["weights"] = self.weights_of(output.version)
             self._add_prompt_ids(body, choice)
@@ -251,15 +242,13 @@ class ResponseFormatter:
 
     def usage_chunk(self, version: int) -> dict[str, Any]:
         """The last event of a stream with `include_usage`."""
-        usage = self._usage(self._completion_tokens)
-        return {**self._base, "object": self.chunk_object, "policy_version": version, "choices": [], "usage": usage}
+        return self._body(self.chunk_object, version, []) | {"usage": self._usage(self._completion_tokens)}
+
+    def _body(self, kind: str, version: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._base, "object": kind, "policy_version": version, "choices": choices}
 
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
         return {"token_ids": output.tokens.ids} if self._request.return_token_ids else {}
-
-    @staticmethod
-    def _compact_logprobs(output: OutputDelta) -> dict[str, Any]:
-        return {"token_logprobs": output.tokens.logprobs}
 
     @property
     def _temperature(self) -> dict[str, Any]:
@@ -300,15 +289,12 @@ class TextFormatter(ResponseFormatter):
             **({} if self._request.logprobs is None else self._temperature),
         }
 
-    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
-        return self._choice(index, output)
-
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         choice["prompt_token_ids"] = self._prompts[choice["index"]]
 
     def _logprobs(self, index: int, output: OutputDelta) -> dict[str, Any]:
         if self.compact:
-            return self._compact_logprobs(output)
+            return {"token_logprobs": output.tokens.logprobs}
         texts = [self._token_text(token.id) for token in output.tokens]
         offsets = []
         for token in output.tokens:
