@@ -65,8 +65,6 @@ class _Shapes:
         self.dtype = key.dtype
         return key, value
 
-    attend: Any = None
-
 
 class Runner:
     """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`).
