@@ -21,13 +21,7 @@ from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.optimizer_loop import Progress, reference_module
 from insitu.backend.learner.parts import PartedRows, train_parts, wait_until_closed
-from insitu.backend.learner.policy import (
-    build_policy,
-    check_finite,
-    fingerprint,
-    loaded_adapter,
-    same_adapters,
-)
+from insitu.backend.learner.policy import build_policy, check_finite, fingerprint, loaded_adapter, same_adapters
 from insitu.backend.learner.snapshots import Snapshots
 from insitu.backend.learner.states import States
 from insitu.backend.learner.versions import Versions
