@@ -88,8 +88,8 @@ class Learner:
         self._tokens = self._origin.tokens
         self.saved = Versions(self.output_dir, self._origin.step)
         self.snapshots = Snapshots(self.loaded, self.saved)
-        parts = self.loaded, self.saved, self._origin, folder, self.load_version
-        self._states = States(*parts, ranks=self.ranks, code=self.code)
+        parts = self.loaded, self.saved, self._origin, folder, self.load_version, self.ranks, self.code
+        self._states = States(*parts)
         self._lora = self._origin.lora or loaded_adapter(self.loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
 
