@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -204,11 +204,9 @@ class SavedOptimizer:
 def open_optimizer(folder: Path) -> Iterator[SavedOptimizer]:
     """The optimizer state of a checkpoint. Raises BackendError if it cannot be read."""
     path = folder / OPTIMIZER_FILE
-    if not path.is_file():
-        yield SavedOptimizer()
-        return
-    with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        yield SavedOptimizer(file)
+    with wrap_errors(f"{path} cannot be read"):
+        with safe_open(path, framework="pt") if path.is_file() else nullcontext() as file:
+            yield SavedOptimizer(file)
 
 
 def check_optimizer(folder: Path, *, required: bool) -> None:
