@@ -164,8 +164,7 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
     if options.learner_processes == options.learner_nodes == 1:
         return None
     chosen = _chosen(LearnerOptions, "learner", options)
-    group: TrainsJobs = _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
-    return group
+    return _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
 
 
 def _installed(key: str, name: str) -> Callable[..., Any]:
@@ -277,10 +276,8 @@ def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.F
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # a process of another user
     return True
 
 

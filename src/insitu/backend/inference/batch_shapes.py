@@ -142,8 +142,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _tokens(vocabulary: int, length: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(length).integers(0, vocabulary, length).tolist()
-    return tokens
+    return np.random.default_rng(length).integers(0, vocabulary, length).tolist()
 
 
 def check_supported(module: nn.Module, max_length: int) -> bool:

@@ -38,8 +38,7 @@ class ChatTokenizer:
         )
         self.decode_token = cache(self._decode_token)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
-        template = getattr(tokenizer, "response_template", None)
-        self.formats = MessageFormats.of(tokenizer.chat_template, template)
+        self.formats = MessageFormats.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         """How the model writes tool calls and reasoning."""
         self._renders_tools = renders_tools(chosen_template(tokenizer.chat_template))
         self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None

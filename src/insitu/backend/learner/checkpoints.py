@@ -178,8 +178,7 @@ class SavedOptimizer:
         return states
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        return self._file.get_tensor(name)
 
     def read_part(self, name: str, like: Tensor) -> Tensor:
         """On the device of `like`, and distributed over the ranks as `like` is, if the shapes are equal."""

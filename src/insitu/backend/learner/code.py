@@ -48,8 +48,7 @@ class CodeFolder:
         home = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
         if not callable(function) or home is None or not Path(home).resolve().is_relative_to(self.folder):
             raise _refused(key, f"{part.function} must be a function that is defined in {self.folder}")
-        loaded: Callable[..., Any] = function
-        return loaded
+        return function
 
     def _path(self, key: str, part: Part) -> Path:
         if self.folder is None:

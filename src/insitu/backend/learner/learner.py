@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -313,7 +313,6 @@ class Learner:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics, "digest": job.digest or parts.hexdigest})
         logged = served is not None and self.served_here and self.snapshots.log_jobs(settings, self.keep)
-        save: Callable[[], Path]
         if served is not None and logged:
             job = job.model_copy(update={"weights": fingerprint(served)})
             save = functools.partial(self.saved.log, self._record(job, settings.lora), settings, parts)

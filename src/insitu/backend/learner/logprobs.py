@@ -97,8 +97,7 @@ class LogprobComputer:
         if len(token_ids) < 2:
             return []
         row = Row(np.array(token_ids, np.int32), np.arange(1, len(token_ids)))
-        logprobs: list[float] = self(module, collate([row], self._device)).logprobs_N.tolist()
-        return logprobs
+        return self(module, collate([row], self._device)).logprobs_N.tolist()
 
     @functools.cached_property
     def can_pack(self) -> bool:

@@ -89,12 +89,7 @@ class ChatFormatter(ResponseFormatter):
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-        choice = {
-            "index": index,
-            "message": message,
-            "finish_reason": output.finish_reason,
-            **self._token_fields(output),
-        }
+        choice = {"index": index, "message": message, **self._outcome(output)}
         if self.request.is_parsed:
             piece = self._parse(index, output)
             message["content"] = piece.content or (None if piece.calls or piece.reasoning else "")
@@ -105,7 +100,7 @@ class ChatFormatter(ResponseFormatter):
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        choice = {"index": index, "delta": delta, "finish_reason": output.finish_reason, **self._token_fields(output)}
+        choice = {"index": index, "delta": delta, **self._outcome(output)}
         if self.request.is_parsed:
             piece = self._parse(index, output)
             delta["content"] = piece.content
@@ -144,11 +139,12 @@ class ChatFormatter(ResponseFormatter):
         if len(self._started) < 2:  # the first event of a stream, or all choices
             body["prompt_token_ids"] = self.prompts[0]
 
-    def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
+    def _outcome(self, output: OutputDelta) -> dict[str, Any]:
+        fields = {"finish_reason": output.finish_reason, "logprobs": None, **self._token_ids(output)}
         if not self.request.logprobs:
-            return {"logprobs": None, **self._token_ids(output)}
+            return fields
         logprobs = {"token_logprobs": output.tokens.logprobs} if self.compact else self._logprobs(output)
-        fields = {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
+        fields |= {"logprobs": logprobs, **self._temperature}
         forced = self.request.forced if self.says_processed and output.finish_reason is not None else None
         return fields | ({} if forced is None else {"structured_outputs": {forced.kind: forced.text}})
 
