@@ -50,12 +50,7 @@ class Workers:
         """Results in the order of `items`, at most `count` of them."""
         if self._pool is None or len(items) < 2:
             return [fn(item) for item in items]
-
-        def run(item: T) -> R:
-            with self.threads():
-                return fn(item)
-
-        return list(self._pool.map(run, items))
+        return list(self._pool.map(self.threads()(fn), items))
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -134,10 +129,10 @@ def write_checkpoint(
     record: TrainingRecord,
     tokenizer_files: Mapping[str, bytes],
     ranks: Ranks = ALONE,
-) -> None:
+) -> Path:
     """`served` has the weights to serve, on rank 0; without `optimizer`, they are all that is written.
 
-    Raises JobFailed on all ranks alike, and then leaves nothing.
+    Returns `target`. Raises JobFailed on all ranks alike, and then leaves nothing.
     """
 
     def write_model() -> Path:
@@ -158,6 +153,7 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         reason = f"the checkpoint {target} cannot be written: {error}"
         raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+    return target
 
 
 class SavedOptimizer:

@@ -159,7 +159,7 @@ class Versions:
         settings = TrainingSettings.model_validate(header["settings"])
         return settings, PartedRows.whole(parts, logprobs_ahead=header["logprobs_ahead"])
 
-    def begin(self, version: int, write: Callable[[], None], *, is_snapshot: bool) -> "Future[None]":
+    def begin(self, version: int, write: Callable[[], object], *, is_snapshot: bool) -> "Future[None]":
         """Writes a checkpoint in another thread; a failure is reported, and raised to those that wait for it."""
 
         def work() -> None:

@@ -3,6 +3,7 @@
 Text completions (`POST /v1/completions`) have prompts without a chat template.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -301,10 +302,8 @@ class TextFormatter(ResponseFormatter):
         if self.compact:
             return {"token_logprobs": output.tokens.logprobs}
         texts = [self._token_text(token.id) for token in output.tokens]
-        offsets = []
-        for token in output.tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self.tokenizer.decode_token(token.id)[0])
+        lengths = (len(self.tokenizer.decode_token(token_id)[0]) for token_id in output.tokens.ids)
+        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets[index])
         top = [
             {self._token_text(other): logprob for other, logprob in token.top or ()} | {text: token.logprob}
             for text, token in zip(texts, output.tokens, strict=True)
