@@ -31,8 +31,7 @@ def _fast_layer() -> Any:
     class FastLinear(Linear):  # type: ignore[misc, unused-ignore]
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or not _is_simple(self):
-                output: Tensor = super().forward(x, *args, **kwargs)
-                return output
+                return super().forward(x, *args, **kwargs)
             base: Any = self.base_layer
             (name,) = self.active_adapters
             dtype = base.weight.dtype

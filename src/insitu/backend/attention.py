@@ -140,8 +140,7 @@ Partial = tuple[Tensor, Tensor]
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Attention of each token to itself and those before it."""
     key, value = (_repeated(each, query.shape[1]) for each in (key, value))
-    result: Partial = _forward(query, key, value, 0.0, True, scale=scale)
-    return result
+    return _forward(query, key, value, 0.0, True, scale=scale)
 
 
 def visible(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
@@ -179,10 +178,9 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: flo
     It is compiled except on a CPU, where only the forward pass exists.
     """
     mask = tree.block_mask(query.device)
-    result: Tensor = _flex(query.device.type != "cpu")(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return result
+    is_grouped = query.shape[1] != key.shape[1]
+    attention = _flex(query.device.type != "cpu")
+    return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
 
 
 @functools.cache

@@ -199,11 +199,9 @@ class _InterleavedGenerator:
                 call_in_loop(self.loop, self.done.cancel)
                 return False
             event = next(self.steps)
-        except StopIteration as end:
-            call_in_loop(self.loop, set_outcome, self.done, end.value)
-            return False
-        except BaseException as error:  # re-raised in the awaiting caller
-            call_in_loop(self.loop, set_outcome, self.done, error)
+        except BaseException as error:  # the end, or re-raised in the awaiting caller
+            outcome = error.value if isinstance(error, StopIteration) else error
+            call_in_loop(self.loop, set_outcome, self.done, outcome)
             return False
         self.parked = event is PARKED
         if event is not None and not self.parked:

@@ -334,6 +334,14 @@ def layer_types(config: PreTrainedConfig) -> frozenset[str]:
     return frozenset(getattr(config, "layer_types", None) or ())
 
 
+def stateful_layers(module: nn.Module) -> list[str]:
+    """Types of layers that mix tokens otherwise than by attention: they have their own layer type, or a convolution."""
+    if kinds := layer_types(text_config(module)) - ATTENTION_LAYERS:
+        return sorted(kinds)
+    parts = ((layer, part) for layer in module.modules() for part in layer.children())
+    return sorted({type(layer).__name__ for layer, part in parts if isinstance(part, nn.Conv1d)})
+
+
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Tokens that a token attends to in some layers of a text model; None if it is all in each."""
     kinds = layer_types(config)

@@ -1,5 +1,6 @@
 """Frozen weights of 8 or 4 bits, over which LoRA adapters are trained and served."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ from insitu.errors import BackendError, install_command
 
 _BLOCK = 64
 """Weights that share a scale in nf4."""
+_MOST_SCALES = 256
+"""Scales that are quantized together, or as many as divide all."""
 
 
 def quantizer(kind: str) -> Callable[[nn.Module, torch.device], None]:
@@ -27,7 +30,8 @@ def quantizer(kind: str) -> Callable[[nn.Module, torch.device], None]:
     def convert(weight: Tensor) -> Tensor:
         if kind == "int8":
             return Int8Tensor.from_hp(weight, granularity=PerRow())
-        return to_nf4(weight.contiguous(), _BLOCK, _scales_together(weight))
+        scales_together = math.gcd(weight.numel() // _BLOCK, _MOST_SCALES)
+        return to_nf4(weight.contiguous(), _BLOCK, scales_together)
 
     def quantize(module: nn.Module, device: torch.device) -> None:
         head = module.get_output_embeddings()  # type: ignore[operator]
@@ -44,9 +48,3 @@ def quantizer(kind: str) -> Callable[[nn.Module, torch.device], None]:
         module.to(device)
 
     return quantize
-
-
-def _scales_together(weight: Tensor) -> int:
-    """The number of scales that are quantized together: at most 256, as many as divide all."""
-    blocks = weight.numel() // _BLOCK
-    return next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if blocks % size == 0)

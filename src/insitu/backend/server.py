@@ -63,7 +63,6 @@ class Backend:
     sampler: Sampler
     jobs: TrainingQueue
     learner: Learner
-    group: TrainsJobs | None
 
     async def start(self) -> None:
         """Starts serving the model. Raises BackendError if it is not supported."""
@@ -93,8 +92,8 @@ class Backend:
         await self.sampler.close()
         self.compute.close(timeout=GRACE_SECONDS)
         await asyncio.to_thread(self.learner.saved.wait)  # another process may use the folder after this one
-        if self.group is not None:
-            await asyncio.to_thread(self.group.close)
+        if (group := self.learner.group) is not None:
+            await asyncio.to_thread(group.close)
 
 
 def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Path) -> Backend:
@@ -122,7 +121,7 @@ def create_backend(loaded: LoadedModel, options: BackendOptions, output_dir: Pat
     app = web.Application(middlewares=[guard(options.access(), public.__contains__)])
     for route in routes:
         route.add_to(app)
-    return Backend(app, compute, sampler, jobs, learner, group)
+    return Backend(app, compute, sampler, jobs, learner)
 
 
 def _set_formats(tokenizer: ChatTokenizer, options: BackendOptions) -> None:
@@ -165,8 +164,7 @@ def _rank_group(loaded: LoadedModel, options: BackendOptions, output_dir: Path) 
     if options.learner_processes == options.learner_nodes == 1:
         return None
     chosen = _chosen(LearnerOptions, "learner", options)
-    group: TrainsJobs = _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
-    return group
+    return _installed("learner", "torchrun")(chosen, loaded, output_dir, options.allow_code)
 
 
 def _installed(key: str, name: str) -> Callable[..., Any]:
@@ -278,10 +276,8 @@ def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.F
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # a process of another user
     return True
 
 

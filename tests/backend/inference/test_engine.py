@@ -34,7 +34,7 @@ from insitu.backend.inference.sampler import (
     SamplingParams,
     WeightVersion,
 )
-from insitu.backend.inference.sampling import SamplingMetadata, choice_seed, sample, uniforms
+from insitu.backend.inference.sampling import SLOT, choice_seed, sample, uniforms
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.learner.batches import Row
 from insitu.backend.model import LoadedModel, load_model
@@ -517,9 +517,11 @@ def test_logits_that_are_not_finite_are_one_sentence(temperature: float, top_p: 
         sample(logits, draws(3, temperature, top_p))
 
 
-def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index: int = 0) -> SamplingMetadata:
-    seeds = np.arange(count, dtype=np.uint64) if seeds is None else seeds
-    return SamplingMetadata(np.full(count, temperature), np.full(count, top_p), seeds, np.full(count, index))
+def draws(count: int, temperature=1.0, top_p=1.0, seeds=None, index=0) -> np.ndarray:
+    slots = np.zeros(count, SLOT)
+    slots["temperature"], slots["top_p"], slots["index"] = temperature, top_p, index
+    slots["seed"] = np.arange(count) if seeds is None else seeds
+    return slots
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -543,16 +545,10 @@ def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
 
 def test_rows_of_a_batch_do_not_change_each_other():
     logits_BV = torch.randn(16, 300, generator=torch.Generator().manual_seed(0))
-    mixed = SamplingMetadata(
-        np.tile([0.0, 0.7, 1.0, 1.3], 4),
-        np.tile([1.0, 0.9, 1.0, 0.5], 4),
-        np.arange(16, dtype=np.uint64),
-        np.arange(16),
-    )
+    mixed = draws(16, np.tile([0.0, 0.7, 1.0, 1.3], 4), np.tile([1.0, 0.9, 1.0, 0.5], 4), index=np.arange(16))
     together = sample(logits_BV, mixed)
     for row in range(16):
-        one = SamplingMetadata(*(array[row : row + 1] for array in mixed[:4]))
-        alone = sample(logits_BV[row : row + 1], one)
+        alone = sample(logits_BV[row : row + 1], mixed[row : row + 1])
         assert (alone.tokens, alone.logprobs) == ([together.tokens[row]], [together.logprobs[row]])
 
 

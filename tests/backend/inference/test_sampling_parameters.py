@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from insitu.backend.inference.sampler import SamplingParams
-from insitu.backend.inference.sampling import SamplingMetadata, bad_word_ids, sample, truncated
+from insitu.backend.inference.sampling import SLOT, bad_word_ids, sample, truncated
 from insitu.backend.inference.structured import Grammar
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.batches import Row, collate
@@ -123,13 +123,11 @@ async def test_log_probabilities_are_those_of_transformers_processors(model, nam
 )
 def test_tokens_are_left_out_as_by_transformers(values, warpers):
     logits_BV = torch.randn(64, 320, generator=torch.Generator().manual_seed(0)) * 3
-    columns = {"top_p": (1.0, float), "top_k": (0, np.int64), "min_p": (0.0, float)}
-    # Every other row has no parameters: it keeps all of its tokens.
-    arrays = {
-        f"{key}_B": np.array([values.get(key, neutral) if row % 2 else neutral for row in range(64)], dtype)
-        for key, (neutral, dtype) in columns.items()
-    }
-    probs_BV = truncated(logits_BV.softmax(-1), SamplingMetadata(np.ones(64), seed_B=None, index_B=None, **arrays))
+    slots = np.zeros(64, SLOT)
+    slots["top_p"] = 1
+    for key, value in values.items():
+        slots[key][1::2] = value  # every other row has no parameters: it keeps all of its tokens
+    probs_BV = truncated(logits_BV.softmax(-1), slots)
     for warper in warpers:
         logits_BV = torch.cat([logits_BV[::2], warper(None, logits_BV[1::2])]).view(2, 32, -1).transpose(0, 1)
         logits_BV = logits_BV.reshape(64, -1)
@@ -142,17 +140,16 @@ def test_top_p_is_the_same_whether_few_or_all_tokens_are_sorted(scale):
     rng, count = np.random.default_rng(0), 64
     logits_BV = torch.from_numpy(rng.normal(0, scale, (count, 5000))).float()
     logits_BV[:, 100:110] = logits_BV[:, 50:51]
-    metadata = SamplingMetadata(
-        np.ones(count),
-        top_p_B=rng.choice([1, 0.3, 0.8, 0.95], count),
-        seed_B=rng.integers(0, 2**60, count).astype(np.uint64),
-        index_B=np.arange(count),
-        top_k_B=rng.choice([0, 0, 0, 5], count),
-        min_p_B=rng.choice([0, 0, 0, 0.1], count),
-    )
-    few = sample(logits_BV, metadata)
-    kept_BV = truncated(logits_BV.softmax(-1), metadata).log()
-    all_kept = sample(kept_BV, metadata._replace(top_p_B=np.ones(count), top_k_B=None, min_p_B=None))
+    slots = np.zeros(count, SLOT)
+    slots["temperature"], slots["index"] = 1, np.arange(count)
+    slots["top_p"] = rng.choice([1, 0.3, 0.8, 0.95], count)
+    slots["seed"] = rng.integers(0, 2**60, count)
+    slots["top_k"] = rng.choice([0, 0, 0, 5], count)
+    slots["min_p"] = rng.choice([0, 0, 0, 0.1], count)
+    few = sample(logits_BV, slots)
+    kept_BV = truncated(logits_BV.softmax(-1), slots).log()
+    slots["top_p"], slots["top_k"], slots["min_p"] = 1, 0, 0
+    all_kept = sample(kept_BV, slots)
     assert few.tokens == all_kept.tokens
 
 

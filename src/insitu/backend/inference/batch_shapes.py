@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, Layout, Windows, tensors
 from insitu.backend.inference.runner import Runner, next_span
-from insitu.backend.model import ATTENTION_LAYERS, layer_types, text_config
+from insitu.backend.model import stateful_layers, text_config
 from insitu.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,10 @@ class BatchShapes:
 
     def _check(self, runner: Runner) -> None:
         """Computes the same requests in batches of several sizes, and keeps the sizes whose results are equal."""
-        vocabulary = text_config(runner.module).vocab_size
-        prompts = [_tokens(vocabulary, 8 * (number + 1)) for number in range(_PROMPTS)]
+        prompts = [_tokens(self.vocab_size, 8 * (number + 1)) for number in range(_PROMPTS)]
         alone = [self._prefill(runner, [prompt]) for prompt in prompts]
         windows = Windows(self.layout)
-        row_bytes = 4 * vocabulary + _WIDTH * self.layout.token_bytes
+        row_bytes = 4 * self.vocab_size + _WIDTH * self.layout.token_bytes
         most = max(_PROMPTS, self._least, min(self._sizes[-1], _CHECKED_BYTES // row_bytes))
         windows.ensure(most, 8 * _PROMPTS + 1)
         for slot in range(most):
@@ -143,8 +142,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _tokens(vocabulary: int, length: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(length).integers(0, vocabulary, length).tolist()
-    return tokens
+    return np.random.default_rng(length).integers(0, vocabulary, length).tolist()
 
 
 def check_supported(module: nn.Module, max_length: int) -> bool:
@@ -155,7 +153,7 @@ def check_supported(module: nn.Module, max_length: int) -> bool:
     """
     config = text_config(module)
     refused = f"{config.model_type} models cannot be served here"
-    if kinds := _stateful_layers(module):
+    if kinds := stateful_layers(module):
         problem = f"their {', '.join(kinds)} layers keep a state that a cache of keys and values does not hold"
         raise BackendError(f"{refused}: {problem}")
     allowed = 1e-3 if next(module.parameters()).dtype == torch.float32 else 0.1
@@ -180,14 +178,6 @@ def check_supported(module: nn.Module, max_length: int) -> bool:
         problem = f"with cached keys and values the logits are off by {error:.2g} (allowed {allowed:g})"
         raise BackendError(f"{refused}: {problem}, so they keep state that this cache does not hold")
     return False
-
-
-def _stateful_layers(module: nn.Module) -> list[str]:
-    """Types of layers that mix tokens otherwise than by attention."""
-    if kinds := layer_types(text_config(module)) - ATTENTION_LAYERS:
-        return sorted(kinds)
-    layers = (each for each in module.modules() if isinstance(getattr(each, "conv1d", None), nn.Conv1d))
-    return sorted({type(each).__name__ for each in layers})
 
 
 @torch.inference_mode()

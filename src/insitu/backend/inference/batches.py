@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from insitu.backend.attention import causal, merged, visible
+from insitu.backend.attention import CachedAttention, causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
 _LEAST_ROWS = 3
@@ -35,11 +35,8 @@ class Span(NamedTuple):
         return self.start + self.block.length
 
 
-class Batch(Protocol):
+class Batch(CachedAttention, Protocol):
     """A forward pass, layer by layer; queries are (B, H, T, D), new keys and values (B, G, T, D)."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Stores the keys and values; returns the result of attention (B, T, H, D)."""
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the keys and values; returns all that the rows attend to, by position."""

@@ -87,13 +87,11 @@ class DecodeGraphs:
             with torch.cuda.stream(torch.cuda.current_stream()):
                 with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                     result.copy_(forward(batch, *inputs))
-        except torch.OutOfMemoryError:
-            self.clear()
-            return None
         except Exception as error:  # a model can do what no graph can
-            kind, problem = self._kind.__name__, f"{type(error).__name__}: {error}"
-            logger.warning("%s samples without CUDA graphs, which is slower: %s", kind, problem)
-            _cannot.add(self._kind)
+            if not isinstance(error, torch.OutOfMemoryError):
+                kind, problem = self._kind.__name__, f"{type(error).__name__}: {error}"
+                logger.warning("%s samples without CUDA graphs, which is slower: %s", kind, problem)
+                _cannot.add(self._kind)
             self.clear()
             return None
         return graph

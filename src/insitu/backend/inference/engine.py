@@ -29,20 +29,17 @@ from insitu.backend.inference.sampler import (
     LATEST,
     Deliver,
     GenerationRequest,
-    OutputDelta,
     Sampler,
     WeightVersion,
     canonical,
     check_in_flight,
 )
-from insitu.backend.inference.scheduler import EngineOptions, Scheduler, SequenceState
+from insitu.backend.inference.scheduler import Delivery, EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.model import LoadedModel, free_memory
 from insitu.disk.files import readable_bytes
 from insitu.errors import BackendError
-
-Result = tuple[SequenceState, OutputDelta | BaseException]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +75,8 @@ class Engine(Sampler):
         self._shapes: BatchShapes | None = None
         self.pool = KVPool(0, 0)
         self._arrived = itertools.count()
+        self._grammars = GrammarCompiler(loaded.tokenizer, self.tokenizer.eos_token_ids, self.vocab_size)
+        self._compiling = asyncio.Lock()
 
     async def start(self) -> None:
         """Checks the model and starts sampling; `compute` must be running."""
@@ -159,11 +158,11 @@ class Engine(Sampler):
         return await self._compute.call(read)
 
     async def retire(self, weights: WeightVersion) -> None:
-        await self._compute.call(self._retire, weights)
+        def forget() -> None:
+            self._versions.retire(weights)
+            self._drop_idle()
 
-    def _retire(self, weights: WeightVersion) -> None:
-        self._versions.retire(weights)
-        self._drop_idle()
+        await self._compute.call(forget)
 
     async def prompt_logprobs(self, prompt: Sequence[int], weights: WeightVersion = LATEST) -> list[float]:
         return await self._compute.call(lambda: self._logprobs.of_text(self._scheduler_of(weights).module, prompt))
@@ -209,19 +208,10 @@ class Engine(Sampler):
         def matchers() -> list[LLMatcher | None]:
             return [None if grammar is None else self._grammars.matcher(grammar) for grammar in grammars]
 
-        is_fast = all(grammar is None or grammar in self._grammars for grammar in grammars)
-        if is_fast:
+        if all(grammar is None or grammar in self._grammars for grammar in grammars):
             return matchers()
         async with self._compiling:  # others wait for it, and find what it has compiled
             return await asyncio.to_thread(matchers)
-
-    @functools.cached_property
-    def _compiling(self) -> asyncio.Lock:
-        return asyncio.Lock()
-
-    @functools.cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._loaded.tokenizer, self.tokenizer.eos_token_ids, self.vocab_size)
 
     def _fail_all(self, error: BaseException) -> None:
         """Ends all completions with this error."""
@@ -235,7 +225,9 @@ class Engine(Sampler):
             for scheduler in self._busy:
                 scheduler.drop_aborted()
         busy = list(self._busy)
-        results = list(itertools.chain.from_iterable(map(self._advance, busy)))
+        results: list[Delivery] = []
+        for scheduler in busy:
+            self._advance(scheduler, results)
         if results:
             self._deliver(results)
         for scheduler in busy:
@@ -273,9 +265,8 @@ class Engine(Sampler):
         parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self.pool
         self.schedulers[weights] = Scheduler(*parts)
 
-    def _advance(self, scheduler: Scheduler) -> Sequence[Result]:
+    def _advance(self, scheduler: Scheduler, results: list[Delivery]) -> None:
         """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""
-        results: list[Result] = []
         try:
             with torch.inference_mode():
                 scheduler.step(results)
@@ -283,7 +274,6 @@ class Engine(Sampler):
             logger.exception("version %d: a sampling step failed", scheduler.version)
             results += [(sequence, error) for sequence in scheduler.sequences]
             scheduler.reset()
-        return results
 
     def _drop_idle(self) -> None:
         for weights, scheduler in list(self.schedulers.items()):
@@ -291,7 +281,7 @@ class Engine(Sampler):
                 self.pool.forget(scheduler)
                 del self.schedulers[weights]
 
-    def _deliver(self, results: Sequence[Result]) -> None:
+    def _deliver(self, results: Sequence[Delivery]) -> None:
         """Passes all outputs of a step to the event loop in one call."""
         call_in_loop(self._loop, _notify_all, [(sequence.notify, output) for sequence, output in results])
 

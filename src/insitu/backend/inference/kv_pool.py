@@ -145,14 +145,12 @@ class KVPool:
 
     def add(self, key: Hashable, block: Block) -> Block:
         """Keeps a block, whose bytes were taken, as one in use; returns the one to use, an equal one if there is."""
-        if (known := self._blocks.get(key)) is not None:
+        block.key = key
+        kept = self._blocks.setdefault(key, block)
+        if kept is not block:
             self.used -= block.size
-            block = known
-        else:
-            block.key = key
-            self._blocks[key] = block
-        self._use(block)
-        return block
+        self._use(kept)
+        return kept
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Ends the use of blocks: those of a prompt are kept if there is room, others are freed."""

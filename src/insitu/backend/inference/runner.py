@@ -65,8 +65,6 @@ class _Shapes:
         self.dtype = key.dtype
         return key, value
 
-    attend: Any = None
-
 
 class Runner:
     """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`).
@@ -188,10 +186,9 @@ class Runner:
         columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits of some columns of each row, None: of all; `keys_BT` are positions."""
-        options: dict[str, Any]
         if self.attends_here:  # a 4-D mask is passed on unchanged, and none is needed
             no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-            options = {"attention_mask": no_mask, "use_cache": False, "cached": batch}
+            options: dict[str, Any] = {"attention_mask": no_mask, "use_cache": False, "cached": batch}
         else:
             cache = Cache(layers=[_Layer(batch, number) for number in range(self._num_layers)])
             masks = self._masks(keys_BT, position_ids_BC)

@@ -89,9 +89,8 @@ class SamplingParams:
 
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end the completion."""
-        if not self.stop_token_ids:
-            return frozenset() if self.ignore_eos else eos_token_ids
-        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
+        ends = frozenset[int]() if self.ignore_eos else eos_token_ids
+        return self.stop_token_ids | ends if self.stop_token_ids else ends
 
 
 class GenerationRequest(NamedTuple):

@@ -29,24 +29,15 @@ _SHIFT, _LEAST_EXPONENT = 17, 97
 """The magnitude of a probability leaves out this many bits of a float32; those below 2**-30 have the same."""
 
 
-class SamplingMetadata(NamedTuple):
-    """Sampling params of B rows as arrays; `banned` holds (rows, tokens) that must not be sampled in this step."""
-
-    temperature_B: np.ndarray
-    top_p_B: np.ndarray
-    seed_B: np.ndarray
-    index_B: np.ndarray
-    banned: tuple[list[int], list[int]] = ([], [])
-    want_top_logprobs: bool = False
-    top_k_B: np.ndarray | None = None
-    min_p_B: np.ndarray | None = None
-
-    def truncations(self, rows: np.ndarray) -> "SamplingMetadata":
-        """For `truncated`, of some of the rows."""
-        more = (values_B if values_B is None else values_B[rows] for values_B in (self.top_k_B, self.min_p_B))
-        return SamplingMetadata(
-            self.temperature_B, self.top_p_B[rows], self.seed_B, self.index_B, ([], []), False, *more
-        )
+SLOT = np.dtype(
+    [
+        *((name, np.int64) for name in ("token", "position", "index")),
+        *(("temperature", np.float64), ("top_p", np.float64), ("seed", np.uint64)),
+        *((name, np.int64) for name in ("min_tokens", "top_logprobs", "top_k")),
+        ("min_p", np.float64),
+    ]
+)
+"""A sequence: the latest token, its position and that of the next token in the completion, and the sampling params."""
 
 
 class SamplerOutput(NamedTuple):
@@ -114,22 +105,25 @@ def bad_word_ids(words: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[i
     return sequences
 
 
-def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+def sample(
+    logits_BV: torch.Tensor, slot_B: np.ndarray, banned: tuple[list[int], list[int]] = ([], [])
+) -> SamplerOutput:
     """Samples one token per row; logprobs are after temperature and before top_p, at temperature 0 the model's own.
 
-    Raises BackendError if logits are not finite.
+    `banned` holds (rows, tokens) that must not be sampled in this step. Raises BackendError if logits are not finite.
     """
     logits_BV = logits_BV.float()
-    if (metadata.temperature_B != 1).any():
-        temperature_B = np.where(metadata.temperature_B < GREEDY_TEMPERATURE, 1.0, metadata.temperature_B)
+    temperature_B = slot_B["temperature"]
+    if (temperature_B != 1).any():
+        temperature_B = np.where(temperature_B < GREEDY_TEMPERATURE, 1.0, temperature_B)
         logits_BV = logits_BV / torch.from_numpy(temperature_B.astype(np.float32)).to(logits_BV.device)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if metadata.banned[0]:
-        logits_BV = logits_BV.index_put(tuple(map(torch.tensor, metadata.banned)), logits_BV.new_tensor(-torch.inf))
-    tokens_B = _draw(logits_BV, metadata)
+    if banned[0]:
+        logits_BV = logits_BV.index_put(tuple(map(torch.tensor, banned)), logits_BV.new_tensor(-torch.inf))
+    tokens_B = _draw(logits_BV, slot_B)
     chosen_B = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
     top: Any = None
-    if metadata.want_top_logprobs:
+    if slot_B["top_logprobs"].any():
         best = logprobs_BV.topk(min(MAX_TOP_LOGPROBS, logprobs_BV.shape[-1]), dim=-1)
         top = (best.indices.tolist(), best.values.tolist())
     tokens, logprobs = tokens_B.tolist(), chosen_B.tolist()
@@ -138,19 +132,19 @@ def sample(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput
     return SamplerOutput(tokens, logprobs, top)
 
 
-def _draw(logits_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+def _draw(logits_BV: torch.Tensor, slot_B: np.ndarray) -> torch.Tensor:
     """The logits are those after temperature."""
-    greedy = metadata.temperature_B < GREEDY_TEMPERATURE
+    greedy = slot_B["temperature"] < GREEDY_TEMPERATURE
     if greedy.all():
         return logits_BV.argmax(dim=-1)
     probs_BV = torch.softmax(logits_BV, dim=-1)
-    uniform_B = uniforms(metadata.seed_B, metadata.index_B)
-    tokens_B, left = _draw_of_nucleus(probs_BV, metadata, uniform_B)
+    uniform_B = uniforms(slot_B["seed"], slot_B["index"])
+    tokens_B, left = _draw_of_nucleus(probs_BV, slot_B, uniform_B)
     if len(left) == len(probs_BV):
-        tokens_B = _inverse(truncated(probs_BV, metadata), uniform_B)
+        tokens_B = _inverse(truncated(probs_BV, slot_B), uniform_B)
     elif len(left):
         rows = torch.from_numpy(left).to(probs_BV.device)
-        tokens_B[rows] = _inverse(truncated(probs_BV[rows], metadata.truncations(left)), uniform_B[left])
+        tokens_B[rows] = _inverse(truncated(probs_BV[rows], slot_B[left]), uniform_B[left])
     if greedy.any():
         tokens_B = torch.where(torch.from_numpy(greedy).to(probs_BV.device), logits_BV.argmax(dim=-1), tokens_B)
     return tokens_B
@@ -183,21 +177,20 @@ class _Candidates:
 
 
 def _draw_of_nucleus(
-    probs_BV: torch.Tensor, metadata: SamplingMetadata, uniform_B: np.ndarray
+    probs_BV: torch.Tensor, slot_B: np.ndarray, uniform_B: np.ndarray
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Tokens of the rows with `top_p` alone, found without sorting a large vocabulary; the other rows.
 
     They are the ones that `truncated` gives. Most rows have their mass in tokens that are likely. Of the others, the
     masses by magnitude tell in which magnitude the last kept token lies. A GPU sorts all rows instead.
     """
-    is_plain = metadata.top_p_B < 1
-    for values_B in (metadata.min_p_B, metadata.top_k_B):
-        is_plain = is_plain if values_B is None else is_plain & (values_B <= 0)
+    mass_B = slot_B["top_p"]
+    is_plain = (mass_B < 1) & (slot_B["min_p"] <= 0) & (slot_B["top_k"] <= 0)
     tokens_B = probs_BV.new_zeros(len(probs_BV), dtype=torch.long)
     if not is_plain.any() or probs_BV.device.type != "cpu" or probs_BV.shape[-1] <= _SMALL_VOCABULARY:
         return tokens_B, np.arange(len(probs_BV))
     rows, nothing_B = np.flatnonzero(is_plain), np.zeros(len(probs_BV))
-    probs, mass_B = probs_BV.numpy(), metadata.top_p_B
+    probs = probs_BV.numpy()
     likely = _Candidates(probs, probs >= _LIKELY)
     is_reached = likely.cut(nothing_B, mass_B)
     kept_BK = torch.from_numpy(likely.probs_RK)
@@ -234,29 +227,27 @@ def _inverse(probs_BV: torch.Tensor, uniform_B: np.ndarray) -> torch.Tensor:
     return index_B.clamp(max=cdf_BV.shape[-1] - 1)  # beyond the last one if logits are not finite
 
 
-def truncated(probs_BV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+def truncated(probs_BV: torch.Tensor, slot_B: np.ndarray) -> torch.Tensor:
     """The probabilities with those of tokens that are left out as 0; the others are not scaled."""
 
     def column(values_B: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values_B).to(probs_BV.device)[:, None]
 
-    mass_B1: torch.Tensor | float = 1.0
-    min_p_B, top_k_B = metadata.min_p_B, metadata.top_k_B
-    if min_p_B is not None and (min_p_B > 0).any():
+    min_p_B, top_k_B, top_p_B = slot_B["min_p"], slot_B["top_k"], slot_B["top_p"]
+    if (min_p_B > 0).any():
         least_B1 = probs_BV.amax(dim=-1, keepdim=True) * column(min_p_B.astype(np.float32))
         probs_BV = torch.where(probs_BV < least_B1, 0.0, probs_BV)
-    if top_k_B is not None and (top_k_B > 0).any():
+    if (top_k_B > 0).any():
         size = probs_BV.shape[-1]
         count_B = np.where(top_k_B > 0, np.minimum(top_k_B, size), size)
         best_BK = probs_BV.topk(int(count_B.max()), dim=-1).values
         probs_BV = torch.where(probs_BV < best_BK.gather(-1, column(count_B - 1)), 0.0, probs_BV)
-    if (metadata.top_p_B < 1).any():
+    if (top_p_B < 1).any():
         # Keeps the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020), of what is left.
-        top_p_B1 = column(metadata.top_p_B)
+        top_p_B1 = column(top_p_B)
         sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
         cumulative_BV = sorted_BV.double().cumsum(dim=-1)
-        if min_p_B is not None and top_k_B is not None:
-            mass_B1 = torch.where(column((min_p_B > 0) | (top_k_B > 0)), cumulative_BV[:, -1:], 1.0)
+        mass_B1 = torch.where(column((min_p_B > 0) | (top_k_B > 0)), cumulative_BV[:, -1:], 1.0)
         cut_BV = (cumulative_BV - sorted_BV.double() >= top_p_B1 * mass_B1) & (top_p_B1 < 1)
         probs_BV = torch.where(torch.zeros_like(cut_BV).scatter(-1, order_BV, cut_BV), 0.0, probs_BV)
     return probs_BV

@@ -21,7 +21,7 @@ from insitu.backend.inference.batches import Span
 from insitu.backend.inference.kv_pool import BLOCK, Block, KVPool, Windows
 from insitu.backend.inference.runner import Runner, next_span
 from insitu.backend.inference.sampler import MAX_IN_FLIGHT, Completion, OutputDelta, SampledToken
-from insitu.backend.inference.sampling import LogitsProcessor, SamplerOutput, SamplingMetadata, sample
+from insitu.backend.inference.sampling import SLOT, LogitsProcessor, SamplerOutput, sample
 from insitu.backend.inference.structured import allowed_tokens
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.errors import BackendError
@@ -78,17 +78,7 @@ _SAMPLED_LOGITS = 2**20
 Delivery = tuple[SequenceState, OutputDelta | BaseException]
 
 
-_SLOT = np.dtype(
-    [
-        *((name, np.int64) for name in ("token", "position", "index")),
-        *(("temperature", np.float64), ("top_p", np.float64), ("seed", np.uint64)),
-        *((name, np.int64) for name in ("min_tokens", "top_logprobs", "top_k")),
-        ("min_p", np.float64),
-    ]
-)
-"""A slot: the latest token, its position and that of the next token in the completion, and the sampling params."""
-
-
+@dataclass(eq=False)
 class Scheduler:
     """The sequences of every stage for one weight version, and the windows of those that run.
 
@@ -96,31 +86,24 @@ class Scheduler:
     sequence has paid for its window and for the blocks of its prompt.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        version: int,
-        shapes: BatchShapes,
-        tokenizer: ChatTokenizer,
-        max_length: int,
-        options: EngineOptions,
-        pool: KVPool,
-    ) -> None:
-        self.module = module
-        self.version = version
-        self._shapes = shapes
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._prefill_tokens = options.prefill_tokens
-        self._pool = pool
-        self._runner = Runner(module, attends_here=shapes.attends_here)
-        self._block_bytes = BLOCK * shapes.layout.token_bytes
-        self._logits_bytes = shapes.vocab_size * shapes.layout.dtype.itemsize
+    module: nn.Module
+    version: int
+    shapes: BatchShapes
+    tokenizer: ChatTokenizer
+    max_length: int
+    options: EngineOptions
+    pool: KVPool
+
+    def __post_init__(self) -> None:
+        layout = self.shapes.layout
+        self._runner = Runner(self.module, attends_here=self.shapes.attends_here)
+        self._block_bytes = BLOCK * layout.token_bytes
+        self._logits_bytes = self.shapes.vocab_size * layout.dtype.itemsize
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
-        self._windows = Windows(shapes.layout)
-        self._slot_S = np.zeros(shapes.rows(shapes.max_rows), _SLOT)
+        self._windows = Windows(layout)
+        self._slot_S = np.zeros(self.shapes.rows(self.shapes.max_rows), SLOT)
 
     def reset(self) -> None:
         """Drops all sequences."""
@@ -129,7 +112,7 @@ class Scheduler:
         self.waiting.clear()
         self.prefilling, self.running = [], []
         self._runner.rest(self._windows)
-        self._windows = Windows(self._shapes.layout)
+        self._windows = Windows(self.shapes.layout)
 
     def drop_aborted(self) -> None:
         """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
@@ -161,10 +144,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Takes waiting sequences while there are slots and room for them; the others stay in their order."""
-        while self.waiting and len(self.prefilling) + len(self.running) < self._shapes.max_rows:
+        while self.waiting and len(self.prefilling) + len(self.running) < self.shapes.max_rows:
             sequence = self.waiting[0]
-            needed = self._block_bytes + len(sequence.prompt) * self._shapes.layout.token_bytes + self._logits_bytes
-            if not self._pool.take(needed):
+            needed = self._block_bytes + len(sequence.prompt) * self.shapes.layout.token_bytes + self._logits_bytes
+            if not self.pool.take(needed):
                 return
             sequence.paid = needed
             self.prefilling.append(self.waiting.popleft())
@@ -185,7 +168,7 @@ class Scheduler:
             key = self._key(sequence, end)
             if key in batch or not self._fits(start, end, [span for _, span in batch.values()]):
                 continue
-            block = Block(self._shapes.layout, end - start)
+            block = Block(self.shapes.layout, end - start)
             batch[key] = sequence, Span(sequence.prompt, start, tuple(sequence.blocks), block)
         ready += self._forward(batch)
         done = set(map(id, ready))
@@ -197,10 +180,10 @@ class Scheduler:
         lengths = [end - start, *(span.block.length for span in batch)]
         if len(lengths) == 1:
             return True
-        if self._shapes.packs_prompts:
-            return sum(lengths) <= self._prefill_tokens
+        if self.shapes.packs_prompts:
+            return sum(lengths) <= self.options.prefill_tokens
         same_start = start == batch[0].start
-        return self._shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self._prefill_tokens
+        return self.shapes.pads_prompts and same_start and len(lengths) * max(lengths) <= self.options.prefill_tokens
 
     def _key(self, sequence: SequenceState, end: int) -> Hashable:
         """Cache key of a block. The last block of a prompt has its own, as only it keeps logits."""
@@ -210,7 +193,7 @@ class Scheduler:
         """Uses the blocks of the prompt that are there already."""
         while sequence.computed < len(sequence.prompt):
             _, end = next_span(len(sequence.prompt), sequence.computed)
-            block = self._pool.use(self._key(sequence, end))
+            block = self.pool.use(self._key(sequence, end))
             if block is None:
                 return
             self._append_block(sequence, block)
@@ -223,7 +206,7 @@ class Scheduler:
         """Computes the blocks in `batch`; returns the sequences whose prompt is now complete."""
         if not batch:
             return []
-        logits_NV = self._runner.prefill([span for _, span in batch.values()], self._shapes.least_rows)
+        logits_NV = self._runner.prefill([span for _, span in batch.values()], self.shapes.least_rows)
         complete = []
         for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
             is_last = span.end == len(sequence.prompt)
@@ -231,7 +214,7 @@ class Scheduler:
                 span.block.keep_logits(logits_V)
                 complete.append(sequence)
             sequence.paid -= span.block.size  # from now on by the block
-            self._append_block(sequence, self._pool.add(key, span.block))
+            self._append_block(sequence, self.pool.add(key, span.block))
         return complete
 
     def _start_decoding(self, ready: list[SequenceState]) -> list[Delivery]:
@@ -244,16 +227,16 @@ class Scheduler:
             logits.append(logits_V)
             sequence.slot = len(self.running)
             self.running.append(sequence)
-            self._pool.give(sequence.paid - self._block_bytes)  # of blocks that others had computed
+            self.pool.give(sequence.paid - self._block_bytes)  # of blocks that others had computed
             sequence.paid = self._block_bytes
             if sequence.blocks[-1].length < BLOCK:
                 self._windows.ensure(len(self.running), sequence.blocks[-1].length)
                 self._windows.load(sequence.slot, sequence.blocks[-1])
-                self._pool.drop([sequence.blocks.pop()])
+                self.pool.drop([sequence.blocks.pop()])
             own = (params.temperature, params.top_p, params.seed, params.min_tokens, params.top_logprobs)
             self._slot_S[sequence.slot] = (0, last, 0, *own, params.top_k, params.min_p)
             if LogitsProcessor.is_needed(params):
-                sequence.processor = LogitsProcessor(params, sequence.prompt, self._tokenizer, len(logits_V))
+                sequence.processor = LogitsProcessor(params, sequence.prompt, self.tokenizer, len(logits_V))
         return self._sample(torch.stack(logits), ready)
 
     def _decode(self) -> list[Delivery]:
@@ -261,7 +244,7 @@ class Scheduler:
         count = len(self.running)
         if not count:
             return []
-        rows = self._shapes.rows(count)
+        rows = self.shapes.rows(count)
         slot_B = self._slot_S[:rows]
         slot_B["position"][count:] = 0
         blocks = [sequence.blocks for sequence in self.running]
@@ -279,7 +262,7 @@ class Scheduler:
         for sequence in list(self.running):
             full = (len(sequence.blocks) + 1) * BLOCK
             while sequence in self.running and self._slot_S["position"][sequence.slot] == full:
-                if self._pool.take(self._block_bytes):
+                if self.pool.take(self._block_bytes):
                     block = self._windows.block(sequence.slot)
                     block.users = 1
                     sequence.blocks.append(block)
@@ -302,9 +285,7 @@ class Scheduler:
         logits_BV = _processed(logits_BV, sequences)
         slots = [sequence.slot for sequence in sequences]
         slot_B = self._slot_S[slots]
-        temperature_B, top_p_B, seed_B = slot_B["temperature"], slot_B["top_p"], slot_B["seed"]
-        more = self._banned(slot_B, sequences), bool(slot_B["top_logprobs"].any()), slot_B["top_k"], slot_B["min_p"]
-        sampled = sample(logits_BV, SamplingMetadata(temperature_B, top_p_B, seed_B, slot_B["index"], *more))
+        sampled = sample(logits_BV, slot_B, self._banned(slot_B, sequences))
         new = []
         for row, (sequence, index) in enumerate(zip(sequences, slot_B["index"].tolist(), strict=True)):
             if index < len(sequence.tokens):  # computed again
@@ -321,7 +302,7 @@ class Scheduler:
         rows: list[int] = []
         tokens: list[int] = []
         for row in np.flatnonzero(slot_B["index"] < slot_B["min_tokens"]).tolist():
-            ends = self._tokenizer.eos_token_ids | sequences[row].params.stop_token_ids
+            ends = self.tokenizer.eos_token_ids | sequences[row].params.stop_token_ids
             rows += [row] * len(ends)
             tokens += ends
         return rows, tokens
@@ -335,7 +316,7 @@ class Scheduler:
         if sequence.matcher is not None and (problem := _advance(sequence.matcher, token.id)):
             self._release(sequence)
             return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
-        text, finish_reason = sequence.append(token, self._tokenizer, self._max_length)
+        text, finish_reason = sequence.append(token, self.tokenizer, self.max_length)
         if finish_reason is not None:
             self._release(sequence)
         elif not sequence.streamed:
@@ -356,29 +337,27 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: SequenceState) -> None:
-        self._pool.drop(sequence.blocks)
-        self._pool.give(sequence.paid)
+        self.pool.drop(sequence.blocks)
+        self.pool.give(sequence.paid)
         sequence.blocks, sequence.paid = [], 0
 
 
 def _processed(logits_BV: torch.Tensor, sequences: list[SequenceState]) -> torch.Tensor:
     """The logits after what the requests of these sequences change in them, before the temperature."""
-    constrained = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-    changed = [row for row, sequence in enumerate(sequences) if sequence.processor is not None]
-    if not constrained and not changed:
+    matchers = {row: each.matcher for row, each in enumerate(sequences) if each.matcher is not None}
+    processors = {row: each.processor for row, each in enumerate(sequences) if each.processor is not None}
+    if not matchers and not processors:
         return logits_BV
     logits_BV = logits_BV.to(torch.float32, copy=True)
-    if constrained:
-        matchers = [matcher for sequence in sequences if (matcher := sequence.matcher) is not None]
-        refused = ~allowed_tokens(matchers, logits_BV.shape[-1]).to(logits_BV.device)
+    if matchers:
+        constrained = [*matchers]
+        refused = ~allowed_tokens([*matchers.values()], logits_BV.shape[-1]).to(logits_BV.device)
         if len(constrained) == len(sequences):
             logits_BV.masked_fill_(refused, -torch.inf)
         else:
             logits_BV[constrained] = logits_BV[constrained].masked_fill_(refused, -torch.inf)
-    for row in changed:
-        sequence = sequences[row]
-        assert sequence.processor is not None
-        sequence.processor.apply(logits_BV[row], sequence.tokens.ids)
+    for row, processor in processors.items():
+        processor.apply(logits_BV[row], sequences[row].tokens.ids)
     return logits_BV
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from insitu.errors import RequestRefused
@@ -19,6 +20,8 @@ _REPLACEMENT = "\ufffd"
 _CACHED_PROMPTS = 1024
 _MAX_CACHED_LENGTH = 4096
 """Characters of a cached prompt; longer ones seldom recur."""
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The bytes of GPT-2's printable alphabet."""
 
 
 class ChatTokenizer:
@@ -35,8 +38,7 @@ class ChatTokenizer:
         )
         self.decode_token = cache(self._decode_token)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
-        template = getattr(tokenizer, "response_template", None)
-        self.formats = MessageFormats.of(tokenizer.chat_template, template)
+        self.formats = MessageFormats.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         """How the model writes tool calls and reasoning."""
         self._renders_tools = renders_tools(chosen_template(tokenizer.chat_template))
         self._reads_null = _NULL_CONTENT.search(str(tokenizer.chat_template)) is not None
@@ -183,9 +185,3 @@ def _raw_bytes(symbol: str) -> bytes | None:
         return bytes(_BYTE_OF[character] for character in symbol)
     except KeyError:
         return None
-
-
-# GPT-2's bytes-to-unicode table, inverted: printable bytes map to themselves, the others to U+0100 onwards.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(_OTHERS)}

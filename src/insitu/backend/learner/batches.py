@@ -391,5 +391,4 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor with the parts of all ranks, which all must ask for."""
-    result: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return result
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,12 +50,7 @@ class Workers:
         """Results in the order of `items`, at most `count` of them."""
         if self._pool is None or len(items) < 2:
             return [fn(item) for item in items]
-
-        def run(item: T) -> R:
-            with self.threads():
-                return fn(item)
-
-        return list(self._pool.map(run, items))
+        return list(self._pool.map(self.threads()(fn), items))
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -134,10 +129,10 @@ def write_checkpoint(
     record: TrainingRecord,
     tokenizer_files: Mapping[str, bytes],
     ranks: Ranks = ALONE,
-) -> None:
+) -> Path:
     """`served` has the weights to serve, on rank 0; without `optimizer`, they are all that is written.
 
-    Raises JobFailed on all ranks alike, and then leaves nothing.
+    Returns `target`. Raises JobFailed on all ranks alike, and then leaves nothing.
     """
 
     def write_model() -> Path:
@@ -158,6 +153,7 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         reason = f"the checkpoint {target} cannot be written: {error}"
         raise JobFailed(f"{reason}; the weights from before the job were restored") from error
+    return target
 
 
 class SavedOptimizer:
@@ -178,8 +174,7 @@ class SavedOptimizer:
         return states
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        return self._file.get_tensor(name)
 
     def read_part(self, name: str, like: Tensor) -> Tensor:
         """On the device of `like`, and distributed over the ranks as `like` is, if the shapes are equal."""
@@ -204,11 +199,9 @@ class SavedOptimizer:
 def open_optimizer(folder: Path) -> Iterator[SavedOptimizer]:
     """The optimizer state of a checkpoint. Raises BackendError if it cannot be read."""
     path = folder / OPTIMIZER_FILE
-    if not path.is_file():
-        yield SavedOptimizer()
-        return
-    with wrap_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
-        yield SavedOptimizer(file)
+    with wrap_errors(f"{path} cannot be read"):
+        with safe_open(path, framework="pt") if path.is_file() else nullcontext() as file:
+            yield SavedOptimizer(file)
 
 
 def check_optimizer(folder: Path, *, required: bool) -> None:

@@ -48,8 +48,7 @@ class CodeFolder:
         home = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
         if not callable(function) or home is None or not Path(home).resolve().is_relative_to(self.folder):
             raise _refused(key, f"{part.function} must be a function that is defined in {self.folder}")
-        loaded: Callable[..., Any] = function
-        return loaded
+        return function
 
     def _path(self, key: str, part: Part) -> Path:
         if self.folder is None:
@@ -61,9 +60,7 @@ class CodeFolder:
         file = Path(place) if place.endswith(".py") else Path(*place.split("."))
         choices = [file] if place.endswith(".py") else [file.with_suffix(".py"), file / "__init__.py"]
         for path in ((self.folder / choice).resolve() for choice in choices):
-            if path.is_file():
-                if not path.is_relative_to(self.folder):
-                    break
+            if path.is_file() and path.is_relative_to(self.folder):
                 return path
         raise _refused(key, f"there is no {place} in {self.folder}, the folder of --allow_code")
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,7 @@ from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.code import NO_CODE, CodeFolder
 from insitu.backend.learner.optimizer_loop import Progress, reference_module
 from insitu.backend.learner.parts import PartedRows, train_parts, wait_until_closed
-from insitu.backend.learner.policy import (
-    build_policy,
-    check_finite,
-    fingerprint,
-    loaded_adapter,
-    same_adapters,
-)
+from insitu.backend.learner.policy import build_policy, check_finite, fingerprint, loaded_adapter, same_adapters
 from insitu.backend.learner.snapshots import Snapshots
 from insitu.backend.learner.states import States
 from insitu.backend.learner.versions import Versions
@@ -94,8 +88,8 @@ class Learner:
         self._tokens = self._origin.tokens
         self.saved = Versions(self.output_dir, self._origin.step)
         self.snapshots = Snapshots(self.loaded, self.saved)
-        parts = self.loaded, self.saved, self._origin, folder, self.load_version
-        self._states = States(*parts, ranks=self.ranks, code=self.code)
+        parts = self.loaded, self.saved, self._origin, folder, self.load_version, self.ranks, self.code
+        self._states = States(*parts)
         self._lora = self._origin.lora or loaded_adapter(self.loaded.module)
         self._lora_fixed = self._lora is not None or self._origin.step > 0
 
@@ -319,7 +313,6 @@ class Learner:
             metrics["pairs"] = len(pairs)
         job = job.model_copy(update={"metrics": metrics, "digest": job.digest or parts.hexdigest})
         logged = served is not None and self.served_here and self.snapshots.log_jobs(settings, self.keep)
-        save: Callable[[], Path]
         if served is not None and logged:
             job = job.model_copy(update={"weights": fingerprint(served)})
             save = functools.partial(self.saved.log, self._record(job, settings.lora), settings, parts)

@@ -69,20 +69,15 @@ class LogitOffsets:
 
     def add_to(self, logits_NV: Tensor, shaped: Sequence[ShapedCompletion], first: int) -> Tensor:
         """The logits of the tokens from the place `first` on with what was added to them."""
-        places: list[int] = []
-        offsets: list[Tensor] = []
+        part, offsets = range(first, first + len(logits_NV)), dict[int, Tensor]()
         for completion in shaped:
-            inside = [first <= place < first + len(logits_NV) for place in completion.places]
-            if any(inside):
-                kept = zip(completion.places, inside, self._offsets(completion), strict=True)
-                for place, is_inside, offset_V in kept:
-                    if is_inside:
-                        places.append(place - first)
-                        offsets.append(offset_V)
-        if not places:
+            if any(place in part for place in completion.places):
+                pairs = zip(completion.places, self._offsets(completion), strict=True)
+                offsets |= {place - first: offset_V for place, offset_V in pairs if place in part}
+        if not offsets:
             return logits_NV
         offset_NV = torch.zeros(logits_NV.shape, device=logits_NV.device)
-        offset_NV[places] = torch.stack(offsets).to(logits_NV.device)
+        offset_NV[[*offsets]] = torch.stack([*offsets.values()]).to(logits_NV.device)
         return logits_NV.float() + offset_NV
 
     def _offsets(self, completion: ShapedCompletion) -> Iterator[Tensor]:

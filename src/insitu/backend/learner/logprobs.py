@@ -17,7 +17,7 @@ from insitu.algorithms.memory_budget import CHUNK_LOGITS
 from insitu.backend.attention import attend_as_before, attend_to_trees
 from insitu.backend.learner.batches import MicroBatch, Ranks, Row, collate, pad
 from insitu.backend.learner.logit_offsets import LogitOffsets
-from insitu.backend.model import ATTENTION_LAYERS, LoadedModel, layer_types, sliding_window, text_config
+from insitu.backend.model import LoadedModel, sliding_window, stateful_layers, text_config
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,12 @@ class LogprobComputer:
         if len(token_ids) < 2:
             return []
         row = Row(np.array(token_ids, np.int32), np.arange(1, len(token_ids)))
-        logprobs: list[float] = self(module, collate([row], self._device)).logprobs_N.tolist()
-        return logprobs
+        return self(module, collate([row], self._device)).logprobs_N.tolist()
 
     @functools.cached_property
     def can_pack(self) -> bool:
         """Whether rows can be packed into a prefix tree: a test forward pass gives the same log-probabilities."""
-        if _depends_on_lengths(self._module) or _mixes_tokens_otherwise(self._module):
+        if _depends_on_lengths(self._module) or stateful_layers(self._module):
             return False
         tokens = (np.arange(60, dtype=np.int32) * 7 + 3) % self._vocab_size
         ends = (tokens[:3], tokens[:20], np.concatenate([tokens[:20], tokens[:9]]), tokens[5:30])
@@ -196,12 +195,6 @@ def _depends_on_lengths(module: nn.Module) -> bool:
     config = text_config(module)
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return any(kind in rope for kind in LENGTH_DEPENDENT_ROPE) or bool(getattr(config, "attention_chunk_size", None))
-
-
-def _mixes_tokens_otherwise(module: nn.Module) -> bool:
-    """Whether there are layers other than attention that mix tokens: all have a convolution or their own layer type."""
-    kinds = layer_types(text_config(module))
-    return not kinds <= ATTENTION_LAYERS or any(isinstance(each, nn.Conv1d) for each in module.modules())
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:

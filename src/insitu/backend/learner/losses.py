@@ -65,15 +65,17 @@ def row_weights(trained: Sequence[int], episodes: Sequence[str], settings: LossS
     tokens: Counter[str] = Counter()
     for name, count in zip(names, trained, strict=True):
         tokens[name] += count
-    counted = sum(count > 0 for count in tokens.values())
-    if settings.loss_agg_mode == "token":
-        weights = {name: 1 / tokens.total() for name, count in tokens.items() if count}
-    elif settings.loss_agg_mode == "sequence":
-        weights = {name: 1 / (counted * count) for name, count in tokens.items() if count}
-    else:
+    counted, total = sum(count > 0 for count in tokens.values()), tokens.total()
+
+    def divisor(name: str) -> float:
+        if settings.loss_agg_mode == "token":
+            return total
+        if settings.loss_agg_mode == "sequence":
+            return counted * tokens[name]
         assert settings.loss_scale_factor is not None  # LossSettings requires it for this mode
-        weights = {name: 1 / (counted * settings.loss_scale_factor) for name, count in tokens.items() if count}
-    return [weights[name] if count else 0.0 for name, count in zip(names, trained, strict=True)]
+        return counted * settings.loss_scale_factor
+
+    return [1 / divisor(name) if count else 0.0 for name, count in zip(names, trained, strict=True)]
 
 
 def clip(batch: TokenBatch, settings: LossSettings) -> TokenLoss:

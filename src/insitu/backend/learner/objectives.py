@@ -20,6 +20,8 @@ from insitu.backend.learner.losses import PolicyBatch, PolicyLoss, dpo_loss, kto
 from insitu.errors import BackendError
 from insitu.schemas.training_jobs import TrainingSettings
 
+SIDES = ("chosen", "rejected")
+
 
 class RowLogprobs(NamedTuple):
     """Log-probabilities of the trained tokens of some rows; only `new_BK` carries a gradient.
@@ -257,12 +259,7 @@ class KahnemanTversky(Objective):
     log-ratio of the step's completions after one another's prompts, at least 0. With a single episode it is 0.
     """
 
-    sums = (
-        "loss",
-        "kl",
-        *("counts/chosen", "rewards/chosen", "logps/chosen"),
-        *("counts/rejected", "rewards/rejected", "logps/rejected"),
-    )
+    sums = ("loss", "kl", *(f"{name}/{side}" for side in SIDES for name in ("counts", "rewards", "logps")))
 
     def __post_init__(self) -> None:
         rows, extended = self.rows, list(self.rows)
@@ -306,7 +303,7 @@ class KahnemanTversky(Objective):
     def metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
         """None for a side without episodes."""
         means: dict[str, Any] = {"kl": _total(steps, "kl") / len(steps)}
-        for side in ("chosen", "rejected"):
+        for side in SIDES:
             count = _total(steps, f"counts/{side}")
             for name in ("rewards", "logps"):
                 means[f"{name}/{side}"] = _total(steps, f"{name}/{side}") / count if count else None

@@ -96,8 +96,7 @@ class PartedRows:
         digest = self._digest.copy()
         for number in range(self.count):
             digest.update(zlib.decompress(self._lines[number]))
-        value: str = digest.hexdigest()
-        return value
+        return digest.hexdigest()
 
     def part(self, number: int) -> list[Row] | None:
         return self._parts.get(number)

@@ -74,10 +74,8 @@ class Snapshots:
 
     def write(self, state: TrainState, served: nn.Module | None, record: TrainingRecord) -> Path:
         """Writes a snapshot; all ranks must call it. Raises JobFailed on all alike."""
-        target = self._saved.folder_of(record.version)
         parts = state.policy, served, optimizer_tensors(state), record, self._tokenizer_files, state.ranks
-        write_checkpoint(target, *parts)
-        return target
+        return write_checkpoint(self._saved.folder_of(record.version), *parts)
 
     @functools.cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -22,33 +23,29 @@ from insitu.schemas.training_jobs import TrainingSettings
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class States:
     """Makes states of a policy's versions. The loaded model, in `folder`, is step `origin.step` of its training."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        saved: Versions,
-        origin: TrainingRecord,
-        folder: Path,
-        load_version: Callable[[int], nn.Module],
-        *,
-        ranks: Ranks,
-        code: CodeFolder,
-    ) -> None:
-        self.workers = Workers(loaded, ranks)
-        self._loaded, self._saved, self._origin, self._folder = loaded, saved, origin, folder
-        self._load_version = load_version
-        self._ranks, self._code = ranks, code
-        self._compute_logprobs = LogprobComputer(loaded)
+    loaded: LoadedModel
+    saved: Versions
+    origin: TrainingRecord
+    folder: Path
+    load_version: Callable[[int], nn.Module]
+    ranks: Ranks
+    code: CodeFolder
+
+    def __post_init__(self) -> None:
+        self.workers = Workers(self.loaded, self.ranks)
+        self._compute_logprobs = LogprobComputer(self.loaded)
 
     def check_files(self, *, weights: bool = True) -> None:
         """Raises BackendError if the next job cannot continue from the files; hashing weights takes seconds per GB.
 
         The optimizer state of the loaded model may have been deleted; the newest snapshot always has one.
         """
-        base = self._saved.base(self._saved.latest)
-        folder = self._saved.folder_of(base) if base else self._folder
+        base = self.saved.base(self.saved.latest)
+        folder = self.saved.folder_of(base) if base else self.folder
         if weights and base:
             check_model(folder)
         check_optimizer(folder, required=base > 0)
@@ -58,10 +55,10 @@ class States:
 
         Raises BackendError if a logged job is damaged.
         """
-        base, state = self._saved.base(version), None
+        base, state = self.saved.base(version), None
         for number in range(base + 1, version + 1):
             logger.warning("version %d has no snapshot: training its logged job again", number)
-            read = functools.partial(self._saved.logged, number)
+            read = functools.partial(self.saved.logged, number)
             logged, rows = yield from in_another_thread(read, lambda _: None)
             state = state or self.restore(logged, base)
             state.prepare(logged)
@@ -74,23 +71,23 @@ class States:
 
     def restore(self, settings: TrainingSettings, base: int = 0) -> TrainState:
         """The state of a snapshot, or of the loaded model, for a job with these settings."""
-        policy = build_policy(self._loaded, settings.lora, settings.seed)
-        folder = self._saved.folder_of(base) if base else None
+        policy = build_policy(self.loaded, settings.lora, settings.seed)
+        folder = self.saved.folder_of(base) if base else None
         if folder is not None:
             policy.load(folder)
-        with open_optimizer(folder or self._folder) as saved:
-            if not saved.names and self._origin.step + base:
-                logger.warning("%s has no optimizer state: the optimizer starts anew", folder or self._folder)
+        with open_optimizer(folder or self.folder) as saved:
+            if not saved.names and self.origin.step + base:
+                logger.warning("%s has no optimizer state: the optimizer starts anew", folder or self.folder)
             masters = {name: f"weights.{name}" for name in policy.trainable}
             policy.overwrite((name, saved.read(key)) for name, key in masters.items() if key in saved.names)
             forward = PolicyForward(policy.module, self._compute_logprobs)
-            self._ranks.shard(policy.module, forward)
+            self.ranks.shard(policy.module, forward)
             state = TrainState(
                 *(policy, forward, self._compute_logprobs, self.workers),
                 reference=lambda: self.references,
-                before_step=self._saved.wait,
-                ranks=self._ranks,
-                code=self._code,
+                before_step=self.saved.wait,
+                ranks=self.ranks,
+                code=self.code,
             )
             state.set_optimizer(settings)
             prefix, trainable = state.optimizer_prefix, policy.trainable
@@ -102,12 +99,12 @@ class States:
 
     @property
     def references(self) -> ReferenceWeights:
-        return ReferenceWeights(lambda: self._initial, self._saved.latest, self._load_version)
+        return ReferenceWeights(lambda: self._initial, self.saved.latest, self.load_version)
 
     @functools.cached_property
     def _initial(self) -> nn.Module:
         """The weights that training started from, possibly in an earlier process."""
-        if self._origin.step == 0:
-            return self._loaded.module
-        loaded, dtype = self._loaded, str(self._loaded.dtype).removeprefix("torch.")
-        return load_model(self._origin.started_from, str(loaded.device), dtype, loaded.quantization).module
+        if self.origin.step == 0:
+            return self.loaded.module
+        loaded, dtype = self.loaded, str(self.loaded.dtype).removeprefix("torch.")
+        return load_model(self.origin.started_from, str(loaded.device), dtype, loaded.quantization).module

@@ -8,7 +8,6 @@ A job that is not followed by a checkpoint is logged before it is reported as co
 newest snapshot before it, after the logged jobs since. Each folder is complete or absent.
 """
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -82,6 +81,7 @@ class Versions:
         self._snapshots: set[int] = set()
         self._logged: set[int] = set()
         self._writing: dict[int, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, "insitu-snapshot")  # started by its first work
 
     @property
     def numbers(self) -> list[int]:
@@ -159,7 +159,7 @@ class Versions:
         settings = TrainingSettings.model_validate(header["settings"])
         return settings, PartedRows.whole(parts, logprobs_ahead=header["logprobs_ahead"])
 
-    def begin(self, version: int, write: Callable[[], None], *, is_snapshot: bool) -> "Future[None]":
+    def begin(self, version: int, write: Callable[[], object], *, is_snapshot: bool) -> "Future[None]":
         """Writes a checkpoint in another thread; a failure is reported, and raised to those that wait for it."""
 
         def work() -> None:
@@ -185,10 +185,6 @@ class Versions:
     def wait(self) -> None:
         """Waits until no checkpoint is being written: then the tensors of training may change."""
         wait([*self._writing.values()])
-
-    @functools.cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "insitu-snapshot")
 
     def expired(self, keep: Retention) -> list[int]:
         """The versions that a retention policy deletes, oldest first, but the snapshots that others need."""

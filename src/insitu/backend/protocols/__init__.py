@@ -44,41 +44,41 @@ class ModelProvider(Protocol):
     def names(self) -> list[str]: ...
 
 
+@dataclass
 class ServedModels:
     """All served model names: `NAME` for the latest weights of the backend's own policy, `NAME@K` for version K.
 
     The latest that the sampler serves: a version that was just trained may not be. Protocols add theirs with `add`.
     """
 
-    def __init__(self, name: str, learner: Learner, sampler: Sampler) -> None:
-        self._name = name
-        self._learner = learner
-        self._sampler = sampler
-        self._providers: list[ModelProvider] = []
+    name: str
+    learner: Learner
+    sampler: Sampler
+    providers: list[ModelProvider] = field(default_factory=list)
 
     def add(self, provider: ModelProvider) -> None:
-        if provider not in self._providers:
-            self._providers.append(provider)
+        if provider not in self.providers:
+            self.providers.append(provider)
 
     def find(self, name: str) -> ServedModel:
         """Raises RequestRefused (404) with the existing names."""
-        for find in (self._own, *(provider.find for provider in self._providers)):
+        for find in (self._own, *(provider.find for provider in self.providers)):
             if model := find(name):
                 return model
         problem = f"no such model: {name!r}; known models: {', '.join(self.names())}"
         raise RequestRefused(problem, status=404, param="model", code="model_not_found")
 
     def _own(self, name: str) -> ServedModel | None:
-        if name == self._name:
-            return ServedModel(LATEST, self._sampler.version)
+        if name == self.name:
+            return ServedModel(LATEST, self.sampler.version)
         policy, _, version = name.rpartition("@")
-        if policy == self._name and (number := parse_count(version)) in self._learner.versions:
+        if policy == self.name and (number := parse_count(version)) in self.learner.versions:
             return ServedModel(WeightVersion(number), number)
         return None
 
     def names(self) -> list[str]:
-        own = [self._name, *(f"{self._name}@{version}" for version in self._learner.versions)]
-        return own + [name for provider in self._providers for name in provider.names()]
+        own = [self.name, *(f"{self.name}@{version}" for version in self.learner.versions)]
+        return own + [name for provider in self.providers for name in provider.names()]
 
 
 @dataclass(frozen=True)

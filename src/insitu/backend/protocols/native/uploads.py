@@ -233,8 +233,7 @@ class RowReader:
         try:
             self._check_keys(sent)
             if sent.messages is None:
-                row = self._row(sent)
-                rows = [] if row is None else [row]
+                rows = self._rows(sent)
             else:  # may take a while
                 rows = await asyncio.to_thread(self._rendered, sent, number)
         except RequestRefused as error:
@@ -290,8 +289,8 @@ class RowReader:
             self._check_tokens(row.token_ids, "messages")
         return [self._converted(row.token_ids, np.flatnonzero(row.loss_mask), sent, episode) for row in rows]
 
-    def _row(self, sent: RowLine) -> Row | None:
-        """Returns None for a row without trained tokens."""
+    def _rows(self, sent: RowLine) -> list[Row]:
+        """The row; none if it has no trained token."""
         assert sent.token_ids is not None
         assert sent.loss_mask is not None
         length = len(sent.token_ids)
@@ -307,7 +306,7 @@ class RowReader:
         if sent.loss_mask and sent.loss_mask[0]:
             raise refused("loss_mask[0] is 1, but the first token has no context to predict it from", "loss_mask")
         positions = np.flatnonzero(sent.loss_mask)
-        return self._converted(sent.token_ids, positions, sent, sent.episode) if len(positions) else None
+        return [self._converted(sent.token_ids, positions, sent, sent.episode)] if len(positions) else []
 
     def _check_tokens(self, token_ids: Sequence[int], key: str) -> None:
         limit = self.limits.max_length

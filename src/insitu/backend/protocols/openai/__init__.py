@@ -18,13 +18,11 @@ from insitu.backend.inference.sampler import GenerationRequest, WeightVersion
 from insitu.backend.protocols import Services
 from insitu.backend.protocols.openai.chat import ChatRequest
 from insitu.backend.protocols.openai.text import RequestModel, ResponseFormatter, SamplingRequest, TextRequest
-from insitu.backend.protocols.openai.tokens import token_routes
+from insitu.backend.protocols.openai.tokens import MAX_BODY, token_routes
 from insitu.errors import RequestRefused
-from insitu.formats.dialects import ChatTranslation, Dialect, Translation, dialects, translate
+from insitu.formats.dialects import Dialect, Translation, dialects, translate
 from insitu.wire.http_format import CHAT, COMPACT, DONE, JSON, TEXT, accepts_compact, error_body, format_event
 from insitu.wire.http_server import json_response, parse_body, parse_json, read_body
-
-MAX_BODY = 16 * 2**20
 
 
 class DialectRequest(RequestModel):
@@ -42,7 +40,7 @@ class CompletionEndpoint:
 
     kind: type[SamplingRequest]
     services: Services
-    dialect: Dialect = ChatTranslation
+    dialect: Dialect
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, MAX_BODY)
@@ -111,13 +109,12 @@ class CompletionEndpoint:
         self, prompts: Sequence[list[int]], weights: WeightVersion
     ) -> list[list[dict[str, dict[str, float]] | None]]:
         """Logprobs of the prompt of each choice, in vLLM's form; equal prompts are computed once."""
-        logprobs_by_prompt: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
-        for prompt in map(tuple, prompts):
-            if prompt not in logprobs_by_prompt:
-                logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
-                tokens = zip(prompt[1:], logprobs, strict=True)
-                logprobs_by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
-        return [logprobs_by_prompt[tuple(prompt)] for prompt in prompts]
+        by_prompt: dict[tuple[int, ...], list[dict[str, dict[str, float]] | None]] = {}
+        for prompt in dict.fromkeys(map(tuple, prompts)):
+            logprobs = await self.services.sampler.prompt_logprobs(prompt, weights)
+            tokens = zip(prompt[1:], logprobs, strict=True)
+            by_prompt[prompt] = [None, *({str(token): {"logprob": logprob}} for token, logprob in tokens)]
+        return [by_prompt[tuple(prompt)] for prompt in prompts]
 
     async def _stream(
         self, request: web.Request, job: Job, formatter: ResponseFormatter, translation: Translation | None
@@ -136,7 +133,7 @@ class CompletionEndpoint:
                         response.headers["X-Policy-Version"] = str(delta.version)
                         await response.prepare(request)
                     await response.write(b"".join(events(formatter.chunk(index, delta))))
-            if options.include_usage:
+            if options.stream_options is not None and options.stream_options.include_usage:
                 await response.write(b"".join(events(formatter.usage_chunk(delta.version))))
             await response.write(b"".join(end(None)))
         except ConnectionError:  # the client has left
@@ -156,21 +153,22 @@ def _own_end(failure: str | None) -> Iterator[bytes]:
     yield format_event(DONE if failure is None else orjson.dumps(error_body(failure, 500)))
 
 
+_STREAMED = "completion; with `stream`, events that end with [DONE]"
+_OWN: dict[str, tuple[type[RequestModel], str]] = {
+    CHAT: (ChatRequest, f"Chat {_STREAMED}"),
+    TEXT: (TextRequest, f"Text {_STREAMED}"),
+}
+"""By route, the body of a request in our own API, and what the route does."""
 _MODEL = {"object": "model", "created": 0, "owned_by": "insitu"}
 
 
 def routes(services: Services) -> list[ApiRoute]:
     models = services.models
 
-    def completions(path: str, kind: type[SamplingRequest], what: str) -> ApiRoute:
-        summary = f"{what} completion; with `stream`, events that end with [DONE]"
-        endpoint = CompletionEndpoint(kind, services).complete
-        return ApiRoute("POST", path, endpoint, summary, request=[kind], streamed=True)
-
-    def translated(route: str, dialect: Dialect) -> ApiRoute:
-        endpoint = CompletionEndpoint(ChatRequest, services, dialect).complete
-        summary = f"A chat completion by the API of {route}"
-        return ApiRoute("POST", f"/v1/{route}", endpoint, summary, request=[DialectRequest], streamed=True)
+    def completions(route: str, dialect: Dialect) -> ApiRoute:
+        body, summary = _OWN.get(route, (DialectRequest, f"A chat completion by the API of {route}"))
+        endpoint = CompletionEndpoint(TextRequest if route == TEXT else ChatRequest, services, dialect).complete
+        return ApiRoute("POST", f"/v1/{route}", endpoint, summary, request=[body], streamed=True)
 
     async def list_models(request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [{"id": name, **_MODEL} for name in models.names()]})
@@ -182,8 +180,6 @@ def routes(services: Services) -> list[ApiRoute]:
     return [
         ApiRoute("GET", "/v1/models", list_models, "Names of the model and its versions"),
         ApiRoute("GET", "/v1/models/{model:.+}", get_model, "One model"),
-        completions("/v1/chat/completions", ChatRequest, "Chat"),
-        completions("/v1/completions", TextRequest, "Text"),
-        *(translated(*each) for each in dialects().items() if each[0] not in (CHAT, TEXT)),
+        *(completions(*each) for each in dialects().items()),
         *token_routes(services),
     ]

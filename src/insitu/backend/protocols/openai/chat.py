@@ -83,30 +83,25 @@ class ChatFormatter(ResponseFormatter):
 
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._parsers: dict[int, Parser] = {}
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-        choice = {
-            "index": index,
-            "message": message,
-            "finish_reason": output.finish_reason,
-            **self._token_fields(output),
-        }
-        if self._request.is_parsed:
+        choice = {"index": index, "message": message, **self._outcome(output)}
+        if self.request.is_parsed:
             piece = self._parse(index, output)
             message["content"] = piece.content or (None if piece.calls or piece.reasoning else "")
             self._add_parts(choice, message, piece)
-        if self._request._prompt_ids_in_choices:
-            choice["prompt_token_ids"] = self._prompts[index]
+        if self.request._prompt_ids_in_choices:
+            choice["prompt_token_ids"] = self.prompts[index]
         return choice
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        choice = {"index": index, "delta": delta, "finish_reason": output.finish_reason, **self._token_fields(output)}
-        if self._request.is_parsed:
+        choice = {"index": index, "delta": delta, **self._outcome(output)}
+        if self.request.is_parsed:
             piece = self._parse(index, output)
             delta["content"] = piece.content
             calls = tuple({"index": number, **call} for number, call in enumerate(piece.calls))
@@ -119,10 +114,10 @@ class ChatFormatter(ResponseFormatter):
         """What is final of a message with this text."""
         parser = self._parsers.get(index)
         if parser is None:
-            end = _end_of(self._prompts[index], self._tokenizer)
-            tools = self._request.enabled_tools or ()
-            special = self._tokenizer.special_tokens if self._request.skip_special_tokens is not False else ()
-            parser = self._parsers[index] = message_parser(self._request.formats, end, tools, special)
+            end = _end_of(self.prompts[index], self.tokenizer)
+            tools = self.request.enabled_tools or ()
+            special = self.tokenizer.special_tokens if self.request.skip_special_tokens is not False else ()
+            parser = self._parsers[index] = message_parser(self.request._formats, end, tools, special)
         piece = parser.feed(output.text)
         if output.finish_reason is None:
             return piece
@@ -142,14 +137,15 @@ class ChatFormatter(ResponseFormatter):
 
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         if len(self._started) < 2:  # the first event of a stream, or all choices
-            body["prompt_token_ids"] = self._prompts[0]
+            body["prompt_token_ids"] = self.prompts[0]
 
-    def _token_fields(self, output: OutputDelta) -> dict[str, Any]:
-        if not self._request.logprobs:
-            return {"logprobs": None, **self._token_ids(output)}
-        logprobs = self._compact_logprobs(output) if self.compact else self._logprobs(output)
-        fields = {"logprobs": logprobs, **self._token_ids(output), **self._temperature}
-        forced = self._request.forced if self.says_processed and output.finish_reason is not None else None
+    def _outcome(self, output: OutputDelta) -> dict[str, Any]:
+        fields = {"finish_reason": output.finish_reason, "logprobs": None, **self._token_ids(output)}
+        if not self.request.logprobs:
+            return fields
+        logprobs = {"token_logprobs": output.tokens.logprobs} if self.compact else self._logprobs(output)
+        fields |= {"logprobs": logprobs, **self._temperature}
+        forced = self.request.forced if self.says_processed and output.finish_reason is not None else None
         return fields | ({} if forced is None else {"structured_outputs": {forced.kind: forced.text}})
 
     def _logprobs(self, output: OutputDelta) -> dict[str, Any]:
@@ -160,7 +156,7 @@ class ChatFormatter(ResponseFormatter):
         return {**self._logprob(token.id, token.logprob), "top_logprobs": top}
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text_bytes = self._tokenizer.decode_token(token_id)[1]
+        text_bytes = self.tokenizer.decode_token(token_id)[1]
         return {"token": self._token_text(token_id), "logprob": logprob, "bytes": text_bytes}
 
 
@@ -191,14 +187,14 @@ class ChatRequest(SamplingRequest):
     """What was sampled of the conversation: the prompt begins with these tokens, if the template allows it."""
     _forced: Grammar | None = PrivateAttr(default=None)
     _formats: MessageFormats = PrivateAttr(default=MessageFormats(NONE, NONE))
+    """How the model writes the parts of a message; known once the prompt is."""
     _prompt_ids_in_choices: bool = PrivateAttr(default=False)
     """Clients that keep only the choices would lose them in the body."""
 
     @cached_property
     def choice(self) -> ToolChoice:
         """The tools that the model is offered, and those that it must call. Raises RequestRefused."""
-        tools = self.tools or []
-        return ToolChoice.of(self.tool_choice, tools) if tools or self.tool_choice is not None else ToolChoice(tools)
+        return ToolChoice.of(self.tool_choice, self.tools or [])
 
     def check(self) -> None:
         super().check()
@@ -258,11 +254,6 @@ class ChatRequest(SamplingRequest):
     @property
     def is_constrained(self) -> bool:
         return bool(self.choice.forced) or super().is_constrained
-
-    @property
-    def formats(self) -> MessageFormats:
-        """How the model writes the parts of a message; known once the prompt is."""
-        return self._formats
 
     @property
     def is_parsed(self) -> bool:

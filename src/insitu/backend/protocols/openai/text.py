@@ -3,9 +3,11 @@
 Text completions (`POST /v1/completions`) have prompts without a chat template.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -177,35 +179,35 @@ class SamplingRequest(SamplingParameters, RequestModel):
                 requests.append(GenerationRequest(prompt, params))
         return requests
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
-
+@dataclass
 class ResponseFormatter:
-    """Formats the response to one request, as plain dicts: they are built for every token of every stream."""
+    """Formats the response to one request, as plain dicts: they are built for every token of every stream.
+
+    `prompts` holds the prompt of each choice.
+    """
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
     """`object` of the events of a stream."""
 
-    def __init__(self, request: Any, prompts: Sequence[list[int]], tokenizer: ChatTokenizer) -> None:
-        """`prompts` holds the prompt of each choice."""
-        self._request = request
-        self._prompts = prompts
-        self._tokenizer = tokenizer
+    request: Any
+    prompts: Sequence[list[int]]
+    tokenizer: ChatTokenizer
+    says_processed: bool = False
+    """Whether to say that log-probabilities include what shapes the logits, as those of the learner do."""
+    compact: bool = False
+    """Whether the logprobs of a choice are one list, beside the list of its token ids."""
+    weights_of: Callable[[int], str | None] = lambda version: None
+    """The digest of the weights of a version."""
+
+    def __post_init__(self) -> None:
         self._base = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": request.model,
+            "model": self.request.model,
         }
-        self.says_processed = False
-        """Whether to say that log-probabilities include what shapes the logits, as those of the learner do."""
-        self.compact = False
-        """Whether the logprobs of a choice are one list, beside the list of its token ids."""
-        self.weights_of: Callable[[int], str | None] = lambda version: None
-        """The digest of the weights of a version."""
         self._started: set[int] = set()
         self._completion_tokens = 0
 
@@ -214,8 +216,8 @@ class ResponseFormatter:
         raise NotImplementedError
 
     def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
-        """A choice of a stream's event."""
-        raise NotImplementedError
+        """A choice of a stream's event; by default it has the form of a complete one."""
+        return self._choice(index, output)
 
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Adds the prompt's token ids; called once per choice."""
@@ -224,14 +226,9 @@ class ResponseFormatter:
     def response(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
         """The body of a response without streaming, from one complete output per choice."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        body: dict[str, Any] = {
-            **self._base,
-            "object": self.object,
-            "policy_version": outputs[0].version,
-            "choices": choices,
-            "usage": self._usage(sum(len(output.tokens) for output in outputs)),
-        }
-        if self._request.return_token_ids:
+        body = self._body(self.object, outputs[0].version, choices)
+        body["usage"] = self._usage(sum(len(output.tokens) for output in outputs))
+        if self.request.return_token_ids:
             body["weights"] = self.weights_of(outputs[0].version)
             for choice in choices:
                 self._add_prompt_ids(body, choice)
@@ -243,40 +240,38 @@ class ResponseFormatter:
         self._started.add(index)
         self._completion_tokens += len(output.tokens)
         choice = self._delta_choice(index, output, first)
-        body = {**self._base, "object": self.chunk_object, "policy_version": output.version, "choices": [choice]}
-        if first and self._request.return_token_ids:
+        body = self._body(self.chunk_object, output.version, [choice])
+        if first and self.request.return_token_ids:
             body["weights"] = self.weights_of(output.version)
             self._add_prompt_ids(body, choice)
         return body
 
     def usage_chunk(self, version: int) -> dict[str, Any]:
         """The last event of a stream with `include_usage`."""
-        usage = self._usage(self._completion_tokens)
-        return {**self._base, "object": self.chunk_object, "policy_version": version, "choices": [], "usage": usage}
+        return self._body(self.chunk_object, version, []) | {"usage": self._usage(self._completion_tokens)}
+
+    def _body(self, kind: str, version: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._base, "object": kind, "policy_version": version, "choices": choices}
 
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
-        return {"token_ids": output.tokens.ids} if self._request.return_token_ids else {}
-
-    @staticmethod
-    def _compact_logprobs(output: OutputDelta) -> dict[str, Any]:
-        return {"token_logprobs": output.tokens.logprobs}
+        return {"token_ids": output.tokens.ids} if self.request.return_token_ids else {}
 
     @property
     def _temperature(self) -> dict[str, Any]:
         """What the logits were divided by before the log-probabilities, and whether they were changed before that."""
-        requested = self._request.temperature
+        requested = self.request.temperature
         divided = requested is not None and requested >= GREEDY_TEMPERATURE
-        processed = {"logprobs_processed": True} if self.says_processed and self._request.shapes_logits else {}
+        processed = {"logprobs_processed": True} if self.says_processed and self.request.shapes_logits else {}
         return {"logprobs_temperature": requested if divided else 1.0, **processed}
 
     def _token_text(self, token_id: int) -> str:
         """A token as it is written in logprobs."""
-        if self._request.return_tokens_as_token_ids:
+        if self.request.return_tokens_as_token_ids:
             return format_token_id(token_id)
-        return self._tokenizer.decode_token(token_id)[0]
+        return self.tokenizer.decode_token(token_id)[0]
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = sum(map(len, self._prompts[:: self._request.n or 1]))
+        prompt_tokens = sum(map(len, self.prompts[:: self.request.n or 1]))
         total = prompt_tokens + completion_tokens
         return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
@@ -286,34 +281,29 @@ class TextFormatter(ResponseFormatter):
 
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._offsets = [0] * len(self._prompts)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._offsets = [0] * len(self.prompts)
 
     def _choice(self, index: int, output: OutputDelta) -> dict[str, Any]:
         return {
             "index": index,
             "text": output.text,
             "finish_reason": output.finish_reason,
-            "logprobs": None if self._request.logprobs is None else self._logprobs(index, output),
+            "logprobs": None if self.request.logprobs is None else self._logprobs(index, output),
             **self._token_ids(output),
-            **({} if self._request.logprobs is None else self._temperature),
+            **({} if self.request.logprobs is None else self._temperature),
         }
 
-    def _delta_choice(self, index: int, output: OutputDelta, first: bool) -> dict[str, Any]:
-        return self._choice(index, output)
-
     def _add_prompt_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        choice["prompt_token_ids"] = self._prompts[choice["index"]]
+        choice["prompt_token_ids"] = self.prompts[choice["index"]]
 
     def _logprobs(self, index: int, output: OutputDelta) -> dict[str, Any]:
         if self.compact:
-            return self._compact_logprobs(output)
+            return {"token_logprobs": output.tokens.logprobs}
         texts = [self._token_text(token.id) for token in output.tokens]
-        offsets = []
-        for token in output.tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._tokenizer.decode_token(token.id)[0])
+        lengths = (len(self.tokenizer.decode_token(token_id)[0]) for token_id in output.tokens.ids)
+        *offsets, self._offsets[index] = itertools.accumulate(lengths, initial=self._offsets[index])
         top = [
             {self._token_text(other): logprob for other, logprob in token.top or ()} | {text: token.logprob}
             for text, token in zip(texts, output.tokens, strict=True)
@@ -321,7 +311,7 @@ class TextFormatter(ResponseFormatter):
         return {
             "tokens": texts,
             "token_logprobs": output.tokens.logprobs,
-            "top_logprobs": top if self._request.num_top_logprobs else None,
+            "top_logprobs": top if self.request.num_top_logprobs else None,
             "text_offset": offsets,
         }
 

@@ -63,15 +63,8 @@ def token_routes(services: Services) -> list[ApiRoute]:
     async def detokenize(request: web.Request) -> web.Response:
         return json_response({"prompt": await parse_body(text_of, await read_body(request, MAX_BODY), may_loop=False)})
 
+    ids, text = "The token ids of the prompt of a completion", "The text of token ids"
     return [
-        ApiRoute(
-            *("POST", "/tokenize", tokenize, "The token ids of the prompt of a completion"),
-            request=[TextRequest, ChatRequest],
-            response=TokenizeResponse,
-        ),
-        ApiRoute(
-            *("POST", "/detokenize", detokenize, "The text of token ids"),
-            request=[DetokenizeRequest],
-            response=DetokenizeResponse,
-        ),
+        ApiRoute("POST", "/tokenize", tokenize, ids, request=[TextRequest, ChatRequest], response=TokenizeResponse),
+        ApiRoute("POST", "/detokenize", detokenize, text, request=[DetokenizeRequest], response=DetokenizeResponse),
     ]
