@@ -136,20 +136,18 @@ def _call_choice(call: ModelCall) -> dict[str, Any]:
     if len(ids) != len(logprobs):
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
     message = {"role": "assistant", "content": None, **(call.message or {})}
-    choice = _choice(message, _logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
+    choice = _choice(message, map(format_token_id, ids), logprobs, call.finish_reason)
     names = ("prompt_token_ids", "logprobs_temperature")
     return choice | {name: value for name in names if (value := getattr(call, name)) is not None}
 
 
-def _logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
-    return {"content": chat_entries(tokens, logprobs), "refusal": None}
-
-
-def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+def _choice(
+    message: dict[str, Any], tokens: Iterable[str], logprobs: Iterable[float], finish_reason: str | None
+) -> dict[str, Any]:
     return {
         "index": 0,
         "finish_reason": finish_reason if finish_reason in _FINISH_REASONS else "stop",  # ART requires one
-        "logprobs": logprobs,
+        "logprobs": {"content": chat_entries(tokens, logprobs), "refusal": None},
         "message": message,
     }
 
@@ -161,4 +159,4 @@ def _item_turn(item: Any) -> dict[str, Any]:
         return message
     texts = sampled.tokens if sampled.token_ids is None else map(format_token_id, sampled.token_ids)
     reason = (item.metadata or {}).get("finish_reason") or sampled.call.get("finish_reason")
-    return _choice(message, _logprobs(texts, sampled.logprobs), reason)
+    return _choice(message, texts, sampled.logprobs, reason)
