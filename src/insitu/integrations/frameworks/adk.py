@@ -19,7 +19,6 @@ from google.genai.types import Content, Part
 
 from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
 from insitu.integrations.frameworks import ModelSteps
-from insitu.workflow.context import current_scope
 from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
@@ -62,10 +61,6 @@ class _ReportingLlm(LiteLlm):
     async def generate_content_async(
         self, llm_request: LlmRequest, stream: bool = False
     ) -> AsyncGenerator[LlmResponse, None]:
-        if current_scope() is None:
-            async for response in super().generate_content_async(llm_request, stream):
-                yield response
-            return
         run_id, name = uuid.uuid4(), self.model.removeprefix("openai/")
         request = llm_request.model_copy(update={"contents": list(llm_request.contents)})  # ADK appends to the original
         _MODELS.start(run_id, name, request, chat_inputs=request)

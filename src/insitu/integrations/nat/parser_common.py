@@ -317,13 +317,9 @@ def _openai_completions(item: Any, before: Sequence[Message]) -> list[Completion
     return [make_completion(messages[0], choice.get("finish_reason"), choice.get("logprobs"))]
 
 
-def _openai_tool_message(output: JsonObject) -> bool:
-    return output.get("role") == "tool"
-
-
 def _describe(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 200 else text[:200] + '...'}"
 
 
-OPENAI = StepFormat(_openai_messages, _openai_completions, _openai_tool_message)
+OPENAI = StepFormat(_openai_messages, _openai_completions, lambda output: output.get("role") == "tool")
