@@ -292,8 +292,7 @@ class Indexes:
         with self._lock:
             self._users[indexed] -= 1
             in_use = self._users[indexed] or indexed in self._runs.values()
-            if not self._users[indexed]:
-                del self._users[indexed]
+            self._users = +self._users  # without those that nobody uses
         if not in_use:
             indexed.index.close()
 
