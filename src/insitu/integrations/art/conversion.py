@@ -61,7 +61,8 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     if not math.isfinite(trajectory.reward):
         raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
     if trajectory.trained_calls:
-        histories = _call_histories(trajectory)
+        trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
+        histories = [each for turns in conversations(trajectory.calls) for each in _split_by_tools(turns, trained)]
     else:
         histories = [{"messages_and_choices": [*map(_item_turn, trajectory.episode)], "tools": None}]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
@@ -107,14 +108,11 @@ def mean_reward(collection: TrajectoryCollection) -> float:
     return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
 
 
-def _call_histories(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Each trained call is a choice in exactly one history; all other calls are plain messages."""
-    trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
-    return [history for turns in conversations(trajectory.calls) for history in _split_by_tools(turns, trained)]
-
-
 def _split_by_tools(turns: list[Turn], trained: set[int]) -> list[dict[str, Any]]:
-    """One history per set of tools in a conversation, each up to the last trained call with these tools."""
+    """One history per set of tools in a conversation, each up to the last trained call with these tools.
+
+    Each trained call is a choice in exactly one of them; all other calls are plain messages.
+    """
     by_tools: dict[str, list[int]] = {}
     for index, turn in enumerate(turns):
         if turn.call is not None and turn.call.index in trained:

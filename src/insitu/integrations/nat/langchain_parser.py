@@ -37,9 +37,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     return [common.make_message(role, text or None if calls else text, len(before), calls, reasoning, **others)]
 
 
-def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
-    if not isinstance(item, dict):
-        return None
+def _completions(item: JsonObject, before: Sequence[Message]) -> list[Completion] | None:
     if isinstance(prompts := item.get("generations"), list):  # an LLMResult
         if len(prompts) != 1:
             raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: one")
