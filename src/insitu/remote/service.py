@@ -293,7 +293,6 @@ class AttemptStream:
                     await write(chunk)
         finally:
             await end_tasks(reading)
-            self.cancel()
 
     def cancel(self) -> None:
         """Cancels all attempts."""

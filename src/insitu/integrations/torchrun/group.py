@@ -88,23 +88,18 @@ class RankGroup:
                 else:
                     return message
         except BaseException:  # re-raised: the ranks are in an unknown state
-            self._stop()
+            self.close(0.0)
             raise
         finally:
             path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Ends the ranks, on other machines too if they are waiting for a job."""
-        if self._connection is not None and self._process is not None:
-            self._connection.close()
-            self._process.wait(_END_SECONDS)
-        self._stop()
-
-    def _stop(self) -> None:
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """Ends the ranks; those that are waiting for a job, on other machines too, end themselves in this time."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
+            self._process.wait(seconds)
             self._process.kill()
             self._process = None
 
