@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -186,22 +187,11 @@ def _dialogue(episode: RecordedEpisode) -> Dialogue:
     dialogue: Dialogue = []
     before: Dialogue = []
     for number, turns in enumerate(conversations(episode.calls), 1):
-        messages = [*_messages(turns)]
-        added = messages[_common_messages(before, messages) :]
-        dialogue += ({**message, "conversation": number} for message in added)
+        messages = [turn.message for turn in turns]
+        common = [*takewhile(lambda pair: pair[0] == pair[1], zip(before, messages, strict=False))]
+        dialogue += ({**message, "conversation": number} for message in _messages(turns[len(common) :]))
         before = messages
     return dialogue
-
-
-def _common_messages(before: Dialogue, messages: Dialogue) -> int:
-    """How many messages both begin with."""
-    count = 0
-    for pair in zip(before, messages, strict=False):
-        first, second = ({key: value for key, value in each.items() if key != "call"} for each in pair)
-        if first != second:
-            break
-        count += 1
-    return count
 
 
 def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:

@@ -80,11 +80,10 @@ def _chat_role(message: dict[str, Any]) -> str:
 def _parts(content: Any) -> tuple[list[JsonObject], str]:
     """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
-    for block in [content] if isinstance(content, str) else content or ():
-        kind = "text" if isinstance(block, str) else block.get("type")
-        if isinstance(block, str):
-            parts.append({"type": "text", "text": block})
-        elif kind in _OPENAI_BLOCKS:
+    for item in [content] if isinstance(content, str) else content or ():
+        block = {"type": "text", "text": item} if isinstance(item, str) else item
+        kind = block.get("type")
+        if kind in _OPENAI_BLOCKS:
             parts.append({key: value for key, value in block.items() if value is not None})
         elif kind in ("thinking", "reasoning", "reasoning_content", "redacted_thinking"):
             keys = ("thinking", "reasoning", "reasoning_content", "text")

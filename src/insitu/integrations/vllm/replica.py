@@ -353,12 +353,10 @@ def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> SampledToke
 
 def _check_tokens(ids: Sequence[Any], logprobs: Sequence[Any]) -> None:
     """Raises BackendError for what no model samples: it would be trained."""
-    if not {int}.issuperset(map(type, ids)) or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
-        bad = next(each for each in ids if type(each) is not int or not 0 <= each < 2**31)
-        raise BackendUnavailable(f"vLLM returned the token {bad!r:.80}; expected a number of the vocabulary")
-    if not {int, float}.issuperset(map(type, logprobs)) or not all(each <= _LARGEST_LOGPROB for each in logprobs):
-        bad = next(each for each in logprobs if type(each) not in (int, float) or not each <= _LARGEST_LOGPROB)
-        raise BackendUnavailable(f"vLLM returned the log-probability {bad!r:.80}; expected one of at most 0")
+    if bad := [each for each in ids if type(each) is not int or not 0 <= each < 2**31]:
+        raise BackendUnavailable(f"vLLM returned the token {bad[0]!r:.80}; expected a number of the vocabulary")
+    if bad := [each for each in logprobs if type(each) not in (int, float) or not each <= _LARGEST_LOGPROB]:
+        raise BackendUnavailable(f"vLLM returned the log-probability {bad[0]!r:.80}; expected one of at most 0")
     if min(logprobs, default=0) <= _NOT_FINITE:
         raise BackendError(LOGITS_NOT_FINITE)
 
