@@ -81,7 +81,7 @@ def _parts(content: Any) -> tuple[list[JsonObject], str]:
     """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
     for item in [content] if isinstance(content, str) else content or ():
-        block = {"type": "text", "text": item} if isinstance(item, str) else item
+        block: JsonObject = {"type": "text", "text": item} if isinstance(item, str) else item
         kind = block.get("type")
         if kind in _OPENAI_BLOCKS:
             parts.append({key: value for key, value in block.items() if value is not None})
