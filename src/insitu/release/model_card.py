@@ -28,24 +28,17 @@ class CardSubject(NamedTuple):
     is_adapter: bool
 
 
-class _Scores(NamedTuple):
-    """The validations of the weights before training and of these."""
-
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
-
-
 def model_card(run: Path, subject: CardSubject) -> str:
     """Markdown with YAML metadata. Names files, but no folders of this machine."""
     settings = RunReader(run).settings(required=True)
-    scores = _validations(run, subject)
-    lines = ["---", yaml.safe_dump(_metadata(subject, settings, scores), sort_keys=False).rstrip(), "---", ""]
+    before, after = _validations(run, subject)
+    lines = ["---", yaml.safe_dump(_metadata(subject, settings, after), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
     lines += _table(("", ""), _training(subject, settings))
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
-    lines += ["", "## Evaluation", "", *_evaluation(scores), "", "## Use", "", *_use(subject), ""]
+    lines += ["", "## Evaluation", "", *_evaluation(before, after), "", "## Use", "", *_use(subject), ""]
     return "\n".join(lines)
 
 
@@ -55,7 +48,7 @@ def _base(record: TrainingRecord) -> tuple[str, bool]:
     return (path.name, False) if path.is_absolute() else (split_revision(record.started_from)[0], True)
 
 
-def _metadata(subject: CardSubject, settings: dict[str, Any], scores: _Scores) -> dict[str, Any]:
+def _metadata(subject: CardSubject, settings: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any]:
     """As the Hub reads it: https://huggingface.co/docs/hub/model-cards#model-card-metadata"""
     base, on_hub = _base(subject.record)
     method = (settings.get("training") or {}).get("method")
@@ -67,7 +60,7 @@ def _metadata(subject: CardSubject, settings: dict[str, Any], scores: _Scores) -
         **(relation if on_hub else {}),
         **({"datasets": [dataset["path"]]} if dataset.get("commit") else {}),
         "tags": ["insitu", *filter(None, [method]), *(["lora"] if subject.record.lora else [])],
-        **({"model-index": [_index(subject, scores.after["avg_reward"])]} if scores.after is not None else {}),
+        **({"model-index": [_index(subject, after["avg_reward"])]} if after is not None else {}),
     }
 
 
@@ -116,15 +109,15 @@ def _data(dataset: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} `{value}`" for key, value in dataset.items() if key != "sha256")
 
 
-def _validations(run: Path, subject: CardSubject) -> _Scores:
+def _validations(run: Path, subject: CardSubject) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Those of the weights before training and of these."""
     validations = [each for each in RunReader(run).validations() if "error" not in each]
     before = next((each for each in validations if each["epoch"] == 0), None)
     scored = [each for each in validations if each["policy_version"] == subject.record.version]
-    return _Scores(before, scored[-1] if scored else None)
+    return before, scored[-1] if scored else None
 
 
-def _evaluation(scores: _Scores) -> list[str]:
-    before, after = scores
+def _evaluation(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[str]:
     if before is None or after is None:
         return ["These weights were not scored on held-out rows."]
     rows = []

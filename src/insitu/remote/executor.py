@@ -50,10 +50,6 @@ class RemoteExecutor(Executor):
         """Ends the services, or the connections to them."""
         await self.pool.close()
 
-    def count(self, counts: Counts) -> None:
-        """Adds completions that a service has requested outside every episode."""
-        self.stray_completions.update(counts)
-
     async def attempt(
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
     ) -> AttemptResult:
@@ -139,7 +135,7 @@ class ServiceExecutor(RemoteExecutor):
         super().__init__(ServicePool("workflow service"), config.max_losses, config.timeout)
         self.config = config
         self._urls = [config.url] if isinstance(config.url, str) else config.url
-        self.pool.starters = [partial(AddressedService, url, self.count) for url in self._urls]
+        self.pool.starters = [partial(AddressedService, url, self.stray_completions.update) for url in self._urls]
 
     async def check(self, builder: Builder) -> None:
         await self._check(builder.config.trained_llms(), None, reached=False)

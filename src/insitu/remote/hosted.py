@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from insitu.builder import Builder
+from insitu.collect.collector import stray_completions
 from insitu.collect.episodes import AttemptResult, fail, in_process
 from insitu.config import Config
 from insitu.errors import describe_error
@@ -21,8 +22,6 @@ from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import PolicyEndpoint
-from insitu.schemas.kinds import LLM
-from insitu.workflow.llms import ModelClient
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +142,8 @@ class HostedWorkflow:
 
     def stray_completions(self, policy: ServedPolicy | None) -> Counts:
         """Completions that the workflow of a policy has requested outside every episode."""
-        stray = Counter[str]()
-        for builder in [each for each, served in self._builders.items() if served == (policy and policy.unversioned)]:
-            for llm in builder.built(LLM):
-                if isinstance(llm, ModelClient):
-                    stray[llm.name] += llm.recorder.stray_completions
-        return stray
+        builders = [each for each, served in self._builders.items() if served == (policy and policy.unversioned)]
+        return sum(map(stray_completions, builders), Counter[str]())
 
     async def attempt(self, body: EpisodeRequest) -> AttemptResult:
         item = EvalInputItem(id=body.key.row_id, input_obj=body.input, full_dataset_entry=body.row)

@@ -102,14 +102,13 @@ def _last_question(body: Any) -> str:
     return content
 
 
-def _as_stream(response: web.Response) -> web.Response:
+def _stream(completion: dict[str, Any], message: dict[str, Any]) -> web.Response:
     """A chat completion as the events of a stream: one piece, and the end."""
-    body = decode(response.body)  # type: ignore[arg-type]
-    (choice,) = body.pop("choices")
-    body["object"] = "chat.completion.chunk"
-    pieces = ({"delta": choice["message"], "finish_reason": None}, {"delta": {}, "finish_reason": "stop"})
-    events = [encode({**body, "choices": [{"index": 0, "logprobs": None, **piece}]}) for piece in pieces]
-    return web.Response(body=b"".join(map(format_event, [*events, DONE])), content_type="text/event-stream")
+    chunk = {**completion, "object": "chat.completion.chunk"}
+    pieces = ({"delta": message, "finish_reason": None}, {"delta": {}, "finish_reason": "stop"})
+    chunks = [{**chunk, "choices": [{"index": 0, "logprobs": None, **piece}]} for piece in pieces]
+    events = [*(redact_bytes(encode(each)) for each in chunks), DONE]
+    return web.Response(body=b"".join(map(format_event, events)), content_type="text/event-stream")
 
 
 class WorkflowService:
@@ -160,8 +159,8 @@ class WorkflowService:
         return _json(Description(protocol=PROTOCOL, source=self.config.source, llms=self.config.names(LLM)))
 
     async def _generate(self, request: web.Request) -> web.Response:
-        line = await read_body(request, LINE_LIMIT, decompress=True)
-        return await self._answered(_generated_input(await _parse_line(line)), "input", lambda value: {"value": value})
+        given = _generated_input(await _parse_line(await read_body(request, LINE_LIMIT, decompress=True)))
+        return await self._answered(given, "input", lambda value: _json({"value": value}))
 
     async def _chat(self, request: web.Request) -> web.Response:
         """Other keys than these are ignored: the agent says how it samples."""
@@ -169,21 +168,22 @@ class WorkflowService:
         question = _last_question(body)
         completion = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": _MODEL}
 
-        def completed(value: Any) -> Any:
+        def completed(value: Any) -> web.Response:
             message = {"role": "assistant", "content": value if isinstance(value, str) else encode(value).decode()}
+            if body.get("stream"):
+                return _stream(completion, message)
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-            return {**completion, "object": "chat.completion", "choices": [choice]}
+            return _json({**completion, "object": "chat.completion", "choices": [choice]})
 
-        response = await self._answered(question, "messages", completed)
-        return _as_stream(response) if body.get("stream") and response.status == 200 else response
+        return await self._answered(question, "messages", completed)
 
-    async def _answered(self, given: Any, param: str, shaped: Callable[[Any], Any]) -> web.Response:
+    async def _answered(self, given: Any, param: str, shaped: Callable[[Any], web.Response]) -> web.Response:
         """The response with the workflow's answer. Raises RequestRefused for an input, `param`, that it cannot have."""
 
         async def generate() -> web.Response:
             async with self.hosted.workflow() as workflow:
                 with EpisodeScope(seed=secrets.randbits(63), input_message=given):
-                    return _json(shaped(await workflow.ainvoke(given)))
+                    return shaped(await workflow.ainvoke(given))
 
         ran = await run_in_loop(self.loop, isolated(generate))
         if ran.error is None:
@@ -293,7 +293,6 @@ class AttemptStream:
                     await write(chunk)
         finally:
             await end_tasks(reading)
-            self.cancel()
 
     def cancel(self) -> None:
         """Cancels all attempts."""

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,15 +92,13 @@ def number(asked: Mapping[str, str], name: str, kind: Any, default: Any = None) 
     """The value of a parameter. Raises RequestRefused (400) if it is not a number."""
     if asked.get(name, "") == "":
         return default
-    try:
+    with suppress(ValueError):
         value = kind(asked[name])
-    except ValueError:
-        value = None
-    if value is None or (kind is int and abs(value) > _LARGEST):
-        expected = {int: "an integer", float: "a number"}[kind]
-        problem = f"{name} is {asked[name]!r:.80}; expected {expected}"
-        raise RequestRefused(problem, param=name, code="invalid_value")
-    return value
+        if kind is not int or abs(value) <= _LARGEST:
+            return value
+    expected = {int: "an integer", float: "a number"}[kind]
+    problem = f"{name} is {asked[name]!r:.80}; expected {expected}"
+    raise RequestRefused(problem, param=name, code="invalid_value")
 
 
 class _Search:
@@ -292,8 +291,7 @@ class Indexes:
         with self._lock:
             self._users[indexed] -= 1
             in_use = self._users[indexed] or indexed in self._runs.values()
-            if not self._users[indexed]:
-                del self._users[indexed]
+            self._users = +self._users  # without those that nobody uses
         if not in_use:
             indexed.index.close()
 

@@ -1,7 +1,8 @@
 """Pages of a group and of an episode: what was said, sampled and trained."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ class EpisodePages:
 
     def __init__(self, index: RunIndex) -> None:
         self._groups = RecordedGroups(index)
-        self._decoder: tuple[Path, Decode | None] | None = None
 
     def group(self, epoch: int, row_id: str) -> dict[str, Any]:
         """The answer of `/api/group`. Raises RequestRefused (404)."""
@@ -66,7 +66,8 @@ class EpisodePages:
             raise self._groups.unknown_episode(name, names, group.problems)
         place = names.index(name)
         episode = group.episodes[place]
-        attempt, decode = group.problems.attempt, self._decode()
+        folder, attempt = self._groups.files.tokenizer(), group.problems.attempt
+        decode = None if folder is None else _decoder(folder)
         policies: set[str] = attempt(lambda: {*((group.settings.get("targets") or {}).get("llms") or ())}, set())
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
@@ -127,17 +128,14 @@ class EpisodePages:
         same = (str(each["episode"]) for each in members if each["generation"] == generation)
         return next(same, str(members[place]["episode"]))
 
-    def _decode(self) -> Decode | None:
-        """The decoder of the run's tokenizer; None if there is none that can be used."""
-        folder = self._groups.files.tokenizer()
-        if folder is None:
-            return None
-        if self._decoder is None or self._decoder[0] != folder:
-            try:
-                self._decoder = folder, load_decoder(folder)
-            except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
-                self._decoder = folder, None
-        return self._decoder[1]
+
+@lru_cache(maxsize=4)
+def _decoder(folder: Path) -> Decode | None:
+    """The decoder of the tokenizer in a folder; None if it cannot be used."""
+    try:
+        return load_decoder(folder)
+    except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
+        return None
 
 
 def _training(episode: RecordedEpisode) -> dict[str, Any]:
@@ -189,22 +187,11 @@ def _dialogue(episode: RecordedEpisode) -> Dialogue:
     dialogue: Dialogue = []
     before: Dialogue = []
     for number, turns in enumerate(conversations(episode.calls), 1):
-        messages = [*_messages(turns)]
-        added = messages[_common_messages(before, messages) :]
-        dialogue += ({**message, "conversation": number} for message in added)
+        messages = [turn.message for turn in turns]
+        common = [*takewhile(lambda pair: pair[0] == pair[1], zip(before, messages, strict=False))]
+        dialogue += ({**message, "conversation": number} for message in _messages(turns[len(common) :]))
         before = messages
     return dialogue
-
-
-def _common_messages(before: Dialogue, messages: Dialogue) -> int:
-    """How many messages both begin with."""
-    count = 0
-    for pair in zip(before, messages, strict=False):
-        first, second = ({key: value for key, value in each.items() if key != "call"} for each in pair)
-        if first != second:
-            break
-        count += 1
-    return count
 
 
 def _is_policy(call: ModelCall, episode: RecordedEpisode, policies: set[str]) -> bool:

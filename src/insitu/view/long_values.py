@@ -22,7 +22,9 @@ def shortened(value: Any, path: tuple[str | int, ...] = ()) -> Any:
         short = {key: _inner(key, each, path) for key, each in value.items() if key not in cut}
         return short | {key: value[key][:_BEGINNING] for key in cut} | ({CUT: cut} if cut else {})
     if isinstance(value, list | tuple):
-        return [_item(each, (*path, index)) for index, each in enumerate(value)]
+        return [shortened(each, (*path, index)) for index, each in enumerate(value)]
+    if isinstance(value, str) and len(value) > _LONGEST:  # of a list: those of an object are cut above
+        return {"text": value[:_BEGINNING], CUT: {"text": {"path": path, "length": len(value)}}}
     return value
 
 
@@ -32,12 +34,6 @@ def _is_long(key: str, value: Any) -> bool:
 
 def _inner(key: str, value: Any, path: tuple[str | int, ...]) -> Any:
     return value if key == "tokens" else shortened(value, (*path, key))
-
-
-def _item(value: Any, path: tuple[str | int, ...]) -> Any:
-    if isinstance(value, str) and len(value) > _LONGEST:
-        return {"text": value[:_BEGINNING], CUT: {"text": {"path": path, "length": len(value)}}}
-    return shortened(value, path)
 
 
 def part(answer: Any, path: str, offset: int) -> Any:

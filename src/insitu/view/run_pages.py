@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -59,9 +59,7 @@ class OpenedFolder:
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"FOLDER: {folder} is not a folder")
         self.base = (folder or Path.cwd()).resolve()
-        self._searched: Sequence[Path] = (
-            [self.base] if folder is not None else [self.base / name for name in DEFAULT_FOLDERS]
-        )
+        self._searched = [self.base] if folder is not None else [self.base / name for name in DEFAULT_FOLDERS]
         self._lock = threading.Lock()
         self._found: dict[str, Path] = {}
         self._found_at = 0.0
@@ -212,16 +210,14 @@ class Watcher:
                 self._seen = now
 
     async def _look(self) -> dict[str, Signature]:
-        return await asyncio.to_thread(self._signatures, self._shown())
+        """The files of the runs that clients look at; of all runs if one of them looks at all."""
+        chosen = [*self._clients.values()]
 
-    def _shown(self) -> set[str] | None:
-        """The runs that clients look at, None if one looks at all."""
-        shown = self._clients.values()
-        return set().union(*shown) if all(shown) else None
+        def read() -> dict[str, Signature]:
+            found = self._opened.runs()
+            return {run: signature(path) for run, path in found.items() if any(not c or run in c for c in chosen)}
 
-    def _signatures(self, shown: set[str] | None) -> dict[str, Signature]:
-        found: Mapping[str, Path] = self._opened.runs()
-        return {run: signature(path) for run, path in found.items() if shown is None or run in shown}
+        return await asyncio.to_thread(read)
 
 
 def _changes(before: Mapping[str, Signature], now: Mapping[str, Signature]) -> Iterable[Change]:

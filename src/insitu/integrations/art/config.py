@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.alias_generators import to_pascal
 
 from insitu.errors import ConfigError, install_command, not_found
 from insitu.schemas.components import MayChange
@@ -15,15 +16,8 @@ from insitu.training.episodes_builder import EpisodesBuilderConfig
 
 _OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True, frozen=True)
 """Extra keys are checked against the release."""
-_ART_TYPES = {
-    "init_args": "InitArgs",
-    "engine_args": "EngineArgs",
-    "peft_args": "PeftArgs",
-    "trainer_args": "TrainerArgs",
-    "server_args": "ServerArgs",
-}
-"""Configuration block -> its type in `art.dev`."""
-_SERVER_BLOCKS = ("server_args", "engine_args")
+_BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args", "server_args")
+"""Configuration blocks whose types in `art.dev` have the same names: `InitArgs`."""
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
@@ -141,13 +135,13 @@ def model_configs(art: Any, backend: ARTBackendConfig) -> tuple[dict[str, Any], 
 
     Raises ConfigError for a key that the installed release does not have.
     """
-    blocks = backend.model_dump(exclude_none=True, include={*_ART_TYPES})
+    blocks = backend.model_dump(exclude_none=True, include={*_BLOCKS})
     internal = {name: values for name, values in blocks.items() if values}
     _check_blocks(art, "backend", internal)
     server = backend.server_config or None
     if server is not None:
         _check_keys("backend.server_config", server, _keys(art.dev.OpenAIServerConfig))
-        _check_blocks(art, "backend.server_config", {name: server[name] for name in _SERVER_BLOCKS if name in server})
+        _check_blocks(art, "backend.server_config", {name: server[name] for name in _BLOCKS if name in server})
     return internal, server
 
 
@@ -192,7 +186,7 @@ def _keys(typed_dict: Any) -> set[str]:
 
 def _check_blocks(art: Any, where: str, blocks: Mapping[str, Any]) -> None:
     for name, values in blocks.items():
-        _check_keys(f"{where}.{name}", values, _keys(getattr(art.dev, _ART_TYPES[name])))
+        _check_keys(f"{where}.{name}", values, _keys(getattr(art.dev, to_pascal(name))))
 
 
 def _check_keys(where: str, block: Any, allowed: Iterable[str]) -> None:

@@ -61,7 +61,8 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     if not math.isfinite(trajectory.reward):
         raise TrajectoryError(f"{label}: its reward is {trajectory.reward}; allowed: a finite number")
     if trajectory.trained_calls:
-        histories = _call_histories(trajectory)
+        trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
+        histories = [each for turns in conversations(trajectory.calls) for each in _split_by_tools(turns, trained)]
     else:
         histories = [{"messages_and_choices": [*map(_item_turn, trajectory.episode)], "tools": None}]
     if not any("message" in turn for history in histories for turn in history["messages_and_choices"]):
@@ -107,14 +108,11 @@ def mean_reward(collection: TrajectoryCollection) -> float:
     return sum(rewards) / len(rewards) if collection.mean_reward is None else collection.mean_reward
 
 
-def _call_histories(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Each trained call is a choice in exactly one history; all other calls are plain messages."""
-    trained = {trajectory.calls[index].index for index in trajectory.trained_calls}
-    return [history for turns in conversations(trajectory.calls) for history in _split_by_tools(turns, trained)]
-
-
 def _split_by_tools(turns: list[Turn], trained: set[int]) -> list[dict[str, Any]]:
-    """One history per set of tools in a conversation, each up to the last trained call with these tools."""
+    """One history per set of tools in a conversation, each up to the last trained call with these tools.
+
+    Each trained call is a choice in exactly one of them; all other calls are plain messages.
+    """
     by_tools: dict[str, list[int]] = {}
     for index, turn in enumerate(turns):
         if turn.call is not None and turn.call.index in trained:
@@ -136,20 +134,18 @@ def _call_choice(call: ModelCall) -> dict[str, Any]:
     if len(ids) != len(logprobs):
         raise TrajectoryError(f"call {call.index} has {len(ids)} sampled tokens and {len(logprobs)} logprobs")
     message = {"role": "assistant", "content": None, **(call.message or {})}
-    choice = _choice(message, _logprobs(map(format_token_id, ids), logprobs), call.finish_reason)
+    choice = _choice(message, map(format_token_id, ids), logprobs, call.finish_reason)
     names = ("prompt_token_ids", "logprobs_temperature")
     return choice | {name: value for name in names if (value := getattr(call, name)) is not None}
 
 
-def _logprobs(tokens: Iterable[str], logprobs: Iterable[float]) -> dict[str, Any]:
-    return {"content": chat_entries(tokens, logprobs), "refusal": None}
-
-
-def _choice(message: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+def _choice(
+    message: dict[str, Any], tokens: Iterable[str], logprobs: Iterable[float], finish_reason: str | None
+) -> dict[str, Any]:
     return {
         "index": 0,
         "finish_reason": finish_reason if finish_reason in _FINISH_REASONS else "stop",  # ART requires one
-        "logprobs": logprobs,
+        "logprobs": {"content": chat_entries(tokens, logprobs), "refusal": None},
         "message": message,
     }
 
@@ -161,4 +157,4 @@ def _item_turn(item: Any) -> dict[str, Any]:
         return message
     texts = sampled.tokens if sampled.token_ids is None else map(format_token_id, sampled.token_ids)
     reason = (item.metadata or {}).get("finish_reason") or sampled.call.get("finish_reason")
-    return _choice(message, _logprobs(texts, sampled.logprobs), reason)
+    return _choice(message, texts, sampled.logprobs, reason)

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from statistics import fmean
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -33,14 +35,6 @@ _METRIC_NAMES = {
 """Our metric names -> their names in releases of ART."""
 
 
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    data: list[_Model]
-
-
 class _Job(BaseModel):
     key: str | None
     status: str
@@ -68,7 +62,7 @@ class _RemoteBackend:
     def __init__(self, base_url: str, api_key: str, read_timeout: float = 60.0, retry_timeout: float = 600.0) -> None:
         self._base_url = base_url
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        self._connection = Connection(f"the ART server at {base_url}", headers, read_timeout, retry_timeout)
+        self.connection = Connection(f"the ART server at {base_url}", headers, read_timeout, retry_timeout)
         self.inference_url = ""
         """Where the model is served, including `/v1`. Empty until `_prepare_backend_for_training`."""
         self._inference_key = api_key
@@ -77,12 +71,7 @@ class _RemoteBackend:
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
-        await self._connection.close()
-
-    @property
-    def refused_connections(self) -> int:
-        """Grows when the server is down."""
-        return self._connection.refused
+        await self.connection.close()
 
     async def register(self, model: Any) -> None:
         await self._post("/register", model.safe_model_dump(), _parse_any)
@@ -98,7 +87,7 @@ class _RemoteBackend:
         self.inference_url = self._reachable_url(url)
         await self._get_step(model)
         await self.refresh_served_names()
-        self._connection.verified = True
+        self.connection.verified = True
         return self.inference_url, self._inference_key
 
     def _reachable_url(self, url: str) -> str:
@@ -114,9 +103,8 @@ class _RemoteBackend:
         if not self.inference_url:
             raise BackendError("no model is registered with the ART server: initialize the adapter first")
         auth = {"Authorization": f"Bearer {self._inference_key}"}
-        url, parse = f"{self.inference_url}/models", _Models.model_validate_json
-        models = await self._connection.request("GET", url, parse, headers=auth)
-        self._served_names = {model.id for model in models.data}
+        url = f"{self.inference_url}/models"
+        self._served_names = await self.connection.request("GET", url, _served_names, headers=auth)
         return self._served_names
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
@@ -143,13 +131,13 @@ class _RemoteBackend:
         data = await asyncio.to_thread(_body_with_groups, model, trajectory_groups, body)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         url = f"{self._base_url}/_train_model"  # silent until the first gradient step is done, however long that takes
-        async with self._connection.open("POST", url, data, headers, math.inf) as response:
+        async with self.connection.open("POST", url, data, headers, math.inf) as response:
             if response.status >= 400:
                 raise response_error(response, await response.read(), final_500=True)
             if BODY_DIFFERS in response.headers:
-                problem = f"{self._connection.server} has a job with the key {idempotency_key!r} and other trajectories"
+                problem = f"{self.connection.server} has a job with the key {idempotency_key!r} and other trajectories"
                 raise BackendError(f"{problem} or settings: continue the run with the settings that it had")
-            async for line in self._connection.lines(response):
+            async for line in self.connection.lines(response):
                 if line.strip():
                     yield self._parse_metrics(line)
 
@@ -158,7 +146,7 @@ class _RemoteBackend:
 
         Raises BackendError if the server is unreachable or lists no jobs (only `insitu backend` does).
         """
-        listed = await self._connection.request("GET", f"{self._base_url}/art/jobs", _Jobs.model_validate_json)
+        listed = await self.connection.request("GET", f"{self._base_url}/art/jobs", _Jobs.model_validate_json)
         return next((job for job in listed.jobs if (job.key or "").endswith(f"/{idempotency_key}")), None)
 
     def _parse_metrics(self, line: bytes) -> dict[str, float]:
@@ -166,9 +154,9 @@ class _RemoteBackend:
             try:
                 orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                problem = f"{self._connection.server}: the response of /_train_model ended within a line"
+                problem = f"{self.connection.server}: the response of /_train_model ended within a line"
                 raise BackendUnavailable(problem) from error
-        return self._connection.parsed(f"{self._base_url}/_train_model", line, _OBJECT.validate_json)
+        return self.connection.parsed(f"{self._base_url}/_train_model", line, _OBJECT.validate_json)
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **options: Any) -> Any:
         """ART's `Backend.train` since 0.5.9. `options` may contain keys of `TrainConfig` and `art.dev.TrainConfig`."""
@@ -196,16 +184,16 @@ class _RemoteBackend:
 
     async def check_health(self, *, retried: bool = True) -> None:
         """Raises BackendError unless `/healthcheck` or `/health` returns 200; retries transient errors if `retried`."""
-        await (self._connection.retry("GET /healthcheck", self._check_health) if retried else self._check_health())
+        await (self.connection.retry("GET /healthcheck", self._check_health) if retried else self._check_health())
 
     async def was_away(self, since: float) -> bool:
         """Whether the server was away at some time after `since`; if it still is, waits for up to `retry_timeout`."""
-        return await self._connection.retry.was_away(since, self._check_health, self.check_health)
+        return await self.connection.retry.was_away(since, self._check_health, self.check_health)
 
     async def _check_health(self) -> None:
         status, problems = 0, []
         for url in (f"{self._base_url}/healthcheck", f"{self._base_url}/health"):
-            async with self._connection.open("GET", url) as response:
+            async with self.connection.open("GET", url) as response:
                 if (status := response.status) == 200:
                     return
                 problems.append(f"{url} returned {status}")
@@ -216,7 +204,11 @@ class _RemoteBackend:
         data = body if isinstance(body, bytes) else await asyncio.to_thread(orjson.dumps, body)
         final_500 = read_timeout is not None
         url = self._base_url + path
-        return await self._connection.request("POST", url, parse, data, None, read_timeout, final_500=final_500)
+        return await self.connection.request("POST", url, parse, data, None, read_timeout, final_500=final_500)
+
+
+def _served_names(content: bytes) -> set[str]:
+    return {str(model["id"]) for model in orjson.loads(content)["data"]}
 
 
 def _parse_any(content: bytes) -> Any:
@@ -249,14 +241,14 @@ def _body_with_groups(model: Any, groups: Iterable[Any], fields: dict[str, Any])
     return orjson.dumps({"model": model.safe_model_dump(), "trajectory_groups": serialized, **fields})
 
 
-def mean_metrics(step_metrics: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the gradient steps that reported it."""
-    values_by_name: dict[str, list[float]] = {}
-    for metrics in step_metrics:
+def mean_metrics(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the records, such as those of gradient steps, that have it."""
+    values_by_name: dict[str, list[float]] = defaultdict(list)
+    for metrics in records:
         for name, value in metrics.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                values_by_name.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
+                values_by_name[name].append(value)
+    return {name: fmean(values) for name, values in values_by_name.items()}
 
 
 def known_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -251,7 +251,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         except BackendError:  # asked again
             pass
         problem = "an earlier process of the run submitted the job: its metrics are unknown"
-        job.loss = Loss(problem, now, self._remote.refused_connections)
+        job.loss = Loss(problem, now, self._remote.connection.refused)
         try:
             async for status in self.events(job.ref, _POLL_INTERVAL):
                 if status.status not in UNFINISHED:
@@ -292,7 +292,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             timeout = self.config.backend.lost_reply_timeout
             logger.warning("%s; waiting for up to %g s for the model's next step", error, timeout)
             pause = max(_POLL_INTERVAL, error.retry_after)
-            job.loss = Loss(str(error), time.monotonic(), self._remote.refused_connections, pause)
+            job.loss = Loss(str(error), time.monotonic(), self._remote.connection.refused, pause)
             return
         step = await self._current_step(job)
         if step == job.step:
@@ -324,7 +324,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             job.end(step)
             logger.warning("%s; but the model is at step %d: job %s was trained", loss.problem, step, job.key)
             return
-        restarted = self._remote.refused_connections > loss.refused
+        restarted = self._remote.connection.refused > loss.refused
         if restarted or waited >= self.config.backend.lost_reply_timeout or not await self._may_be_training(job):
             raise JobLost(f"{loss.problem}; the model is still at step {step}")
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -147,10 +148,8 @@ class NeMoServices:
     async def training_options(self, config: str) -> list[tuple[str, str]]:
         """Training type and finetuning type of each option of a customization configuration."""
         namespace, _, name = config.rpartition("/")
-        options = await self._request(
-            f"customization configuration {config}",
-            lambda: self._entities.customization.configs.retrieve(name, namespace=namespace or "default"),
-        )
+        retrieve = partial(self._entities.customization.configs.retrieve, name, namespace=namespace or "default")
+        options = await self._request(f"customization configuration {config}", retrieve)
         return [(option.training_type, option.finetuning_type) for option in options.training_options or []]
 
     async def register_dataset(self, namespace: str, name: str, job: str) -> None:
@@ -180,10 +179,8 @@ class NeMoServices:
             except self._hub.errors.HfHubHTTPError as error:  # its `exist_ok` needs an answer like that of the Hub
                 if error.response.status_code != 409:
                     raise
-            operations = [
-                self._hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
-                for path, content in contents.items()
-            ]
+            add = self._hub.CommitOperationAdd
+            operations = [add(path_in_repo=path, path_or_fileobj=content) for path, content in contents.items()]
             self._files.create_commit(**repository, operations=operations, commit_message=f"records of {job}")
 
         async with suppress_logs("huggingface_hub"):  # it warns about buffers
@@ -216,9 +213,8 @@ class NeMoServices:
         return self._job(created.id, created)
 
     async def job(self, job_id: str) -> ServiceJob:
-        return self._job(
-            job_id, await self._request(f"customization job {job_id}", lambda: self._jobs.retrieve(job_id))
-        )
+        job = await self._request(f"customization job {job_id}", lambda: self._jobs.retrieve(job_id))
+        return self._job(job_id, job)
 
     async def cancel_job(self, job_id: str) -> None:
         await self._request(f"customization job {job_id}", lambda: self._jobs.cancel(job_id))
@@ -230,14 +226,13 @@ class NeMoServices:
 
     async def deployment(self, namespace: str, name: str) -> Deployment | None:
         """The state of a deployment; None if there is none of that name."""
-        answer = await self._found(
-            f"deployment {namespace}/{name}", lambda: self._deployments.retrieve(name, namespace=namespace)
-        )
+        what = f"deployment {namespace}/{name}"
+        answer = await self._found(what, lambda: self._deployments.retrieve(name, namespace=namespace))
         if answer is None:
             return None
         model = getattr(answer.config, "model", None)  # a config may be a name
         details = answer.status_details
-        status = self._status(f"deployment {namespace}/{name}", details.status)
+        status = self._status(what, details.status)
         return Deployment(status, details.description, model if isinstance(model, str) else None)
 
     async def _found(self, what: str, retrieve: Callable[[], T], store: Store = Store.ENTITIES) -> T | None:

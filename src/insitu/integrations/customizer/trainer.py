@@ -96,10 +96,8 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
                 status = await self._status_of(await self.run_epoch(1, self._run.id))
         except BaseException as error:  # recorded, then re-raised
             self._write_final_metrics(seconds=time.perf_counter() - started, error=describe_error(error))
-            where = (
-                f"results so far are in {self._run.store.folder}/ (the same command with --resume continues the run)"
-            )
-            self._run.report.note(f"the run did not complete; {where}")
+            where = f"{self._run.store.folder}/ (the same command with --resume continues the run)"
+            self._run.report.note(f"the run did not complete; results so far are in {where}")
             raise
         self._write_final_metrics(seconds=time.perf_counter() - started)
         model = (status.metadata or {}).get("output_model")

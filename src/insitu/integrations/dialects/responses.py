@@ -7,7 +7,7 @@ Source: https://platform.openai.com/docs/api-reference/responses and its page on
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import orjson
@@ -132,7 +132,6 @@ class ResponsesTranslation(Translation):
         self._calls: dict[int, dict[str, Any]] = {}
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
-        self._begun = False
 
     def response(self, completion: dict[str, Any]) -> dict[str, Any]:
         deque(self.events(as_chunk(completion)), maxlen=0)
@@ -173,8 +172,7 @@ class ResponsesTranslation(Translation):
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         self._model = chunk.get("model", self._model)
-        if not self._begun:
-            self._begun = True
+        if self._sequence_number < 0:  # nothing was sent
             yield self._event("response.created", response=self._response("in_progress"))
             yield self._event("response.in_progress", response=self._response("in_progress"))
         self._usage = chunk.get("usage") or self._usage
@@ -188,21 +186,24 @@ class ResponsesTranslation(Translation):
                 yield from self._call(part)
             self._finish = choice.get("finish_reason") or self._finish
 
+    def _open(self, prefix: str, kind: str, **fields: Any) -> Generator[bytes, None, dict[str, Any]]:
+        """Adds an item to the output, incomplete so far, and returns it."""
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return item
+
     def _add_reasoning(self, text: str) -> Iterator[bytes]:
         if self._reasoning is None:
             part = {"type": "reasoning_text", "text": ""}
-            self._reasoning = _item("rs", "reasoning", summary=[], content=[part])
-            yield self._event("response.output_item.added", output_index=len(self._output), item=self._reasoning)
-            self._output.append(self._reasoning)
+            self._reasoning = yield from self._open("rs", "reasoning", summary=[], content=[part])
         self._reasoning["content"][0]["text"] += text
         yield self._event("response.reasoning_text.delta", **self._position(self._reasoning), delta=text)
 
     def _add_text(self, text: str, logprobs: list[Any]) -> Iterator[bytes]:
         if self._text is None:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._text = _item("msg", "message", role="assistant", content=[part])
-            yield self._event("response.output_item.added", output_index=len(self._output), item=self._text)
-            self._output.append(self._text)
+            self._text = yield from self._open("msg", "message", role="assistant", content=[part])
             yield self._event("response.content_part.added", **self._position(self._text), part=part)
         part = self._text["content"][0]
         part["text"] += text
@@ -214,13 +215,10 @@ class ResponsesTranslation(Translation):
 
     def _call(self, part: dict[str, Any]) -> Iterator[bytes]:
         function, index = part.get("function") or {}, part.get("index", 0)
-        item = self._calls.get(index)
-        if item is None:
-            called = part.get("id") or f"call_{uuid.uuid4().hex}"
-            item = _item("fc", "function_call", call_id=called, name=function.get("name"), arguments="")
-            self._calls[index] = item
-            yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-            self._output.append(item)
+        if index not in self._calls:
+            fields = {"call_id": part.get("id") or f"call_{uuid.uuid4().hex}", "name": function.get("name")}
+            self._calls[index] = yield from self._open("fc", "function_call", **fields, arguments="")
+        item = self._calls[index]
         if piece := function.get("arguments"):
             item["arguments"] += piece
             where = {"item_id": item["id"], "output_index": self._output.index(item)}
@@ -247,11 +245,6 @@ class ResponsesTranslation(Translation):
             yield self._event("response.output_item.done", output_index=index, item=item)
         response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
-
-
-def _item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
-    """An item of the output that is incomplete so far."""
-    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

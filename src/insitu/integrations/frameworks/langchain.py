@@ -15,21 +15,17 @@ from langchain_core.tools import StructuredTool
 from langchain_core.tracers.context import register_configure_hook
 from langchain_openai import ChatOpenAI
 
-from insitu.agents.frameworks import FunctionTool, ToolSteps, push
-from insitu.capture.transport import recording_transport
+from insitu.agents.frameworks import FunctionTool, ToolSteps, push, sync_http
 from insitu.integrations.frameworks import ModelSteps
 from insitu.schemas.steps import IntermediateStepType, StreamEventData, UsageInfo
 from insitu.workflow.functions import Function
-from insitu.workflow.llms import ModelClient, http_library
+from insitu.workflow.llms import ModelClient
 
 _ARGUMENT_NAMES = {"stop": "stop_sequences"}  # parameters that ChatOpenAI names differently
 
 
 def make_llm(llm: ModelClient) -> ChatOpenAI:
     """Returns LangChain's model with the parameters of `llm`; its asynchronous calls share the connections of `llm`."""
-    http = http_library()
-    sync_client = http.Client(transport=recording_transport(http)(llm.recorder), follow_redirects=True)
-    llm.closers.append(sync_client.close)
     params = {_ARGUMENT_NAMES.get(name, name): value for name, value in llm.params.items()}
     return ChatOpenAI(
         model=llm.model,
@@ -38,7 +34,7 @@ def make_llm(llm: ModelClient) -> ChatOpenAI:
         timeout=llm.client.timeout,
         max_retries=llm.client.max_retries,
         http_async_client=llm.http_client,
-        http_client=sync_client,
+        http_client=sync_http(llm),
         use_responses_api=False,
         **params,
     )

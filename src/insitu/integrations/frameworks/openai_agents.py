@@ -16,6 +16,8 @@ from insitu.agents.frameworks import FunctionTool, ToolSteps, async_client
 from insitu.workflow.functions import Function
 from insitu.workflow.llms import ModelClient
 
+_TOOLS = ToolSteps("openai_agents")
+
 
 def make_llm(llm: ModelClient) -> OpenAIChatCompletionsModel:
     """For `Agent(model=...)`."""
@@ -45,17 +47,14 @@ def with_model(agent: Agent[Any], model: OpenAIChatCompletionsModel) -> Agent[An
 class _ToolReports(TracingProcessor):
     """Spans begin and end in the task that runs the tool."""
 
-    def __init__(self) -> None:
-        self._tools = ToolSteps("openai_agents")
-
     def on_span_start(self, span: Any) -> None:
         if isinstance(span.span_data, FunctionSpanData):
-            self._tools.start(span.span_id, span.span_data.name, span.span_data.input)
+            _TOOLS.start(span.span_id, span.span_data.name, span.span_data.input)
 
     def on_span_end(self, span: Any) -> None:
         if isinstance(span.span_data, FunctionSpanData):
             data = span.span_data
-            self._tools.end(span.span_id, data.output, span.error, arguments=data.input)
+            _TOOLS.end(span.span_id, data.output, span.error, arguments=data.input)
 
     def on_trace_start(self, trace: Any) -> None: ...
     def on_trace_end(self, trace: Any) -> None: ...

@@ -90,7 +90,7 @@ def _rows(place: str, name: str | None, split: str, revision: str | None, limit:
         ) from error
     try:
         found = datasets.load_dataset(place, name, split=split, revision=revision, streaming=limit is not None)
-        return [*(itertools.islice(found, limit) if limit is not None else found)]
+        return [*itertools.islice(found, limit)]
     except Exception as error:  # datasets, its readers and the Hub's client have no common base class
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{_KEY}: {place} cannot be read: {type(error).__name__}: {reason}") from error

@@ -19,9 +19,7 @@ from insitu.integrations.nat.parser_common import Completion, JsonObject, Messag
 _ROLES = {"model": "assistant", "user": "user", "system": "system", None: "user"}
 
 
-def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
-    if not isinstance(item, dict):
-        return None
+def _messages(item: JsonObject, before: Sequence[Message]) -> list[Message] | None:
     if isinstance(contents := item.get("contents"), list):  # an LlmRequest
         messages = _system_messages(_get(item.get("config") or {}, "systemInstruction"))
         for content in contents:
@@ -30,9 +28,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     return _content_messages(item, before) if _is_content(item) else None
 
 
-def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
-    if not isinstance(item, dict):
-        return None
+def _completions(item: JsonObject, before: Sequence[Message]) -> list[Completion] | None:
     content = item if _is_content(item) else item.get("content")
     if content is None and _get(item, "errorCode") is not None:
         return []

@@ -37,9 +37,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     return [common.make_message(role, text or None if calls else text, len(before), calls, reasoning, **others)]
 
 
-def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
-    if not isinstance(item, dict):
-        return None
+def _completions(item: JsonObject, before: Sequence[Message]) -> list[Completion] | None:
     if isinstance(prompts := item.get("generations"), list):  # an LLMResult
         if len(prompts) != 1:
             raise TrajectoryError(f"an LLMResult of {len(prompts)} prompts; allowed: one")
@@ -82,11 +80,10 @@ def _chat_role(message: dict[str, Any]) -> str:
 def _parts(content: Any) -> tuple[list[JsonObject], str]:
     """The parts of a message's content without its reasoning, and the reasoning."""
     parts, reasoning = [], []
-    for block in [content] if isinstance(content, str) else content or ():
-        kind = "text" if isinstance(block, str) else block.get("type")
-        if isinstance(block, str):
-            parts.append({"type": "text", "text": block})
-        elif kind in _OPENAI_BLOCKS:
+    for item in [content] if isinstance(content, str) else content or ():
+        block: JsonObject = {"type": "text", "text": item} if isinstance(item, str) else item
+        kind = block.get("type")
+        if kind in _OPENAI_BLOCKS:
             parts.append({key: value for key, value in block.items() if value is not None})
         elif kind in ("thinking", "reasoning", "reasoning_content", "redacted_thinking"):
             keys = ("thinking", "reasoning", "reasoning_content", "text")

@@ -38,9 +38,7 @@ def _messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
     return [common.make_message(role, content, len(before), calls, "".join(thoughts), **others)]
 
 
-def _completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
-    if not isinstance(item, dict):
-        return None
+def _completions(item: JsonObject, before: Sequence[Message]) -> list[Completion] | None:
     if "message" not in item and "text" in item and "raw" in item:
         messages: list[Message] | None = [{"role": "assistant", "content": item["text"]}]
     else:

@@ -59,13 +59,13 @@ _RECORDED = (
 class StepFormat(NamedTuple):
     """How one framework represents prompts, completions and tool results.
 
-    `read_messages` and `read_completions` take a JSON value and the messages before it, and return None for values of
+    `read_messages` and `read_completions` take a JSON object and the messages before it, and return None for objects of
     other frameworks. `is_tool_message` is whether a tool's output, a JSON object, is the framework's own representation
     of a tool result; any other output is sent to the model as JSON.
     """
 
-    read_messages: Callable[[Any, Sequence[Message]], list[Message] | None]
-    read_completions: Callable[[Any, Sequence[Message]], list[Completion] | None]
+    read_messages: Callable[[JsonObject, Sequence[Message]], list[Message] | None]
+    read_completions: Callable[[JsonObject, Sequence[Message]], list[Completion] | None]
     is_tool_message: Callable[[JsonObject], bool]
 
 
@@ -73,20 +73,28 @@ def parse_prompt(value: Any, formats: Sequence[StepFormat]) -> list[Message]:
     """The messages of a prompt, which is a list of messages, a request, or text."""
     prompt: list[Message] = []
     for item in _json_items(value):
-        prompt += _first_reading("message", item, [f.read_messages for f in formats], prompt)
+        if isinstance(item, str):
+            prompt.append({"role": "user", "content": item})
+        else:
+            prompt += _first_reading("message", item, [f.read_messages for f in formats], prompt)
     return prompt
 
 
 def parse_completions(value: Any, prompt: Sequence[Message], formats: Sequence[StepFormat]) -> list[Completion]:
-    """The completions of one prompt."""
-    readers = [f.read_completions for f in formats]
-    return [reading for item in _json_items(value) for reading in _first_reading("completion", item, readers, prompt)]
+    """The completions of one prompt, each a message, a response, or text."""
+    completions: list[Completion] = []
+    for item in _json_items(value):
+        if isinstance(item, str):
+            completions.append(Completion(message={"role": "assistant", "content": item}))
+        else:
+            completions += _first_reading("completion", item, [f.read_completions for f in formats], prompt)
+    return completions
 
 
 def _first_reading(
     what: str, item: Any, readers: list[Callable[[Any, Sequence[Message]], list[T] | None]], before: Sequence[Message]
 ) -> list[T]:
-    for read in readers:
+    for read in readers if isinstance(item, dict) else ():
         if (parsed := read(item, before)) is not None:
             return parsed
     raise TrajectoryError(f"{_describe(item)} is not a {what} of a known framework")
@@ -296,18 +304,12 @@ def media_part(mime: str, data: str | None, url: str | None = None, **fields: An
 
 
 def _openai_messages(item: Any, before: Sequence[Message]) -> list[Message] | None:
-    if isinstance(item, str):
-        return [{"role": "user", "content": item}]
     if not isinstance(item, dict) or item.get("role") not in _ROLES or _MESSAGE_KEYS.isdisjoint(item):
         return None
     return [{key: value for key, value in item.items() if value is not None or key == "content"}]
 
 
-def _openai_completions(item: Any, before: Sequence[Message]) -> list[Completion] | None:
-    if isinstance(item, str):
-        return [Completion(message={"role": "assistant", "content": item})]
-    if not isinstance(item, dict):
-        return None
+def _openai_completions(item: JsonObject, before: Sequence[Message]) -> list[Completion] | None:
     if isinstance(choices := item.get("choices"), list):  # a complete response
         return parse_completions(choices, before, (OPENAI,))
     choice = item if "message" in item else {"message": item}
@@ -317,13 +319,9 @@ def _openai_completions(item: Any, before: Sequence[Message]) -> list[Completion
     return [make_completion(messages[0], choice.get("finish_reason"), choice.get("logprobs"))]
 
 
-def _openai_tool_message(output: JsonObject) -> bool:
-    return output.get("role") == "tool"
-
-
 def _describe(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 200 else text[:200] + '...'}"
 
 
-OPENAI = StepFormat(_openai_messages, _openai_completions, _openai_tool_message)
+OPENAI = StepFormat(_openai_messages, _openai_completions, lambda output: output.get("role") == "tool")

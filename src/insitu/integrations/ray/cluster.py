@@ -1,7 +1,6 @@
 """A Ray cluster: its configuration, what Ray gets, which writes it to files, and what only running workers get."""
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -16,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from insitu.config import Config
 from insitu.errors import ConfigError, format_error, install_command
 from insitu.integrations.ray.worker import EpisodeWorker
+from insitu.plugin_api import suppress_logs
 from insitu.remote.pool import KEY
 from insitu.schemas.components import ExecutorBaseConfig
 from insitu.wire.redaction import hide_url_secrets, is_secret_variable, redact, remember_environment
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 45.0
@@ -118,7 +116,7 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
         return
     await _check_address(settings.address)
     try:
-        async with asyncio.timeout(_JOIN_SECONDS):
+        async with asyncio.timeout(_JOIN_SECONDS), suppress_logs("ray"):  # it warns that signals keep their handlers
             await asyncio.to_thread(_connect, ray, settings.address, runtime_env)
     except TimeoutError:  # Ray tries again for ever if another server answers
         raise _wrong_address(settings.address, f"where no Ray cluster answers within {_JOIN_SECONDS:g} s") from None
@@ -131,17 +129,12 @@ async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterato
 
 def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     """In a thread other than the main one, where Ray leaves the handlers of signals alone."""
-    chatter = logging.getLogger("ray")
-    level = chatter.level
-    chatter.setLevel(logging.ERROR)  # it warns that it has left them alone
     try:
         ray.init(address=address, runtime_env=runtime_env or None, configure_logging=False)
     except ConnectionError as error:
         raise _wrong_address(address, f"but no Ray cluster can be reached there ({brief(error)})") from error
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise ConfigError(f"{KEY}: Ray refuses the address or runtime_env: {brief(error)}") from error
-    finally:
-        chatter.setLevel(level)
 
 
 def _take_signals_back() -> None:

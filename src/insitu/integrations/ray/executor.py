@@ -125,7 +125,8 @@ class RayExecutor(RemoteExecutor):
             if self._cluster is None:
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
                 self._stack.push_async_callback(self.pool.close)
-                make = partial(RayWorker, cluster, -(-config.max_concurrency // workers), self.count)
+                capacity = -(-config.max_concurrency // workers)
+                make = partial(RayWorker, cluster, capacity, self.stray_completions.update)
                 self.pool.starters = [make] * workers
                 self._cluster = cluster
         opening = Opening.of(file or config, policy, self._cluster.working_dir)

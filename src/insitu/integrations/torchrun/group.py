@@ -88,23 +88,18 @@ class RankGroup:
                 else:
                     return message
         except BaseException:  # re-raised: the ranks are in an unknown state
-            self._stop()
+            self.close(0.0)
             raise
         finally:
             path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Ends the ranks, on other machines too if they are waiting for a job."""
-        if self._connection is not None and self._process is not None:
-            self._connection.close()
-            self._process.wait(_END_SECONDS)
-        self._stop()
-
-    def _stop(self) -> None:
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """Ends the ranks; those that are waiting for a job, on other machines too, end themselves in this time."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
+            self._process.wait(seconds)
             self._process.kill()
             self._process = None
 
@@ -122,8 +117,9 @@ class RankGroup:
         path = self._folder / "order.json"
         path.write_text(json.dumps(order))
         arguments = ["-m", "insitu.integrations.torchrun.rank", str(path)]
-        if self._options.nodes > 1:
-            self._ask_for_other_machines(arguments)
+        for node in range(1, self._options.nodes):
+            command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
+            logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
         threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
         self._heartbeats, self._received = Heartbeats(self._folder), b""
         self._connection, stdin = socket.socketpair()
@@ -145,11 +141,6 @@ class RankGroup:
         host, _, port = self._options.rendezvous.rpartition(":")
         nodes = ["--nnodes", str(self._options.nodes), "--node-rank", str(node)]
         return [*nodes, "--master-addr", host, "--master-port", port, *options]
-
-    def _ask_for_other_machines(self, arguments: Sequence[str]) -> None:
-        for node in range(1, self._options.nodes):
-            command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
-            logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
 
     def _strategy(self, lora: LoRASettings | None) -> str:
         """Adapters are small, and sharding them leaves some untrained in other libraries: they are never sharded."""
@@ -202,14 +193,11 @@ class RankGroup:
         self._process.wait(20)  # torchrun stops the other ranks first
         log = self._process.output()
         match = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL)
-        if match is None:
-            return JobFailed(
-                f"the learner's processes have ended{_last_error(log, '')} ({self._folder / LOG}); {RESTORED}"
-            )
-        rank, code = map(int, match.groups())
-        error = _last_error(log, f"[rank{rank}]: ")
-        which = f"rank {rank} of {self._options.total}"
-        return JobFailed(f"{which} {describe_exit(code)}{error} ({self._folder / LOG}); {RESTORED}")
+        what, prefix = "the learner's processes have ended", ""
+        if match is not None:
+            rank, code = map(int, match.groups())
+            what, prefix = f"rank {rank} of {self._options.total} {describe_exit(code)}", f"[rank{rank}]: "
+        return JobFailed(f"{what}{_last_error(log, prefix)} ({self._folder / LOG}); {RESTORED}")
 
 
 def _last_error(log: str, prefix: str) -> str:

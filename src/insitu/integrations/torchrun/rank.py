@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from insitu.backend.compute import Parked
 from insitu.backend.learner.batches import Ranks
 from insitu.backend.learner.code import CodeFolder
-from insitu.backend.learner.learner import Learner, TrainedVersion
+from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.optimizer_loop import Progress
 from insitu.backend.learner.versions import read_rows
 from insitu.backend.model import load_model
 from insitu.disk.model_files import JobRecord
@@ -159,24 +161,21 @@ def main(order_file: Path) -> None:
                 learners[job["folder"]] = Learner(loaded, Path(job["folder"]), job["policy"], ranks=ranks, code=code)
                 learners[job["folder"]].resume()
             try:
-                server.send(_trained(learners[job["folder"]], job, server))
+                for message in _messages(learners[job["folder"]], job):
+                    if message is not None:
+                        server.send(message if isinstance(message, dict) else {"progress": message})
             except JobFailed as error:  # raised on all ranks alike
                 server.send({"failed": str(error)})
     finally:
         ranks.close()
 
 
-def _trained(learner: Learner, job: dict[str, Any], server: _Server) -> dict[str, Any]:
+def _messages(learner: Learner, job: dict[str, Any]) -> Iterator[Progress | Parked | dict[str, Any] | None]:
+    """The progress of a job, and in the end the trained version."""
     settings, record = TrainingSettings(**job["settings"]), JobRecord(**job["job"])
-    steps = learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key, record.digest)
-    while True:
-        try:
-            progress = next(steps)
-        except StopIteration as end:
-            trained: TrainedVersion = end.value
-            return {"version": trained.version, "metrics": trained.metrics}
-        if progress is not None:
-            server.send({"progress": progress})
+    rows = read_rows(Path(job["rows"]))
+    trained = yield from learner.run(settings, rows, record.id, record.key, record.digest)
+    yield {"version": trained.version, "metrics": trained.metrics}
 
 
 if __name__ == "__main__":

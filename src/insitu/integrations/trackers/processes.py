@@ -158,22 +158,18 @@ def _only_follower(folder: Path) -> FolderLock:
 def follow(name: str, folder: Path) -> None:
     """Returns when the run has ended. Raises InsituError if it has no file that says which epochs are complete."""
     with _only_follower(folder / TRACKERS / name):
-        _follow(name, folder)
-
-
-def _follow(name: str, folder: Path) -> None:
-    files, tracked, has_ended = TrackedFiles(folder), None, False
-    while not has_ended:
-        readable, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
-        has_ended = bool(readable)  # nothing is ever written to it
-        if tracked is None and files.has_begun:
-            tracked = _Tracked(name, files)
+        files, tracked, has_ended = TrackedFiles(folder), None, False
+        while not has_ended:
+            readable, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
+            has_ended = bool(readable)  # nothing is ever written to it
+            if tracked is None and files.has_begun:
+                tracked = _Tracked(name, files)
+            if tracked is not None:
+                tracked.update()
         if tracked is not None:
-            tracked.update()
-    if tracked is not None:
-        tracked.tracker.finish(files.status)
-    if not files.progress:
-        raise InsituError(f"nothing was logged: the trainer of this run writes no {PROGRESS}")
+            tracked.tracker.finish(files.status)
+        if not files.progress:
+            raise InsituError(f"nothing was logged: the trainer of this run writes no {PROGRESS}")
 
 
 def main(name: str, folder: str) -> None:

@@ -25,7 +25,7 @@ from insitu.errors import BackendError, BackendUnavailable, InsituError, Request
 from insitu.integrations.vllm.servers import StartedServer
 from insitu.schemas.episodes import GREEDY_TEMPERATURE
 from insitu.wire.connection import Connection, event_data, is_transient, retry_after
-from insitu.wire.http_format import MALFORMED
+from insitu.wire.http_format import MALFORMED, error_message
 from insitu.wire.json_values import gc_paused
 from insitu.wire.redaction import redact
 
@@ -126,8 +126,7 @@ class Replica:
     async def check_health(self) -> None:
         """Raises BackendUnavailable if it does not respond."""
         async with self._health.open("GET", self._url + "/health") as response:
-            if response.status != 200:
-                raise self._error("/health", response, await response.read())
+            await self._check("/health", response)
 
     async def responds(self) -> bool:
         try:
@@ -213,8 +212,7 @@ class Replica:
             yield await self.generate(body)
             return
         async with self._open("POST", GENERATE, body, math.inf) as response:
-            if response.status != 200:
-                raise self._error(GENERATE, response, await response.read())
+            await self._check(GENERATE, response)
             async for line in self._connection.lines(response):
                 if (data := event_data(line)) is None:
                     continue
@@ -222,7 +220,7 @@ class Replica:
                     return
                 event = self._parsed(GENERATE, data)
                 if "error" in event:
-                    raise BackendUnavailable(f"{self.name} failed: {_reason(event)}")
+                    raise BackendUnavailable(f"{self.name} failed: {str(error_message(event))[:500]}")
                 yield event
 
     async def _returns_token_ids(self) -> bool:
@@ -246,9 +244,8 @@ class Replica:
 
     async def _json(self, method: str, path: str, body: Any = None, silence: float | None = None) -> dict[str, Any]:
         async with self._open(method, path, body, silence) as response:
+            await self._check(path, response)
             data = await response.read()
-            if response.status != 200:
-                raise self._error(path, response, data)
         return self._parsed(path, data) if data[:1] == b"{" else {}
 
     async def _request(self, method: str, path: str) -> tuple[int, bytes]:
@@ -264,22 +261,22 @@ class Replica:
         with gc_paused():  # two objects a token
             return self._connection.parsed(path, data, lambda data: {**orjson.loads(data)})
 
-    def _error(self, path: str, response: aiohttp.ClientResponse, data: bytes) -> BackendError:
+    async def _check(self, path: str, response: aiohttp.ClientResponse) -> None:
+        """Raises the error of a response whose status is not 200."""
+        if response.status == 200:
+            return
+        data = await response.read()
         try:
-            reason = _reason(orjson.loads(data))
+            body = orjson.loads(data)
+            reason = str(error_message(body) or body)[:500]
         except MALFORMED:
             reason = data[:200].decode(errors="replace")
         message = redact(f"{self.name} answers {path} with {response.status}: {reason}")
         if response.status == 429:
-            return Overloaded(message, retry_after=retry_after(response.headers))
+            raise Overloaded(message, retry_after=retry_after(response.headers))
         if is_transient(response.status):
-            return BackendUnavailable(message, retry_after=retry_after(response.headers))
-        return RequestRefused(message, status=response.status)
-
-
-def _reason(body: Any) -> str:
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+            raise BackendUnavailable(message, retry_after=retry_after(response.headers))
+        raise RequestRefused(message, status=response.status)
 
 
 def _connector(server: StartedServer | None) -> Callable[[], aiohttp.BaseConnector]:
@@ -356,12 +353,10 @@ def sampled_tokens(choice: dict[str, Any], num_top_logprobs: int) -> SampledToke
 
 def _check_tokens(ids: Sequence[Any], logprobs: Sequence[Any]) -> None:
     """Raises BackendError for what no model samples: it would be trained."""
-    if not {int}.issuperset(map(type, ids)) or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
-        bad = next(each for each in ids if type(each) is not int or not 0 <= each < 2**31)
-        raise BackendUnavailable(f"vLLM returned the token {bad!r:.80}; expected a number of the vocabulary")
-    if not {int, float}.issuperset(map(type, logprobs)) or not all(each <= _LARGEST_LOGPROB for each in logprobs):
-        bad = next(each for each in logprobs if type(each) not in (int, float) or not each <= _LARGEST_LOGPROB)
-        raise BackendUnavailable(f"vLLM returned the log-probability {bad!r:.80}; expected one of at most 0")
+    if bad := [each for each in ids if type(each) is not int or not 0 <= each < 2**31]:
+        raise BackendUnavailable(f"vLLM returned the token {bad[0]!r:.80}; expected a number of the vocabulary")
+    if bad := [each for each in logprobs if type(each) not in (int, float) or not each <= _LARGEST_LOGPROB]:
+        raise BackendUnavailable(f"vLLM returned the log-probability {bad[0]!r:.80}; expected one of at most 0")
     if min(logprobs, default=0) <= _NOT_FINITE:
         raise BackendError(LOGITS_NOT_FINITE)
 

@@ -67,25 +67,26 @@ class StartedServer:
 
 @contextlib.contextmanager
 def model_files(folder: Path, links: Path) -> Iterator[str]:
-    """A folder for vLLM to load a model from: it takes every file of tensors for weights, the optimizer's state too.
-
-    For a checkpoint, `links` gets links to its other files; it is deleted afterwards.
-    """
-    if not (folder / OPTIMIZER_FILE).is_file():
-        yield str(folder.resolve() if folder.exists() else folder)
-        return
-    link_model(folder, links)
+    """A folder for vLLM to load a model from, see `link_model`; the links are deleted afterwards."""
     try:
-        yield str(links)
+        yield str(link_model(folder.resolve() if folder.exists() else folder, links))
     finally:
         shutil.rmtree(links, ignore_errors=True)
 
 
-def link_model(folder: Path, links: Path) -> None:
+def link_model(folder: Path, links: Path) -> Path:
+    """A model's folder; for a checkpoint, `links`, which gets links to its files without the optimizer's state.
+
+    vLLM takes every file of tensors for weights.
+    """
+    if not (folder / OPTIMIZER_FILE).is_file():
+        return folder
+    shutil.rmtree(links, ignore_errors=True)
     links.mkdir(parents=True)
     for path in folder.resolve().iterdir():
         if path.name != OPTIMIZER_FILE:
             (links / path.name).symlink_to(path)
+    return links
 
 
 def started_servers(
@@ -98,11 +99,7 @@ def started_servers(
     model = base_and_adapter(loaded.source)[0]
     if is_gguf(model):
         raise BackendError(f"sampler: vLLM is not given GGUF files such as {model}; save the model as a folder first")
-    if (Path(model) / OPTIMIZER_FILE).is_file():
-        links = folder / "vllm" / "model"
-        shutil.rmtree(links, ignore_errors=True)
-        link_model(Path(model), links)
-        model = str(links)
+    model = str(link_model(Path(model), folder / "vllm" / "model"))
     settings = _settings(options, model, loaded, max_length, adapter_rank)
     command = [python, "-m", SERVER_MODULE, *_arguments(settings)]
     servers = []

@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import pstdev
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from insitu.backend.learner.learner import Learner
 from insitu.backend.protocols import ServedModel, Services
 from insitu.disk.json_files import LineFile, read_line, whole_lines
 from insitu.errors import InsituError, RequestRefused
+from insitu.integrations.art.remote_backend import mean_metrics
 from insitu.integrations.art.server.settings import parse_plan
 from insitu.integrations.art.server.trajectories import ArtGroup, ArtModel
 from insitu.schemas.config import MAX_NAME_BYTES
@@ -59,7 +60,7 @@ class MetricsLog:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Means of the metrics logged at this step."""
-        means = _means([record for record in self._records if record["step"] == step])
+        means = mean_metrics(record for record in self._records if record["step"] == step)
         return {name: mean for name, mean in means.items() if name != "step"}
 
     def best(self, metric: str, smoothing: float, steps: Iterable[int]) -> int | None:
@@ -85,16 +86,7 @@ def _group_metrics(groups: Sequence[ArtGroup]) -> dict[str, float]:
     records += [{"exception_rate": 1.0} for group in groups for _ in group.exceptions]
     records += [trajectory.metrics for group in groups for trajectory in group.trajectories]
     records += [{"reward_std_dev": pstdev(each)} for each in rewards if len(each) > 1]
-    return _means(records)
-
-
-def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the records that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for name, value in record.items():
-            values[name].append(value)
-    return {name: fmean(each) for name, each in values.items()}
+    return mean_metrics(records)
 
 
 @dataclass
@@ -145,7 +137,7 @@ class ArtModels:
         self._source, self._name = services.options.model, services.options.name
         self._folder = services.output_dir / "art"
         self._models: dict[str, RegisteredModel] = {}
-        self._base_names: dict[str, None] = {}  # the clients' names of the loaded model, in order of arrival
+        self._base_names: deque[str] = deque(maxlen=MAX_BASE_NAMES)  # the clients' names of the loaded model
 
     def check(self, model: ArtModel) -> None:
         """Raises RequestRefused if this backend cannot train the model."""
@@ -175,10 +167,8 @@ class ArtModels:
         if model.name == base or model.name in self._base_names:
             raise _name_taken(model, "the base model is served under it")
         self._services.models.add(self)
-        if base != self._name:
-            self._base_names[base] = None
-            if len(self._base_names) > MAX_BASE_NAMES:
-                del self._base_names[next(iter(self._base_names))]
+        if base != self._name and base not in self._base_names:
+            self._base_names.append(base)
 
     async def open(self, model: ArtModel) -> RegisteredModel:
         """Registers the model, or returns it; resumes from its checkpoints. Raises RequestRefused like `check`."""

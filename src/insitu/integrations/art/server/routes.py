@@ -60,20 +60,15 @@ class _Uploads:
     """Limits how many bodies with trajectories are in memory at the same time."""
 
     def __init__(self, parallel: int = 2, waiting: int = 64) -> None:
-        self._slots = asyncio.Semaphore(parallel)
-        self._free = parallel + waiting
+        self._slots, self._places = asyncio.Semaphore(parallel), asyncio.Semaphore(parallel + waiting)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Waits for a slot. Raises RequestRefused (429) if too many requests are waiting already."""
-        if self._free == 0:
+        if self._places.locked():
             raise RequestRefused("too many requests with trajectories are waiting", status=429, code="queue_full")
-        self._free -= 1
-        try:
-            async with self._slots:
-                yield
-        finally:
-            self._free += 1
+        async with self._places, self._slots:
+            yield
 
 
 def _error(error: BackendError) -> web.Response:

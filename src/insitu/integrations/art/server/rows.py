@@ -44,9 +44,8 @@ def build_batch(
     """`max_length` is the model's. Raises RequestRefused for invalid token ids or rewards."""
     batch = ArtBatch()
     row_limit = min(options.max_length or max_length, max_length)
-    convention = AdvantageConfig(
-        scale="population_std" if options.scale_rewards and options.normalize_advantages else "none", epsilon=1e-6
-    )
+    scaled = options.scale_rewards and options.normalize_advantages
+    convention = AdvantageConfig(scale="population_std" if scaled else "none", epsilon=1e-6)
     balance = options.advantage_balance  # above 0 it scales down negative advantages, below 0 positive ones
     advantages: dict[str, float] = {}
     rows_by_group: list[list[TrainingRow]] = []

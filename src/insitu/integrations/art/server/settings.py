@@ -33,16 +33,10 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_args.use_rslora": (False,),
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
-INSTEAD = {
-    "trainer_args.beta": "set beta in the training request",
+IGNORED_KEYS = {
+    *("logprob_calculation_chunk_size", "plot_tensors", "optimizer_save_interval", "final_training_step"),
+    "kl_penalty_source",  # the sampled log-probabilities, or those of the first step's weights: the same policy
 }
-"""What to do instead of setting an unsupported key."""
-IGNORED_KEYS = frozenset(
-    {
-        *("logprob_calculation_chunk_size", "plot_tensors", "optimizer_save_interval", "final_training_step"),
-        "kl_penalty_source",  # the sampled log-probabilities, or those of the first step's weights: the same policy
-    }
-)
 """Keys of a training request that change how ART computes, but not the result."""
 BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args")
 
@@ -163,7 +157,7 @@ def _ignored(extra: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str,
     for key, value in extra.items():
         if key in NO_OP_VALUES and value not in NO_OP_VALUES[key]:
             values = " or ".join(map(repr, NO_OP_VALUES[key]))
-            instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
+            instead = "; set beta in the training request" if key == "trainer_args.beta" else ""
             raise _refused(key, value, (f"{values}, which has no effect" if values else "none") + instead)
         if key in request and key not in IGNORED_KEYS | NO_OP_VALUES.keys():
             raise RequestRefused(f"{key} is not a training setting", status=422, param=key, code="unknown_setting")
