@@ -112,6 +112,8 @@ def _load(route: str) -> Dialect:
         allowed = f"{problem}; available: {CHAT}, {TEXT}"
 
         class NotInstalled(ChatTranslation):
+            verbatim = False
+
             def __init__(self, request: dict[str, Any], memory: dict[str, Any]) -> None:
                 raise RequestRefused(allowed, status=501, code="unsupported")
 

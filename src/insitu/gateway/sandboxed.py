@@ -28,6 +28,8 @@ _LOOK_SECONDS = 0.2
 """Time between two looks at the limits of a program."""
 _SENDING_SECONDS = 10.0
 """How long a program that was stopped may take to end, and its sandbox to send what it has left."""
+_MAX_MESSAGES = 4
+"""A sandbox sends two: its listening socket, and how its program has ended."""
 _JOIN = """
 echo 1000 > /proc/self/oom_score_adj
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 1; shift; done
@@ -143,7 +145,7 @@ class Sandboxed:
     def _receive(self, control: socket.socket) -> socket.socket | None:
         """Reads what it says now; gives the listening socket, if it sends it."""
         with suppress(OSError, ValueError, RecursionError):
-            while True:
+            for _ in range(_MAX_MESSAGES):
                 message, descriptors, _, _ = socket.recv_fds(control, 2**12, 1)
                 if descriptors:
                     return socket.socket(fileno=descriptors[0])

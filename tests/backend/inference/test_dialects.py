@@ -1,11 +1,14 @@
 """The other APIs of `insitu backend`, by the official clients of OpenAI and Anthropic."""
 
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from processes import serving
 from tiny_backend import Served
+from tiny_models import save_tiny_model
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -63,3 +66,20 @@ async def test_refusals_have_the_form_of_their_api(claude: Any, gpt: Any) -> Non
     assert (await both.models.list()).data, "the gateway sends both; one of them is enough"
     with pytest.raises(anthropic.AuthenticationError):
         await claude.with_options(api_key="wrong").messages.create(model="policy", messages=HELLO, max_tokens=4)
+
+
+def test_an_api_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    """Its requests are not answered as if they were chats."""
+    script = tmp_path / "without.py"
+    missing = "insitu.integrations.dialects.anthropic"
+    script.write_text(f"import sys\nsys.modules[{missing!r}] = None\nfrom insitu.cli import main\nmain()\n")
+    options = ("--model", save_tiny_model(tmp_path / "model"), "--port", "0", "--output_dir", tmp_path / "out")
+    with serving(script, "backend", *options) as (_, address):
+        client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.InternalServerError, match="cannot translate requests to messages") as refused:
+            client.messages.create(model="policy", messages=HELLO, max_tokens=4)
+        assert refused.value.status_code == 501
+        answer = openai.OpenAI(base_url=f"{address}/v1", api_key="none").chat.completions.create(
+            model="policy", messages=HELLO, max_tokens=4
+        )
+        assert answer.choices
