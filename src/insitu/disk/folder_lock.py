@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import signal
 import socket
@@ -14,8 +13,6 @@ from typing import NamedTuple
 
 from insitu.disk.files import NOT_SUPPORTED, open_received, read_received
 from insitu.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 _OWNER_SECONDS = 1.0

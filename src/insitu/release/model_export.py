@@ -1,7 +1,6 @@
 """Exports a checkpoint of a run as a Hugging Face folder, a model or an adapter with its card, and uploads it."""
 
 import importlib
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +17,6 @@ from insitu.disk.model_files import (
 )
 from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, install_command
 from insitu.release.model_card import CardSubject, model_card
-
-logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

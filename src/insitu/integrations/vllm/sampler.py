@@ -4,7 +4,6 @@ A completion is given to the caller only if the server says that all its tokens 
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -46,8 +45,6 @@ from insitu.schemas.lora import LoRASettings
 from insitu.wire.endings import end_tasks
 from insitu.wire.http_format import MALFORMED
 from insitu.wire.redaction import remember_secret
-
-logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 """How often a completion is asked for before its failure is reported."""
