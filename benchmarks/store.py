@@ -83,7 +83,7 @@ def child(arguments: list[str]) -> None:
     ):
         for name in names:
             setattr(owner, name, timed(getattr(owner, name), spent))
-    opened = ResumableRun.open
+    opened = ResumableRun.open_folder
     began, wall = time.time(), time.perf_counter()
 
     def open_run(*given: Any) -> list[str]:
@@ -93,7 +93,7 @@ def child(arguments: list[str]) -> None:
         return notes
 
     figures: dict[str, float] = {}
-    ResumableRun.open = open_run  # type: ignore[method-assign]
+    ResumableRun.open_folder = open_run  # type: ignore[method-assign]
     sys.argv = ["insitu", *arguments]
     try:
         main()

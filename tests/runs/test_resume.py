@@ -1,5 +1,6 @@
 """Runs that continue: killed at random moments they end as if they had not been; changed settings are noticed."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -280,7 +281,8 @@ def kill(process: Process, which: str) -> str | None:
         return None
     victims = [process.pid] * (which != "backend") + [backend.pid for backend in backends] * (which != "run")
     for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a backend ends when its run does
+            os.kill(pid, signal.SIGKILL)
     process.communicate(HANGS)
     process.wait(HANGS)
     for backend in backends:
