@@ -202,6 +202,19 @@ def test_step_rewards_must_be_there_for_each_trained_call() -> None:
         call_advantages([trajectory(float("nan"), [0]), trajectory(1.0, [0])], CENTRED)
 
 
+@pytest.mark.parametrize(("credit", "dropped"), [("episode", {}), ("function", {}), ("step", {"no_step_rewards": 1})])
+def test_an_episode_without_step_rewards_is_dropped_where_they_are_the_credit(
+    credit: str, dropped: dict[str, int]
+) -> None:
+    group = [trajectory(1.0, [0], [1.0]), trajectory(2.0, [0], [0.5]), trajectory(3.0, [0])]
+    for each in group[:2] if credit == "function" else ():
+        each.shaped_rewards = None
+    epoch = estimate_epoch(
+        TrajectoryCollection(trajectories=[group], run_id="r"), GroupRelativeEstimator(CENTRED, Credit(credit))
+    )
+    assert epoch.collection.dropped == dropped
+
+
 @pytest.mark.parametrize("credit", ["episode", "step", "function"])
 def test_a_group_of_one_is_dropped_whatever_the_credit(credit: str) -> None:
     collection = TrajectoryCollection(trajectories=[[trajectory(1.0, [0, 1], [0.0, 1.0])]], run_id="r")

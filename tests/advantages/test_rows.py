@@ -48,6 +48,14 @@ def test_branches_part_and_the_shared_answer_is_trained_once() -> None:
     assert (other.token_ids, other.loss_mask, other.calls) == ([1, 2, 5, 6, 7, 8], [0, 0, 0, 1, 0, 1], [2, 3])
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_row_has_the_temperature_of_its_call(temperature: float) -> None:
+    sampled = call(0, [1], [2])
+    sampled.logprobs_temperature = temperature
+    (row,) = rows_of([sampled], {0: 1.0})
+    assert row.temperature == temperature
+
+
 def test_calls_of_another_temperature_are_rows_of_their_own() -> None:
     """As far as they are trained; preferences compare sums of rows, at temperature 1."""
     calls = [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 3, 4, 5], [6])]
