@@ -194,7 +194,8 @@ class ChatRequest(SamplingRequest):
     @cached_property
     def choice(self) -> ToolChoice:
         """The tools that the model is offered, and those that it must call. Raises RequestRefused."""
-        return ToolChoice.of(self.tool_choice, self.tools or [])
+        tools = self.tools or []
+        return ToolChoice.of(self.tool_choice, tools) if tools or self.tool_choice is not None else ToolChoice(tools)
 
     def check(self) -> None:
         super().check()
