@@ -351,6 +351,8 @@ def _played(evidence: Evidence) -> dict[str, Any]:
     calls = [call for call in evidence.answers if call.prompt_token_ids is not None]
     prompts = [len(call.prompt_token_ids or ()) for call in calls]
     metrics = collected_metrics(evidence.groups)
+    if not (evidence.compares_groups or evidence.makes_pairs):
+        metrics["frac_reward_zero_std"] = None  # a teacher judges each token, whatever the rewards
     return {
         **metrics,
         "most_frequent_answers": most_frequent_answers(evidence.groups, 3),
