@@ -1,12 +1,13 @@
 """From calls to advantages: which calls are trained, what the dialogue was, and the credit of each call."""
 
+import re
 from typing import Any
 
 import pytest
 from factories import sampled
 
 from insitu.advantages.credit import AdvantageConfig, Credit, TrainedCalls, call_advantages
-from insitu.advantages.estimator import GroupRelativeEstimator, estimate_epoch, training_rows
+from insitu.advantages.estimator import FunctionEstimator, GroupRelativeEstimator, estimate_epoch, training_rows
 from insitu.collect.conversations import main_conversation, text_content
 from insitu.errors import TrajectoryError
 from insitu.schemas.episodes import ModelCall
@@ -213,6 +214,36 @@ def test_an_episode_without_step_rewards_is_dropped_where_they_are_the_credit(
         TrajectoryCollection(trajectories=[group], run_id="r"), GroupRelativeEstimator(CENTRED, Credit(credit))
     )
     assert epoch.collection.dropped == dropped
+
+
+def of_two_calls(returned: Any) -> list[dict[int, float | list[float]]] | None:
+    """What an advantage function's return value is for a group of one episode with calls of two and of one token."""
+    calls = [call(0, prompt_token_ids=[1], token_ids=[2, 3]), call(1, prompt_token_ids=[4], token_ids=[5])]
+    group = [Trajectory(id="e", reward=1.0, calls=calls, trained_calls=[0, 1])]
+    return FunctionEstimator(lambda rewards, group: returned, {}).estimate(group)
+
+
+def test_a_function_gives_advantages_of_episodes_calls_or_tokens() -> None:
+    assert of_two_calls([0.5]) == [{0: 0.5, 1: 0.5}]
+    assert of_two_calls([[0.5, -1]]) == [{0: 0.5, 1: -1.0}]
+    assert of_two_calls([[[0.5, 0.25], 1.0]]) == [{0: [0.5, 0.25], 1: 1.0}]
+    assert of_two_calls([[[0.0, 0.0], [0.0]]]) is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ([1.0, 2.0], "2 values for 1 episodes"),
+        ([[1.0]], "1 values for 2 trained calls"),
+        ([[[1.0], [1.0]]], "call 0: the function returned 1 values for 2 tokens"),
+        ([float("inf")], "an advantage is inf"),
+        ([[["1", 2.0], 1.0]], "an advantage is '1'"),
+        (None, "TypeError"),
+    ],
+)
+def test_what_a_function_returns_is_checked(returned: Any, problem: str) -> None:
+    with pytest.raises(TrajectoryError, match=re.escape(problem)):
+        of_two_calls(returned)
 
 
 @pytest.mark.parametrize("credit", ["episode", "step", "function"])
