@@ -26,8 +26,8 @@ COMMANDS = {"control plane": "finetune", "backend": "backend"}
 BEGINS = {"finetune": "collect_epoch"}
 """The function with whose first call a command is counted from: how often it asks before that whether its backend has
 started is a matter of the machine."""
-BY_THE_CLOCK = {"_is_alive", "_usage", "busy_seconds"}
-"""What a process does every second or so, however many episodes there are."""
+BY_THE_CLOCK = {"_hold_team", "_is_alive", "_usage", "busy_seconds"}
+"""What a process does every second or so, or when other programs use the cores, however many episodes there are."""
 FOLDER = "INSITU_TRACE_FOLDER"
 PACKAGE = "INSITU_TRACE_PACKAGE"
 

@@ -224,14 +224,14 @@ class Scorer:
             *(score(info, key, [item], scoring.limit) for key, info in self.evaluators.items())
         )
         items = {key: output.eval_output_items[0] for key, output in zip(self.evaluators, outputs, strict=True)}
-        name = scoring.evaluators[0]
-        rewarding = items.pop(name) if scoring.reward is not None else None
+        name = scoring.evaluators[0] if scoring.reward is not None else None
+        rewarding = items.pop(name) if name is not None else None
         for key, other in items.items():
             episode.scores[key], _, message = parse_score(other)
             if message is not None and key not in self.unscored:
                 self.unscored.add(key)
                 logger.warning("the evaluator %s gave an episode of training no score: %s", key, message)
-        if rewarding is None:
+        if name is None or rewarding is None:
             return
         value, episode.reason, message = parse_score(rewarding)
         episode.scores = {name: value, **episode.scores}

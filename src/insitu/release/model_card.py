@@ -110,7 +110,7 @@ def _data(dataset: Mapping[str, Any]) -> str:
 
 
 def _validations(run: Path, subject: CardSubject) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Those of the weights before training and of these."""
+    """The validations before training, and of the exported version."""
     validations = [each for each in RunReader(run).validations() if "error" not in each]
     before = next((each for each in validations if each["epoch"] == 0), None)
     scored = [each for each in validations if each["policy_version"] == subject.record.version]

@@ -1,31 +1,27 @@
 """The loop of the built-in trainers, read downwards: collect, select, submit, wait, validate, record."""
 
 import time
-from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
-from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
+from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder
-from insitu.config.code import LoadedPart, call_with
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
     TrainingJobRef,
     TrainingJobStatus,
-    TrajectoryCollection,
 )
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run
-from insitu.training.run import RunTrainer, Stage, check_collected, settings_of
+from insitu.training.run import Stage, check_collected, settings_of
 from insitu.training.schedule import LoopTrainerConfig, Schedule, check_sampled
-from insitu.training.selection import EpochSelections
+from insitu.training.selection import EpochSelections, EstimatingTrainer
 from insitu.training.validation import Validation
 
 
-class LoopTrainer(RunTrainer):
+class LoopTrainer(EstimatingTrainer):
     """Trains one epoch after the other; validates before the first, every `interval` epochs and after the last."""
 
     compared: str | None = None
@@ -35,7 +31,6 @@ class LoopTrainer(RunTrainer):
         super().__init__(trainer_config, builder, **kwargs)
         self._config = trainer_config if isinstance(trainer_config, LoopTrainerConfig) else LoopTrainerConfig()
         self._stages: list[Stage] = []  # before the first epoch
-        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
         self.validation: Validation | None = None
         self._num_epochs: int | None = None
 
@@ -134,65 +129,31 @@ class LoopTrainer(RunTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collects the epoch's groups and submits what can be trained; None if nothing can."""
-        run, started, streams = self._run, time.perf_counter(), self._streams
+        run, started = self._run, time.perf_counter()
         whole = run.may_be_submitted(epoch)
-        async with streams.opened(epoch, run_id, whole=whole) if streams is not None else nullcontext() as stream:
+        async with self._epoch_selections.opened(epoch, run_id, whole=whole) as selection:
             served = run.served_before(epoch, await self.trainer_adapter.policy_endpoint())
-            observers = [*([stream] if stream is not None else []), *run.watches_rewards(self, epoch)]
+            observers = [selection, *run.watches_rewards(self, epoch)]
             collected = await self._schedule.collect(epoch, run_id, served, self._num_epochs, observers)
             run.note_errors(epoch, collected)
             check_collected(self, epoch, collected, run.store.folder)
             run.note_rewards(epoch, collected)
             check_sampled(self, collected.collection, collected.served, collected.oldest)
-            taught = self.apply_curriculum_learning(collected.collection, epoch)
-            estimated = await stream.finish(taught) if stream is not None else self.select(taught)
+            estimated = await selection.finish(self.apply_curriculum_learning(collected.collection, epoch))
             await run.record_selection(self, epoch, collected, estimated, time.perf_counter() - started)
             if not any(estimated.collection.trajectories):
                 return None
             resumed = await run.record_submission(epoch)
             return await submit_once(self.trainer_adapter, estimated.collection, run.progress.policy_version, resumed)
 
-    def apply_curriculum_learning(
-        self, trajectory_collection: TrajectoryCollection, epoch: int
-    ) -> TrajectoryCollection:
-        if not self.curriculum_config.enabled:
-            return trajectory_collection
-        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
-        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
-
-    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
-        """What the epoch trains on, with its rows; a subclass defines it, or the estimator that it uses."""
-        metrics: dict[str, Any] = {}
-        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
-        for key, (function, _) in self._selections.items():
-            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
-            metrics |= own
-        estimated = estimate_epoch(collection, self._estimator)
-        return estimated._replace(metrics={**metrics, **estimated.metrics})
-
     @cached_property
-    def _estimator(self) -> AdvantageEstimator:
-        raise NotImplementedError
-
-    def _selection_settings(self) -> dict[str, Any]:
-        """The settings that `select` depends on, for the header of the run."""
-        selections = [settings for _, settings in self._selections.values()]
-        return self._estimator.settings() | ({"selection": selections} if selections else {})
-
-    def get_curriculum_state(self) -> dict[str, Any]:
-        return CurriculumState(**self._curriculum_state).model_dump(mode="json")
-
-    @cached_property
-    def _streams(self) -> EpochSelections | None:
-        if not self._config.stream:
-            return None
+    def _epoch_selections(self) -> EpochSelections:
         compared = "finetuning.curriculum_learning" if self.curriculum_config.enabled else self.compared
         parts = self.trajectory_builder, self.trainer_adapter, self.select
-        return EpochSelections(*parts, compared=compared or next(iter(self._selections), None))
+        return EpochSelections(*parts, self._config, compared=compared or next(iter(self._selections), None))
 
     def _settings(self, num_epochs: int) -> dict[str, Any]:
-        own = self._selection_settings() | self._schedule.settings()
-        own |= self._streams.settings if self._streams is not None else {}
+        own = self._selection_settings() | self._schedule.settings() | self._epoch_selections.settings
         return settings_of(self, self._full_config, num_epochs, own)
 
     async def _wait(self, epoch: int, ref: TrainingJobRef) -> TrainingJobStatus:

@@ -1,4 +1,4 @@
-"""How what is trained of an epoch gets to its job in a streamed run: part by part as its groups complete, or whole.
+"""What of an epoch is trained, and how it gets to its job: whole, or streamed, part by part as its groups complete.
 
 What the job computes of a streamed epoch meanwhile and what it trains in the end is that of the epoch sent whole, to
 the bit.
@@ -8,16 +8,21 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from insitu.advantages.estimator import EstimatedEpoch
+from insitu.advantages.estimator import AdvantageEstimator, EstimatedEpoch, estimate_epoch
+from insitu.algorithms.selection import CurriculumState, apply_curriculum, apply_selection
 from insitu.collect.collector import Observer
 from insitu.collect.conversations import collection_of
+from insitu.config.code import LoadedPart, call_with
 from insitu.errors import InsituError
 from insitu.schemas.finetuning import TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.training.interfaces import StreamingAdapter, TrainerAdapter, TrajectoryBuilder
+from insitu.training.run import RunTrainer
+from insitu.training.schedule import LoopTrainerConfig
 from insitu.wire.endings import end_tasks
 
 Select = Callable[[TrajectoryCollection], EstimatedEpoch]
@@ -102,19 +107,28 @@ class EpochStream(EpochSelection):
 
 
 class EpochSelections:
-    """The selections of a streamed run's epochs: of whole ones if an epoch must be complete before.
+    """The selections of a run's epochs, streamed if that is `wanted` and an epoch need not be complete before.
 
     `compared` names what the trainer compares over the rows of an epoch.
     """
 
     def __init__(
-        self, builder: TrajectoryBuilder, adapter: TrainerAdapter, select: Select, *, compared: str | None
+        self,
+        builder: TrajectoryBuilder,
+        adapter: TrainerAdapter,
+        select: Select,
+        config: LoopTrainerConfig,
+        *,
+        compared: str | None,
     ) -> None:
-        self._builder, self._adapter, self._select, self._compared = builder, adapter, select, compared
+        self._builder, self._adapter, self._select = builder, adapter, select
+        self._wanted, self._compared = config.stream, compared
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The setting in the header of the run."""
+        """The setting in the header of the run; none if it is not wanted."""
+        if not self._wanted:
+            return {}
         obstacle = self._obstacle
         return {"stream": True if obstacle is None else f"no: {obstacle}"}
 
@@ -142,7 +156,7 @@ class EpochSelections:
     async def opened(self, epoch: int, run_id: str, *, whole: bool) -> AsyncIterator[EpochSelection]:
         """The selection of an epoch, not streamed if it is `whole`, as one that may have been submitted already."""
         builder, adapter = self._builder, self._adapter
-        episodes = builder.episodes_per_epoch if self._obstacle is None else None
+        episodes = builder.episodes_per_epoch if self._wanted and self._obstacle is None else None
         plan = builder.plan(run_id, epoch) if episodes is not None and not whole else None
         parts = plan.parts() if plan is not None else None
         if episodes is None or parts is None or not isinstance(adapter, StreamingAdapter):
@@ -154,3 +168,41 @@ class EpochSelections:
             yield stream
         finally:
             await stream.close()
+
+
+class EstimatingTrainer(RunTrainer):
+    """Trainer that selects episodes; a subclass defines `select`, or the estimator that `select` uses."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._selections: dict[str, LoadedPart] = {}  # by their keys in the file
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        if not self.curriculum_config.enabled:
+            return trajectory_collection
+        config, state, seed = self.curriculum_config, self._curriculum_state, self._full_config.general.seed
+        return apply_curriculum(trajectory_collection, config, state, epoch, seed)
+
+    def select(self, collection: TrajectoryCollection) -> EstimatedEpoch:
+        """What the epoch trains on, with its rows."""
+        metrics: dict[str, Any] = {}
+        offered = {"epoch": collection.epoch or 1, "seed": self._full_config.general.seed}
+        for key, (function, _) in self._selections.items():
+            collection, own = apply_selection(collection, partial(call_with, function, **offered), key)
+            metrics |= own
+        estimated = estimate_epoch(collection, self._estimator)
+        return estimated._replace(metrics={**metrics, **estimated.metrics})
+
+    @cached_property
+    def _estimator(self) -> AdvantageEstimator:
+        raise NotImplementedError
+
+    def _selection_settings(self) -> dict[str, Any]:
+        """The settings that `select` depends on, for the header of the run."""
+        selections = [settings for _, settings in self._selections.values()]
+        return self._estimator.settings() | ({"selection": selections} if selections else {})
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        return CurriculumState(**self._curriculum_state).model_dump(mode="json")

@@ -1,7 +1,7 @@
 """Pages of a group and of an episode: what was said, sampled and trained."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class EpisodePages:
 
     def __init__(self, index: RunIndex) -> None:
         self._groups = RecordedGroups(index)
+        self._decoder: tuple[Path, Decode | None] | None = None
 
     def group(self, epoch: int, row_id: str) -> dict[str, Any]:
         """The answer of `/api/group`. Raises RequestRefused (404)."""
@@ -66,8 +67,7 @@ class EpisodePages:
             raise self._groups.unknown_episode(name, names, group.problems)
         place = names.index(name)
         episode = group.episodes[place]
-        folder, attempt = self._groups.files.tokenizer(), group.problems.attempt
-        decode = None if folder is None else _decoder(folder)
+        attempt, decode = group.problems.attempt, self._decode()
         policies: set[str] = attempt(lambda: {*((group.settings.get("targets") or {}).get("llms") or ())}, set())
         found: list[Dialogue] = attempt(lambda: [[*_messages(turns)] for turns in conversations(episode.calls)], [])
         calls: list[dict[str, Any]] = attempt(lambda: [*_calls(episode, policies, decode)], [])
@@ -128,14 +128,17 @@ class EpisodePages:
         same = (str(each["episode"]) for each in members if each["generation"] == generation)
         return next(same, str(members[place]["episode"]))
 
-
-@lru_cache(maxsize=4)
-def _decoder(folder: Path) -> Decode | None:
-    """The decoder of the tokenizer in a folder; None if it cannot be used."""
-    try:
-        return load_decoder(folder)
-    except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
-        return None
+    def _decode(self) -> Decode | None:
+        """The decoder of the run's tokenizer; None if there is none that can be used."""
+        folder = self._groups.files.tokenizer()
+        if folder is None:
+            return None
+        if self._decoder is None or self._decoder[0] != folder:
+            try:
+                self._decoder = folder, load_decoder(folder)
+            except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
+                self._decoder = folder, None
+        return self._decoder[1]
 
 
 def _training(episode: RecordedEpisode) -> dict[str, Any]:
