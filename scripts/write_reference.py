@@ -24,6 +24,7 @@ from insitu.registry import registry
 from insitu.schemas import kinds
 from insitu.schemas.backend_processes import MemorySize
 from insitu.schemas.components import ComponentRef, FunctionGroupBaseConfig
+from insitu.schemas.documentation import field_docstrings
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.kinds import Kind
 
@@ -80,9 +81,9 @@ The other keys of a group are the fields of your configuration class, which `reg
 
 
 def shown_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields that a file sets, by their keys there."""
+    """The fields that a file sets."""
     hidden = fields_not_in_file(model)
-    return {field.alias or name: field for name, field in model.model_fields.items() if name not in hidden}
+    return {name: field for name, field in model.model_fields.items() if name not in hidden}
 
 
 def type_text(annotation: Any) -> str:
@@ -134,11 +135,12 @@ def description(model: type[BaseModel]) -> str:
 def entries(model: type[BaseModel]) -> dict[str, str]:
     """An item of a list for each key, those that are required first, then those that the class adds itself."""
     own = model.__annotations__
-    fields = shown_fields(model).items()
+    fields, texts = shown_fields(model).items(), field_docstrings(model)
     items = {}
     for name, field in sorted(fields, key=lambda item: (not item[1].is_required(), item[0] not in own)):
-        meaning = " ".join((field.description or "").split())
-        items[name] = f"- `{name}` ({type_text(field.annotation)}{bounds(field)}{default(field)}): {meaning}"
+        meaning = " ".join((field.description or texts.get(name, "")).split())
+        key = field.alias or name
+        items[key] = f"- `{key}` ({type_text(field.annotation)}{bounds(field)}{default(field)}): {meaning}"
     return items
 
 
@@ -170,7 +172,8 @@ class Page:
             self.add("")
         for name, field in shown_fields(model).items():
             for inner in models_of(field.annotation):
-                self.section(f"`{path}.{name}`", inner, f"{path}.{name}", level + 1)
+                key = f"{path}.{field.alias or name}"
+                self.section(f"`{key}`", inner, key, level + 1)
 
     def components(self, kind: Kind) -> None:
         """A section per built-in `_type`; types with identical keys share one, and keys of several types are first."""

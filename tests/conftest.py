@@ -128,7 +128,16 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Before any test imports transformers: for the docstrings of its fields each class of the configuration has all
-    loaded modules inspected, and those of transformers take seconds."""
-    import insitu.training.runtime  # noqa: F401
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Each worker begins a folder with another file: the first to import one writes its bytecode, which takes longest,
+    for all."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and isinstance(collector, pytest.Directory):
+        modules = [found for found in report.result if isinstance(found, pytest.Module)]
+        first = int(worker["workerid"].removeprefix("gw")) * len(modules) // worker["workercount"]
+        for module in modules[first:] + modules[:first]:
+            with contextlib.suppress(Exception):  # its collection says why it cannot be imported
+                module.obj  # noqa: B018
+    return report

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import inspect
 import json
 import os
 import pkgutil
@@ -108,11 +107,9 @@ def preload() -> None:
     import insitu
 
     modules = [found.name for found in pkgutil.walk_packages(insitu.__path__, "insitu.")]
-    modules.sort(key=lambda name: "backend" in name or "server" in name or "vllm" in name)  # see conftest.py
     for name in [*(name for name in modules if not OPTIONAL.match(name)), *LIBRARIES]:
         importlib.import_module(name)
     warm_up()
-    inspect.getmodule(compile("", "of no module", "exec"))  # finds the files of all modules, as plugins' classes would
     for library in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         library.atexit = False  # it only returns memory, which the process does by ending
     gc.freeze()  # what no collection visits stays shared with the commands

@@ -76,7 +76,7 @@ def credited_function(functions: Sequence[str], targets: Collection[str]) -> str
 class AdvantageConfig(BaseModel):
     """How a group's rewards become advantages."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
     type: Literal["group_relative"] = Field(default="group_relative", alias="_type", exclude=True, repr=False)
     baseline: Literal["mean", "leave_one_out", "leave_one_function_out"] = "mean"

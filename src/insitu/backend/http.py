@@ -9,6 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, FailFast
 from pydantic.json_schema import models_json_schema
 
+from insitu.schemas.documentation import DocumentedSchema
 from insitu.wire.http_server import Handler, uncancelled
 
 
@@ -95,7 +96,8 @@ def openapi_document(routes: Sequence[ApiRoute], version: str) -> dict[str, Any]
     named = (model for route in routes for model in (*route.request, route.response, route.events, ErrorBody))
     ordered = sorted({*filter(None, named)}, key=lambda model: model.__name__)
     template = "#/components/schemas/{model}"
-    _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=template)
+    inputs = [(model, "validation") for model in ordered]
+    _, schemas = models_json_schema(inputs, ref_template=template, schema_generator=DocumentedSchema)  # type: ignore[arg-type]
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.documented_path, {})[route.method.lower()] = route.operation()

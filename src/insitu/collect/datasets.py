@@ -37,7 +37,7 @@ Rows = Iterator[dict[str, Any]]
 class StructureConfig(BaseModel):
     """The column names of a dataset."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     question_key: str = "question"
     """The workflow's input."""
@@ -54,7 +54,7 @@ class StructureConfig(BaseModel):
 class ColumnValuesConfig(BaseModel):
     """Rows, by values of their columns."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     field: dict[str, list[Any]] = Field(default_factory=dict)
     """For each of these columns, values; compared as text."""
@@ -72,7 +72,7 @@ class ColumnValuesConfig(BaseModel):
 class RowFilterConfig(BaseModel):
     """Which rows of a dataset are used."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     allowlist: ColumnValuesConfig = Field(default_factory=ColumnValuesConfig)
     """Only rows with one of the values in each of these columns."""

@@ -7,7 +7,7 @@ validator knows, are left to `insitu validate`.
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic.json_schema import JsonSchemaValue, models_json_schema
 
 from insitu.config.checking import _WITHOUT_EFFECT
 from insitu.config.keys import _fields, fields_not_in_file
@@ -15,6 +15,7 @@ from insitu.registry import registry
 from insitu.schemas import kinds
 from insitu.schemas.components import TypedBaseModel, default_empty_blocks
 from insitu.schemas.config import EvalGeneralConfig, GeneralConfig
+from insitu.schemas.documentation import DocumentedSchema
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.kinds import KINDS, Kind
 
@@ -24,7 +25,7 @@ _NO_TEXT = ("int", "float", "bool", "literal", "enum")
 _NULL = {"type": "null"}
 
 
-class _Generator(GenerateJsonSchema):
+class _Generator(DocumentedSchema):
     def emit_warning(self, kind: Any, detail: str) -> None:
         """A default that JSON does not have is left out."""
 

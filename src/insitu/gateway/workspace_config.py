@@ -65,8 +65,6 @@ class Limits(Block):
 class WorkspaceKeys(BaseModel):
     """The keys of `_type: command` that need a workspace."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     workspace: WorkspaceConfig | None = None
     """A new folder for each episode, in which the program runs; none: all run in `cwd`."""
     verify: list[str] | None = Field(default=None, min_length=1)

@@ -22,7 +22,7 @@ _LISTED = 5
 class StoredEpisodesConfig(BaseModel):
     """Recorded episodes to use instead of running the workflow."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: Path
     """A run directory. Epoch 1 gets the groups of its first epoch, and so on; after the last one it starts over."""

@@ -46,7 +46,7 @@ def _is_block(field: FieldInfo | None) -> bool:
 class Block(BaseModel):
     """A block of a file, or one within it, that nothing writes to. `config` refuses keys that it does not have."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class Settings(Block):
@@ -65,8 +65,6 @@ class WritableModel(BaseModel):
 
     Assigning to a field of a frozen one raises pydantic's ValidationError.
     """
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod

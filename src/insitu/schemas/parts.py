@@ -30,9 +30,7 @@ PYTHON = "python"
 class Part(BaseModel):
     """A function of an installed package, by name, or Python code."""
 
-    model_config = ConfigDict(
-        extra="forbid", populate_by_name=True, serialize_by_alias=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
     kind: ClassVar[str] = ""
     """The kind of part: its entry points are in the group `insitu.<kind>`. "" if its field says so."""
 

@@ -26,7 +26,7 @@ class KnownGroups(NamedTuple):
 class BudgetConfig(BaseModel):
     """Which episodes are not worth playing, and what is played instead."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     waves: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
     """Sizes of the waves in which the `num_generations` attempts at a row begin, each when the one before has ended. A

@@ -41,7 +41,7 @@ _SAME = "the same"
 class TeacherConfig(BaseModel):
     """A model that says how likely it finds the tokens that the policy samples. Set `base_url` or `adapter`."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
     base_url: str | None = None
     """URL up to and including `/v1` of a server with `prompt_logprobs`, such as vLLM or `insitu backend`."""

@@ -22,7 +22,7 @@ from insitu.training.run import Run
 class WarmUpConfig(BaseModel):
     """Demonstrations to imitate before the first epoch."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
     rows: Path
     """A file of JSON lines, each a dialogue: `{"messages": [...]}` as in OpenAI's API, with `tools` if it has some. The

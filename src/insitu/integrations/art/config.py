@@ -14,7 +14,7 @@ from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
 
-_OPEN = ConfigDict(extra="allow", use_attribute_docstrings=True, frozen=True)
+_OPEN = ConfigDict(extra="allow", frozen=True)
 """Extra keys are checked against the release."""
 _BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args", "server_args")
 """Configuration blocks whose types in `art.dev` have the same names: `InitArgs`."""
@@ -52,7 +52,7 @@ class EngineArgs(BaseModel):
 class ARTBackendConfig(BaseModel):
     """An ART server and the model to train on it."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     ip: MayChange[str]
     """Host name or IP address of the server."""

@@ -11,7 +11,7 @@ from insitu.training.preference_builders import (
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,  # documented here
 )
 
-_DOCUMENTED = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+_TOLERANT = ConfigDict(extra="ignore", frozen=True)
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 """What both stores accept as the name of a namespace, a dataset or a deployment."""
 
@@ -19,7 +19,7 @@ _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 class DPOSpecificHyperparameters(BaseModel):
     """Hyperparameters of preference training."""
 
-    model_config = _DOCUMENTED
+    model_config = _TOLERANT
 
     ref_policy_kl_penalty: float = Field(default=0.1, ge=0)
     """Strength of the pull towards the reference model: the β of DPO."""
@@ -34,7 +34,7 @@ class DPOSpecificHyperparameters(BaseModel):
 class NeMoCustomizerHyperparameters(BaseModel):
     """Hyperparameters of a customization job."""
 
-    model_config = _DOCUMENTED
+    model_config = _TOLERANT
 
     training_type: Literal["dpo", "sft"] = "dpo"
     """`dpo`: preference pairs. `sft`: the chosen responses only, as prompt and completion."""
@@ -53,7 +53,7 @@ class NeMoCustomizerHyperparameters(BaseModel):
 class NIMDeploymentConfig(BaseModel):
     """The NIM that serves the trained model."""
 
-    model_config = _DOCUMENTED
+    model_config = _TOLERANT
 
     image_name: str = Field(default="nvcr.io/nim/meta/llama-3.1-8b-instruct", min_length=1)
     """Container image."""

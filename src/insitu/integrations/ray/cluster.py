@@ -29,7 +29,7 @@ _CLIENT_VARIABLES = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NVIDIA_API_KEY")
 class RuntimeEnvConfig(BaseModel):
     """What Ray sets up for the workers, as in its own documentation."""
 
-    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     working_dir: str | None = None
     """A folder that is copied to the workers, in which they run; or the URI of an archive."""

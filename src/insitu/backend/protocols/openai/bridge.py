@@ -20,7 +20,7 @@ _MARK = "\ue000\ue001"
 class Continuation(BaseModel):
     """The tokens of a prompt and its completion, which make up the first `num_messages` of a request."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()] = Field(min_length=1)
     """Token ids of the prompt and the completion."""

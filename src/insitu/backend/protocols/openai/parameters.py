@@ -27,7 +27,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class SamplingParameters(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=0, ge=-1)
     """Samples among so many of the most likely tokens; 0 and -1: all."""

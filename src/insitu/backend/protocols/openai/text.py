@@ -61,7 +61,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], StopAtFirstError()]
 
 
 class RequestModel(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(RequestModel):
