@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from insitu.schemas.components import (
 from insitu.schemas.config import Config
 from insitu.schemas.evaluation import EvaluatorInfo
 from insitu.schemas.finetuning import FinetuneRunConfig, PolicyEndpoint
+from insitu.schemas.installed import entry_points
 from insitu.schemas.kinds import (
     EVALUATOR,
     EXECUTOR,
@@ -77,7 +78,7 @@ def of_framework(framework: str, where: str, what: str) -> EntryPoint:
     """The entry point of a framework, whose module can be imported."""
     if framework not in frameworks():
         raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
-    point = entry_points(group=FRAMEWORK_GROUP)[framework]
+    point = entry_points(FRAMEWORK_GROUP)[framework]
     try:
         point.load()
     except ModuleNotFoundError as error:

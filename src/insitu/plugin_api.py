@@ -6,7 +6,6 @@ Of the interfaces and data models it has all names. Integrations add names with 
 `insitu.plugin_api`.
 """
 
-from importlib.metadata import entry_points
 from typing import Any
 
 from insitu.agents.frameworks import ToolSteps as ToolSteps
@@ -38,6 +37,7 @@ from insitu.schemas.episodes import DropReason as DropReason, Episode as Episode
 from insitu.schemas.episodes import ModelCall as ModelCall, Needs as Needs, TrainingRow as TrainingRow
 from insitu.schemas.evaluation import *
 from insitu.schemas.finetuning import *
+from insitu.schemas.installed import entry_points
 from insitu.schemas.parts import TokenBatch as TokenBatch, TokenLoss as TokenLoss
 from insitu.schemas.steps import *
 from insitu.training.interfaces import *
@@ -54,7 +54,7 @@ from insitu.workflow.context import IntermediateStepManager as IntermediateStepM
 
 
 def __getattr__(name: str) -> Any:
-    points = entry_points(group="insitu.plugin_api")
+    points = entry_points("insitu.plugin_api")
     if name not in points.names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return points[name].load()

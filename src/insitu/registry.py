@@ -19,12 +19,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from insitu.errors import PluginError, not_found
 from insitu.schemas import kinds
 from insitu.schemas.components import TypedBaseModel
+from insitu.schemas.installed import entry_points
 from insitu.schemas.kinds import Kind
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Registry:
             return
         self._entry_points_loaded = self._loading = True
         for group in ENTRY_POINT_GROUPS:
-            for point in sorted(entry_points(group=group), key=lambda point: point.name):  # the same on every machine
+            for point in sorted(entry_points(group), key=lambda point: point.name):  # the same on every machine
                 try:
                     point.load()
                 except (Exception, SystemExit) as error:  # reported when one of its components is missing
@@ -203,4 +203,4 @@ register_trainer = decorator(kinds.TRAINER)
 
 def frameworks() -> list[str]:
     """The names of `wrapper_type`: insitu's agent frameworks and those of installed packages."""
-    return sorted(entry_points(group=FRAMEWORK_GROUP).names)
+    return sorted(entry_points(FRAMEWORK_GROUP).names)

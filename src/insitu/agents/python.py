@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import cached_property, partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ from insitu.config.code import called, is_blocking, load_code, parameters
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
+from insitu.schemas.installed import entry_points
 from insitu.schemas.kinds import FUNCTION, LLM
 from insitu.workflow.context import Context
 from insitu.workflow.functions import FunctionInfo, register_function, type_hints
@@ -69,7 +69,7 @@ def framework_module(framework: str | None) -> Any:
     """The module that has a framework's `ask_agent` and `with_model`; it may have neither."""
     if framework is None:
         return None
-    (point,) = entry_points(group=FRAMEWORK_GROUP, name=framework.lower())
+    point = entry_points(FRAMEWORK_GROUP)[framework.lower()]
     return importlib.import_module(point.module)
 
 

@@ -52,13 +52,12 @@ def command(request: "RunRequest", protocol: str | None, **serve_options: Any) -
 async def _serve_environment(
     request: "RunRequest", protocol: str, host: str, port: int, access: "AccessPolicy"
 ) -> None:
-    from importlib.metadata import entry_points
-
     from insitu.config import requested_config
     from insitu.errors import ConfigError, not_found
     from insitu.registry import ENVIRONMENT_SERVER_GROUP
+    from insitu.schemas.installed import entry_points
 
-    servers = entry_points(group=ENVIRONMENT_SERVER_GROUP)
+    servers = entry_points(ENVIRONMENT_SERVER_GROUP)
     if protocol not in servers.names:
         raise ConfigError(not_found("--as:", protocol, sorted(servers.names)))
     serve = servers[protocol].load()

@@ -11,5 +11,7 @@ episodes           episodes, model calls and training rows
 groups             completed groups of episodes
 training_jobs      training jobs as sent from an adapter to a backend, with the defaults of their settings
 lora               the settings of adapters
+documentation      docstrings of fields as descriptions in schemas
+installed          what the installed packages declare
 backend_processes  the processes of a backend and their memory
 """

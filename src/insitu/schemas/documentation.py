@@ -1,5 +1,7 @@
-"""The docstrings of fields, as descriptions in schemas. Pydantic would read them as it makes the classes, which takes a
-fifth of the time in which a command starts."""
+"""The docstrings of fields, as descriptions in schemas.
+
+Pydantic would read them as it makes the classes, which takes a fifth of the time in which a command starts.
+"""
 
 import ast
 import inspect

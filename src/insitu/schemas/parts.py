@@ -12,7 +12,7 @@ tokens of the longest row. Values where `mask_BT` is not set are 0.
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from insitu.errors import PluginError, foreign_errors
 from insitu.schemas.components import CodeRef
+from insitu.schemas.installed import entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,13 +69,7 @@ def names(kind: str) -> list[str]:
 
 @cache
 def _declared(kind: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in _installed().select(group=f"insitu.{kind}")}
-
-
-@cache
-def _installed() -> Any:  # EntryPoints, or SelectableGroups before Python 3.12
-    """The entry points of all packages, whose files take 10 ms to read."""
-    return entry_points()
+    return {point.name: point for point in entry_points(f"insitu.{kind}")}
 
 
 @cache

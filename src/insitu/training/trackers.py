@@ -7,13 +7,13 @@ entry point `processes` of the group `insitu.run_followers`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from insitu.config import Config
 from insitu.errors import ConfigError, PluginError, foreign_errors, install_command, not_found
+from insitu.schemas.installed import entry_points
 
 GROUP = "insitu.trackers"
 FOLLOWERS = "insitu.run_followers"
@@ -81,7 +81,7 @@ class Tracker(ABC):
 
 def tracker_class(name: str) -> type[Tracker]:
     """Raises ConfigError if there is no such tracker, and PluginError if it cannot be imported."""
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = {point.name: point for point in entry_points(GROUP)}
     if name not in points:
         raise ConfigError(not_found(f"{KEY}: the tracker", name, sorted(points)))
     with foreign_errors(PluginError, f"{KEY}: {name} cannot be imported"):
@@ -114,7 +114,7 @@ def reported(names: Sequence[str], folder: Path) -> AbstractAsyncContextManager[
 def _processes() -> Callable[[Sequence[str], Path], AbstractAsyncContextManager[None]]:
     """Raises ConfigError if the integration that runs trackers is not installed."""
     try:
-        processes: Callable[..., Any] = entry_points(group=FOLLOWERS)["processes"].load()
+        processes: Callable[..., Any] = entry_points(FOLLOWERS)["processes"].load()
     except (KeyError, ModuleNotFoundError) as error:
         raise ConfigError(f"{KEY}: this installation of insitu cannot run trackers ({error}); remove the key") from None
     return processes

@@ -5,7 +5,6 @@ A protocol is a module with a function `routes(services) -> list[ApiRoute]`, dec
 """
 
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,6 +18,7 @@ from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.policy import fingerprint
 from insitu.backend.model import LoadedModel
 from insitu.errors import RequestRefused
+from insitu.schemas.installed import entry_points
 from insitu.wire.http_format import parse_count
 
 GROUP = "insitu.backend.protocols"
@@ -111,7 +111,7 @@ class Services:
 
 def protocol_routes(services: Services) -> list[ApiRoute]:
     """The routes of all protocols, in the order of their names; one whose module is not installed is left out."""
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    points = sorted(entry_points(GROUP), key=lambda point: point.name)
     return [route for point in points if is_installed(point.module) for route in point.load()(services)]
 
 

@@ -1,0 +1,18 @@
+"""What the installed packages declare."""
+
+import sys
+from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import EntryPoints
+from typing import Any
+
+
+def entry_points(group: str) -> EntryPoints:
+    """The entry points of a group. The packages' files, which take 10 ms to read, are read once for a `sys.path`."""
+    found: EntryPoints = _read(tuple(sys.path)).select(group=group)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _read(path: tuple[str, ...]) -> Any:  # EntryPoints, or SelectableGroups before Python 3.12
+    return metadata.entry_points()
