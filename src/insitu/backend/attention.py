@@ -215,7 +215,9 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, merged, normalizers = ctx.saved_tensors
+        """In float32: for each of its many small products in bfloat16, the kernel prepares for longer than it computes."""
+        dtype = gradient.dtype
+        gradient, query, key, value, merged, normalizers = (each.float() for each in (gradient, *ctx.saved_tensors))
         gradients = [torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
         for batch in ctx.tree.batches:
             batched = _gather(batch, gradient, query, key, value, merged, normalizers)
@@ -229,7 +231,8 @@ class _TreeAttention(torch.autograd.Function):
             added = _backward(*parts, 0.0, False, scale=ctx.scale)
             for total, part, where in zip(gradients, added, (queries, keys, keys), strict=True):
                 total[where] += part
-        return gradients[0], gradients[1], gradients[2], None, None
+        query, key, value = (each.to(dtype) for each in gradients)
+        return query, key, value, None, None
 
 
 def _gather(batch: Batch, *tensors: Tensor) -> list[Tensor]:

@@ -140,6 +140,19 @@ def test_a_tree_in_bfloat16_is_as_close_to_float32_as_padded_rows(tmp_path: Path
         assert (tree - exact).norm() < 0.03 * exact.norm()
 
 
+def test_gradients_in_bfloat16_are_those_of_float32_rounded() -> None:
+    nodes = tree_of([np.arange(30), *(np.append(np.arange(30), [50 + number] * 9) for number in range(4))])[1].nodes
+    inputs = [torch.randn(1, count, nodes.length, 8).bfloat16() for count in (6, 2, 2)]
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (each.to(dtype).requires_grad_(True) for each in inputs)
+        result, _ = attend(torch.nn.Identity(), query, key, value, None, tree=nodes)
+        gradients.append(torch.autograd.grad(result.float().square().sum(), (query, key, value)))
+    for exact, rounded in zip(*gradients, strict=True):
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded - exact).norm() < 0.005 * exact.norm()
+
+
 @pytest.mark.parametrize(("attention", "packs"), [("sdpa", True), ("eager", False)])
 def test_packing_is_judged_by_the_noise_of_the_dtype(attention: str, packs: bool) -> None:
     """That of large logits is above 0.1. `eager` ignores the tree."""
