@@ -215,7 +215,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """In float32: small products in bfloat16, of which the kernel has many, take longer to prepare than to compute."""
+        """In float32: the kernel's many small products in bfloat16 take longer to prepare than to compute."""
         dtype = gradient.dtype
         gradient, query, key, value, merged, normalizers = (each.float() for each in (gradient, *ctx.saved_tensors))
         gradients = [torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
