@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make install      install into .venv, with the backend"
 	@echo "make quickstart   install, and train the tic-tac-toe player (a minute on two cores, after installation)"
-	@echo "make test         install what the tests need and run them (6 minutes on two cores)"
+	@echo "make test         install what the tests need and run them (5 minutes on two cores)"
 	@echo "make test WITH=NAME   run another suite, in the environments that it needs (under .environments):"
 	@echo "    slow, chaos, hostile, pairs    longer variants, broken connections, generated requests, pairs of features"
 	@echo "    models, real, quantized, gpu   families of models, a pretrained model, 4 and 8 bits, a GPU"
