@@ -26,7 +26,7 @@ QUESTION = "Which product is this message about? Message: The {} that you sent m
 LORA = {"rank": 8, "alpha": 16}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "all weights": {"training": {"learning_rate": 1e-5}},
-    "LoRA": {"training": {"learning_rate": 1e-4, "lora": LORA}},
+    "LoRA": {"training": {"learning_rate": 1e-4, "lora": LORA}, "adapter": {"dtype": "float32"}},
     "bfloat16 LoRA": {"training": {"learning_rate": 1e-4, "lora": LORA}, "adapter": {"dtype": "bfloat16"}},
     "DPO": {
         "training": {"method": "dpo", "learning_rate": 1e-5},
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "SFT": {"training": {"method": "sft", "learning_rate": 1e-5}, "trainer": {"_type": "insitu_sft_trainer"}},
 }
-"""What each changes in the blocks of the file."""
+"""What each changes in the blocks of the file. By default adapters are in bfloat16 where the processor multiplies it."""
 
 
 class Recorded(NamedTuple):
