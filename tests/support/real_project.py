@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "SFT": {"training": {"method": "sft", "learning_rate": 1e-5}, "trainer": {"_type": "insitu_sft_trainer"}},
 }
-"""What each changes in the blocks of the file. By default adapters are in bfloat16 where the processor multiplies it."""
+"""What each changes in the blocks of the file. The default dtype of adapters depends on the processor."""
 
 
 class Recorded(NamedTuple):

@@ -76,7 +76,7 @@ def test_calls_have_the_logprobs_of_their_version_and_of_no_other(runs: Runs, me
 
 @each_method
 def test_an_export_has_the_logprobs_of_the_checkpoint(runs: Runs, method: str, tmp_path: Path) -> None:
-    """To the bit."""
+    """To the bit; in bfloat16 peft rounds in other places, and ours is as close to float32."""
     recorded, out = runs(method), tmp_path / "out"
     done = run("export", recorded.run, out, "--checkpoint", "latest")
     assert done.returncode == 0, done.stderr
@@ -84,11 +84,18 @@ def test_an_export_has_the_logprobs_of_the_checkpoint(runs: Runs, method: str, t
     kept = load_model(str(recorded.checkpoint(EPOCHS)), "cpu", dtype).module
     adapter = (out / "adapter_config.json").exists()
     assert adapter == ("LoRA" in method)
-    base = AutoModelForCausalLM.from_pretrained(real_model() if adapter else out, dtype=getattr(torch, dtype))
-    with quiet_peft():
-        reloaded = PeftModel.from_pretrained(base, str(out)) if adapter else base
-    for call in calls(recorded, EPOCHS)[::5]:
-        assert torch.equal(logprobs(reloaded.eval(), call), logprobs(kept, call))
+
+    def reloaded(dtype: str) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(real_model() if adapter else out, dtype=getattr(torch, dtype))
+        with quiet_peft():
+            return (PeftModel.from_pretrained(base, str(out)) if adapter else base).eval()
+
+    modules = kept, reloaded(dtype), reloaded("float32")
+    ours, theirs, exact = (torch.cat([logprobs(each, c) for c in calls(recorded, EPOCHS)]) for each in modules)
+    if dtype == "float32":
+        assert torch.equal(ours, theirs)
+    else:
+        assert 0 < (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("method", ["all weights", "LoRA"])
