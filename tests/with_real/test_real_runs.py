@@ -23,6 +23,7 @@ import insitu
 from insitu.backend.model import load_model, quiet_peft
 
 GAP = 1e-4
+ADAPTER = "adapter_model.safetensors"
 each_method = pytest.mark.parametrize("method", METHODS)
 each_precise = pytest.mark.parametrize("method", [method for method in METHODS if "bfloat16" not in method])
 sampled_logprobs = ("all weights", "LoRA")
@@ -95,6 +96,9 @@ def test_an_export_has_the_logprobs_of_the_checkpoint(runs: Runs, method: str, t
     if dtype == "float32":
         assert torch.equal(ours, theirs)
     else:
+        exported, trained = (load_file(each / ADAPTER) for each in (out, recorded.checkpoint(EPOCHS)))
+        assert exported.keys() == trained.keys()
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.items())
         assert 0 < (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
@@ -176,5 +180,5 @@ def test_runs_that_overlap(runs: Runs, case: str, tmp_path: Path) -> None:
 
 
 def weights(recorded: Recorded) -> dict[str, list[Any]]:
-    tensors = load_file(recorded.checkpoint(EPOCHS) / "adapter_model.safetensors")
+    tensors = load_file(recorded.checkpoint(EPOCHS) / ADAPTER)
     return {name: tensor.tolist() for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ Shapes: H heads, T tokens of all nodes, D head size.
 import bisect
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,9 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 PADDING = 1.25
 """Maximum length of a node in a call of the causal kernel, as a multiple of the shortest one's."""
+FEW_SCORES = 100_000
+"""Queries times keys, below which the backward kernel is faster in float32: its products in bfloat16 take longer to
+prepare than to compute."""
 _one_thread = threading.Lock()
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
@@ -215,24 +218,30 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """In float32: the kernel's many small products in bfloat16 take longer to prepare than to compute."""
-        dtype = gradient.dtype
-        gradient, query, key, value, merged, normalizers = (each.float() for each in (gradient, *ctx.saved_tensors))
+        query, key, value, merged, normalizers = ctx.saved_tensors
         gradients = [torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
         for batch in ctx.tree.batches:
             batched = _gather(batch, gradient, query, key, value, merged, normalizers)
             if not batch.is_full:  # padding repeats a token
                 batched[0].mul_(batch.valid_SL[:, None, :, None])
-            for total, part in zip(gradients, _backward(*batched, 0.0, True, scale=ctx.scale), strict=True):
+            for total, part in zip(gradients, _gradients(batched, True, ctx.scale), strict=True):
                 _scatter(batch, total, part)
         for start, stop, end in ctx.tree.continued:
             queries, keys = (slice(None), slice(None), slice(stop, end)), (slice(None), slice(None), slice(start, stop))
             parts = (gradient[queries], query[queries], key[keys], value[keys], merged[queries], normalizers[queries])
-            added = _backward(*parts, 0.0, False, scale=ctx.scale)
+            added = _gradients(parts, False, ctx.scale)
             for total, part, where in zip(gradients, added, (queries, keys, keys), strict=True):
                 total[where] += part
-        query, key, value = (each.to(dtype) for each in gradients)
-        return query, key, value, None, None
+        return gradients[0], gradients[1], gradients[2], None, None
+
+
+def _gradients(parts: Sequence[Tensor], is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; `parts` are the gradient of the result, these, the result and its normalizers."""
+    _, query, key, *_ = parts
+    if query.shape[2] * key.shape[2] < FEW_SCORES:
+        parts = [each.float() for each in parts]
+    found: tuple[Tensor, Tensor, Tensor] = _backward(*parts, 0.0, is_causal, scale=scale)
+    return found
 
 
 def _gather(batch: Batch, *tensors: Tensor) -> list[Tensor]:

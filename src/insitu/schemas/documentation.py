@@ -1,6 +1,6 @@
 """The docstrings of fields, as descriptions in schemas.
 
-Pydantic would read them as it makes the classes, which takes a fifth of the time in which a command starts.
+Pydantic would read them as it makes the classes, which takes 0.07 s of the start of a command.
 """
 
 import ast
