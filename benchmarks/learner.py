@@ -76,6 +76,8 @@ class Case:
     lora: bool = False
     checkpointing: bool = False
     groups: int = GROUPS
+    trl_batch: int = 8
+    """Rows of TRL's micro-batches."""
 
 
 class Sample(NamedTuple):
@@ -138,7 +140,7 @@ def insitu_step(case: Case, rows: list[Sample], folder: Path) -> Callable[[], di
     return step
 
 
-def trl_step(case: Case, rows: list[Sample], folder: Path, batch_size: int = 8) -> Callable[[], dict[str, Any]]:
+def trl_step(case: Case, rows: list[Sample], folder: Path) -> Callable[[], dict[str, Any]]:
     """TRL's loss and optimizer on a generation batch as it pads and splits it; no sampling and no reference."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -146,12 +148,12 @@ def trl_step(case: Case, rows: list[Sample], folder: Path, batch_size: int = 8) 
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.utils import pad, split_tensor_dict
 
-    batches = len(rows) // batch_size
+    batches = len(rows) // case.trl_batch
     on_gpu, half = torch.cuda.is_available(), case.dtype == "bfloat16"
     config = GRPOConfig(
         output_dir=str(folder),
         model_init_kwargs={"dtype": case.dtype if case.lora else "float32"},
-        per_device_train_batch_size=batch_size,
+        per_device_train_batch_size=case.trl_batch,
         gradient_accumulation_steps=batches,
         num_generations=GENERATIONS,
         learning_rate=LEARNING_RATE,

@@ -19,8 +19,8 @@ import real_sampling
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests/support"))
 
-JOB = learner.Shape(70, 16, 16)
-"""70 + 16 tokens."""
+JOB, LONG_JOB = learner.Shape(70, 16, 16), learner.Shape(1500, 70, 70)
+"""70 + 16 and 1,500 + 70 tokens."""
 ROUNDS = 3
 
 
@@ -37,17 +37,20 @@ def python_with_trl() -> str:
     return python
 
 
-def job_rows(folder: str, python: str, groups: int, rounds: int) -> list[str]:
+def job_rows(folder: str, python: str, shape: learner.Shape, groups: int, rounds: int) -> list[str]:
     """A row for all weights and for LoRA: a job, its time without the checkpoint, and TRL's step on the same rows."""
     rows = []
     for lora in (False, True):
-        cases = [learner.Case(side, folder, JOB, lora=lora, groups=groups) for side in ("insitu", "TRL")]
+        batch = 1 if shape == LONG_JOB else learner.GENERATIONS  # eight long rows would take 20 GB
+        cases = [
+            learner.Case(side, folder, shape, lora=lora, groups=groups, trl_batch=batch) for side in ("insitu", "TRL")
+        ]
         ours, trl = learner.in_turn(cases, python, rounds)
         metrics = ours.steps[-1]
         difference = abs(ours.steps[0]["loss"] - trl.steps[0]["loss"])
         rows.append(
-            f"| {'LoRA' if lora else 'all weights'} | {groups * learner.GENERATIONS} | "
-            f"{metrics.get('computed_tokens', 0)} | {ours.median('seconds'):.1f} s | "
+            f"| {'LoRA' if lora else 'all weights'} | {groups * learner.GENERATIONS} of {shape.prompt} + "
+            f"{shape.longest} | {metrics.get('computed_tokens', 0)} | {ours.median('seconds'):.1f} s | "
             f"{ours.median('unsaved_seconds'):.1f} s | {trl.median('seconds'):.1f} s | "
             f"{ours.steps[-1]['peak'] / 1e9:.1f} | {trl.steps[-1]['peak'] / 1e9:.1f} | {difference:.0e} |"
         )
@@ -57,13 +60,14 @@ def job_rows(folder: str, python: str, groups: int, rounds: int) -> list[str]:
 def job(groups: tuple[int, ...] = (learner.GROUPS, 1), rounds: int = ROUNDS) -> str:
     """The section `real.job` of RESULTS.md."""
     folder, python = model(), python_with_trl()
-    table = "\n".join(row for number in groups for row in job_rows(folder, python, number, rounds))
+    shapes = [*((JOB, number) for number in groups), (LONG_JOB, 1)]
+    table = "\n".join(row for shape, number in shapes for row in job_rows(folder, python, shape, number, rounds))
     return f"""## A training job of a real model
 
-SmolLM2-135M-Instruct in float32, one GRPO step over rows of {JOB.prompt} + {JOB.longest} tokens in groups of
+SmolLM2-135M-Instruct in float32, one GRPO step over rows of a prompt and a completion, in tokens, in groups of
 {learner.GENERATIONS}, LoRA of rank {learner.LORA_RANK}; each side in a process of its own, in turn, medians of
-{rounds}. A job computes a shared prompt once, and ends when its checkpoint is written; TRL writes none. Peak memory is
-the process's, in GB. Asked for: at most 2 s for the few tokens.
+{rounds}. A job computes a shared prompt once, and ends when its checkpoint is written; TRL writes none, and computes
+long rows one by one. Peak memory is the process's, in GB. Asked for: at most 2 s for the few tokens.
 
 | trained | rows | computed tokens | a job | without the checkpoint | TRL | insitu's memory | TRL's | losses differ by |
 |---|---|---|---|---|---|---|---|---|

@@ -22,6 +22,8 @@ CPU_MICRO_BATCH, CHUNK_LOGITS = 2048, 1 << 24
 that are computed together."""
 ACTIVATION_BYTES, LEAST_MICRO_BATCH = 640 << 20, 256
 """Memory of a micro-batch's activations on a CPU that limits its tokens, but not to fewer than these."""
+FRAGMENTS = 1.25
+"""Memory of activations, as a multiple of their size: what a micro-batch frees does not fit the next one exactly."""
 SMALL_MODEL = 5_000_000
 """Parameters below which a CPU's operations are too short to be split over threads."""
 KV_SHARE = 0.5
@@ -107,10 +109,10 @@ def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> Mod
 class Workload:
     """What runs on a model. `dtype` is that of the served weights.
 
-    `request_tokens` is the length of a prompt with its completion, `job_tokens` the number of tokens that a training
-    job computes; `versions` are the trained versions that are loaded to sample from, besides the starting weights.
-    Without `trains`, the model is only served. `whole_embeddings`: how many of the embeddings and the head are trained
-    whole beside adapters.
+    `request_tokens` is the length of a prompt with its completion, `prompt_tokens` without; `job_tokens` is the number
+    of tokens that a training job computes; `versions` are the trained versions that are loaded to sample from, besides
+    the starting weights. Without `trains`, the model is only served. `whole_embeddings`: how many of the embeddings and
+    the head are trained whole beside adapters.
     """
 
     dtype: str = "float32"
@@ -123,6 +125,7 @@ class Workload:
     job_tokens: int = CPU_MICRO_BATCH
     concurrency: int = 8
     request_tokens: int = 1024
+    prompt_tokens: int = 256
     kv_memory: int | None = None
     versions: int = 1
 
@@ -188,11 +191,12 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
     if workload.trains:
         saved = workload.whole_embeddings * shape.vocab * shape.hidden
         trained = shape.parameters if lora is None else shape.lora * lora + saved
-    longest = max(workload.micro_batch_tokens, workload.request_tokens)  # a row is not split
-    tokens = min(workload.job_tokens, longest) if workload.trains else 0
-    if shape.parameters >= SMALL_MODEL:
-        fitting = max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora))  # a rank has an input and an output
-        tokens = min(tokens, max(fitting, workload.request_tokens))
+    limit = workload.micro_batch_tokens
+    if shape.parameters >= SMALL_MODEL and not workload.gradient_checkpointing:
+        limit = min(limit, max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora)))  # inputs and outputs
+    longest = workload.request_tokens  # a row is not split, and others that share its prompt are added
+    longest += min(workload.prompt_tokens, longest, limit)
+    tokens = min(workload.job_tokens, max(limit, longest)) if workload.trains else 0
     logits = LOGIT_COPIES * min(tokens, CHUNK_LOGITS // shape.vocab) + SAMPLED_COPIES * workload.concurrency
     return MemoryBudget(
         workload,
@@ -201,7 +205,7 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         gradients=4 * trained + (8 * shape.vocab * shape.hidden if trained and lora is None else 0),  # of two uses
         optimizer=8 * trained,
         served=size * trained * workload.versions,
-        activations=size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing),
+        activations=int(FRAGMENTS * size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing)),
         logits=4 * logits * shape.vocab,
         kv_token=2 * size * shape.layers * shape.kv_heads * shape.head_size,
     )

@@ -388,3 +388,31 @@ def test_units_stay_together_if_they_fit() -> None:
             assert tokens(part) == computed
             assert padding == (0 if packs else computed - sum(len(key) // 4 for key in {rows[i].key for i in part}))
             assert computed <= budget or len({rows[index].key for index in part}) == 1
+
+
+def test_a_prompt_longer_than_a_micro_batch_is_computed_once_for_several_rows() -> None:
+    """As many as add at most a micro-batch, or the prompt once more; those before a turn of a conversation always."""
+    rng = np.random.default_rng(0)
+
+    def rows_of(prompt: int, completions: list[int]) -> list[Row]:
+        start = rng.integers(0, 256, prompt)
+        tokens = [np.concatenate([start, rng.integers(0, 256, length + 1)]).astype(np.int32) for length in completions]
+        return [Row(each, np.arange(prompt, len(each))) for each in tokens]
+
+    def sizes(rows: list[Row], budget: int, *, packed: bool = True) -> list[tuple[int, int]]:
+        packer = Packer(rows, packed=packed)
+        parts = [*packer.micro_batches([[index] for index in range(len(rows))], budget)]
+        return [(len(part), packer.computed_tokens(part)[0]) for part in parts]
+
+    four_groups = [row for _ in range(4) for row in rows_of(1500, [70] * 8)]
+    assert sizes(four_groups, 600) == [(8, 1500 + 8 * 70)] * 4
+    assert sizes(four_groups, 200) == [(3, 1500 + 3 * 70), (3, 1500 + 3 * 70), (2, 1500 + 2 * 70)] * 4
+    assert sizes(four_groups, 600, packed=False) == [(1, 1570)] * 32
+    assert sizes(rows_of(60, [70] * 5), 100) == [(1, 130)] * 5  # two would add 70 to the longest
+    assert sizes(rows_of(80, [70] * 5), 100) == [(2, 220), (2, 220), (1, 150)]
+    assert sizes(rows_of(8, [70] * 3), 70) == [(1, 78)] * 3  # a prefix that is too short to be shared
+    assert sizes(rows_of(100, [70, 70]) + rows_of(100, [70, 70]), 100) == [(2, 240)] * 2
+
+    tokens = rng.integers(0, 256, 3001).astype(np.int32)
+    turns = [Row(tokens[: end + 1], np.arange(end - 50, end + 1)) for end in (800, 1400, 2000, 3000)]
+    assert sizes(turns, 600) == [(4, 3000)]

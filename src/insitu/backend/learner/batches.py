@@ -159,6 +159,14 @@ class _Size:
                 self.tokens = len(self._keys) * self._longest
         return self.tokens > before
 
+    def fits(self, max_tokens: int) -> bool:
+        """Whether the rows may be a micro-batch: see `Packer.micro_batches`."""
+        if self.tokens <= max_tokens or not self._packed:
+            return self.tokens <= max_tokens
+        longest = max(map(len, self._keys)) // 4
+        shared = common_prefix(self._keys[0], self._keys[-1])
+        return self.tokens <= longest + (min(shared, max_tokens) if shared >= MIN_SHARED else 0)
+
 
 @dataclass(frozen=True)
 class Packer:
@@ -182,25 +190,27 @@ class Packer:
         """Splits the rows into micro-batches of at most `max_tokens`, padding included.
 
         Units with a shared prefix (padded: of similar length) are placed next to each other. A unit is kept in one
-        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is a micro-batch alone.
+        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is not split.
+
+        A tree may always add to its longest sequence as many tokens as all its rows share, up to `max_tokens`:
+        otherwise most of the work would be to compute a long prompt again for each micro-batch.
         """
         micro_batch: list[int] = []
         size = _Size(self.packed)
         for tree in self._trees(units, max_tokens):
             whole_tree = list(itertools.chain(*tree))
-            for part in [whole_tree] if self._size(whole_tree) <= max_tokens else tree:
-                if size.add(map(self._keys.__getitem__, part)) and micro_batch and size.tokens > max_tokens:
+            for part in [whole_tree] if self._size(whole_tree).fits(max_tokens) else tree:
+                if size.add(map(self._keys.__getitem__, part)) and micro_batch and not size.fits(max_tokens):
                     yield micro_batch
-                    micro_batch, size = [], _Size(self.packed)
-                    size.add(map(self._keys.__getitem__, part))
+                    micro_batch, size = [], self._size(part)
                 micro_batch += part
         if micro_batch:
             yield micro_batch
 
     def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int) -> int:
         """The tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
-        sizes = [self._size(unit) for tree in self._trees(units, max_tokens) for unit in tree]
-        total = self._size(itertools.chain(*units)) if self.packed else sum(sizes)
+        sizes = [self._size(unit).tokens for tree in self._trees(units, max_tokens) for unit in tree]
+        total = self._size(itertools.chain(*units)).tokens if self.packed else sum(sizes)
         rounds = -(-total // (max_tokens * count))
         return min(-(-total // max(rounds * count, 1)) + max(sizes, default=0), max_tokens)
 
@@ -210,7 +220,7 @@ class Packer:
     def computed_tokens(self, indices: Sequence[int]) -> tuple[int, int]:
         """The tokens that a micro-batch of these rows computes, and how many of them are padding."""
         keys = {self._keys[index] for index in indices}
-        computed = self._size(indices)
+        computed = self._size(indices).tokens
         return computed, 0 if self.packed else computed - sum(map(len, keys)) // 4
 
     def fitting(self, indices: list[int], max_tokens: float) -> list[int]:
@@ -222,10 +232,10 @@ class Packer:
                 return indices[:count]
         return indices
 
-    def _size(self, indices: Iterable[int]) -> int:
+    def _size(self, indices: Iterable[int]) -> _Size:
         size = _Size(self.packed)
         size.add(map(self._keys.__getitem__, indices))
-        return size.tokens
+        return size
 
     def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
         """Lists of units with a shared prefix; padded, each alone. A unit that does not fit is split into its rows."""
@@ -235,7 +245,7 @@ class Packer:
         def order(index: int) -> tuple[int, bytes, int]:
             return 0 if self.packed else len(keys[index]), keys[index], index
 
-        fitting = [[unit] if self._size(unit) <= max_tokens else [[index] for index in unit] for unit in units]
+        fitting = [[unit] if self._size(unit).fits(max_tokens) else [[index] for index in unit] for unit in units]
         parts = sorted((sorted(part, key=order) for part in itertools.chain(*fitting)), key=lambda part: order(part[0]))
         tree: list[list[int]] = []
         for part in parts:

@@ -49,6 +49,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
         job_tokens=epoch.prompts + epoch.completions,
         concurrency=min(config.max_concurrency, block.max_batch or config.max_concurrency),
         request_tokens=min(prompt + completion, longest),
+        prompt_tokens=prompt,
         kv_memory=block.kv_memory,
         versions=1 + staleness,
     )
