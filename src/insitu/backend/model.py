@@ -98,7 +98,7 @@ def load_model(
     else:
         raise BackendError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     _check_memory(base, config, torch_dtype)
-    module = _weights(base, torch_dtype)
+    module = _weights(base, config, torch_dtype)
     if adapter:
         from peft import PeftModel
 
@@ -273,18 +273,20 @@ def _tokenizer(source: str, chat_template: Path | None) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def _weights(base: str, dtype: torch.dtype) -> nn.Module:
+def _weights(base: str, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     with wrap_errors(f"the weights of {base} could not be read"):
         try:
-            return complete_model(AutoModelForCausalLM, base, dtype, "sdpa")
+            return complete_model(AutoModelForCausalLM, base, dtype, "sdpa", config=config)
         except ValueError:
-            return complete_model(AutoModelForCausalLM, base, dtype, "eager")
+            return complete_model(AutoModelForCausalLM, base, dtype, "eager", config=config)
 
 
-def complete_model(model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str) -> nn.Module:
+def complete_model(
+    model_class: Any, folder: str | Path, dtype: torch.dtype, attention: str, **options: Any
+) -> nn.Module:
     """Raises BackendError if tensors are missing, which transformers would fill with random numbers."""
-    location, options = weights_location(folder)
-    options = {**options, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    location, where = weights_location(folder)
+    options |= {**where, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     transformers_logging.disable_progress_bar()
     with quiet_transformers():  # its report of the tensors would hide the messages below
         module, loading = model_class.from_pretrained(location, **options)

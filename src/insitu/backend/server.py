@@ -203,7 +203,8 @@ async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
             async with _stop_event(options.parent_pid) as stopped:
                 async with listening(backend.app, listener, grace=GRACE_SECONDS) as address:
                     gc.collect()
-                    gc.freeze()  # the model and all modules are not searched for garbage again and again
+                    gc.freeze()  # the model and all modules, which stay
+                    gc.enable()
                     try:
                         on_ready(http_url(*address))
                     except OSError as error:

@@ -1,6 +1,7 @@
 """The command `backend`."""
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ def serve(backend_options: BackendOptions) -> int:
     from insitu.wire.http_server import prepare_process
 
     backend_options.access()
+    gc.disable()  # until the model is loaded: it would search all modules again and again, a sixth of the start
     prepare_process()
     configure_math_libraries()
     try:

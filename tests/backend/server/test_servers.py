@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -345,7 +346,11 @@ async def test_a_dead_compute_thread_is_reported(model: Path, tmp_path: Path) ->
 async def test_idle_connections_are_closed(
     config: Config, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Connections that send nothing, and those that send half a request."""
+    """Connections that send nothing, and those that send half a request.
+
+    A backend that listens collects garbage, which the command has put off until then.
+    """
+    gc.disable()
     monkeypatch.setattr("insitu.wire.http_server.IDLE_SECONDS", 0.2)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     options = BackendOptions(model=str(model), port=0, threads=1, output_dir=tmp_path)
@@ -353,6 +358,7 @@ async def test_idle_connections_are_closed(
     async with serving(config) as service:
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
         assert not running.done(), running.result()
+        assert gc.isenabled()
         for address in (service, ready.result()):
             where = urlsplit(address)
             for sent in (
