@@ -161,11 +161,9 @@ class _Size:
 
     def fits(self, max_tokens: int) -> bool:
         """Whether the rows may be a micro-batch: see `Packer.micro_batches`."""
-        if self.tokens <= max_tokens or not self._packed:
-            return self.tokens <= max_tokens
-        longest = max(map(len, self._keys)) // 4
-        shared = common_prefix(self._keys[0], self._keys[-1])
-        return self.tokens <= longest + (min(shared, max_tokens) if shared >= MIN_SHARED else 0)
+        longest, shared = max(map(len, self._keys)) // 4, common_prefix(self._keys[0], self._keys[-1])
+        more = min(shared, max_tokens) if self._packed and shared >= MIN_SHARED else 0
+        return self.tokens <= max(max_tokens, longest + more)
 
 
 @dataclass(frozen=True)
@@ -190,10 +188,9 @@ class Packer:
         """Splits the rows into micro-batches of at most `max_tokens`, padding included.
 
         Units with a shared prefix (padded: of similar length) are placed next to each other. A unit is kept in one
-        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is not split.
-
-        A tree may always add to its longest sequence as many tokens as all its rows share, up to `max_tokens`:
-        otherwise most of the work would be to compute a long prompt again for each micro-batch.
+        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is not split. A tree may
+        always add to its longest sequence as many tokens as all its rows share, up to `max_tokens`: otherwise most of
+        the work would be to compute a long prompt again for each micro-batch.
         """
         micro_batch: list[int] = []
         size = _Size(self.packed)
@@ -239,7 +236,6 @@ class Packer:
 
     def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
         """Lists of units with a shared prefix; padded, each alone. A unit that does not fit is split into its rows."""
-
         keys = self._keys
 
         def order(index: int) -> tuple[int, bytes, int]:
