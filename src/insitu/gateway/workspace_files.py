@@ -1,4 +1,4 @@
-"""Files of workspaces: what a verifier writes, and where a repository keeps its history."""
+"""Files of workspaces: the reward that a verifier writes, and where a repository keeps its history."""
 
 import json
 import tarfile

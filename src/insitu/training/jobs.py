@@ -1,5 +1,8 @@
 """Follows training jobs and their backend: submits once, waits by events or polls, submits a lost job again.
 
+A run that was killed finds the job that was accepted from it before. Warns if log-probabilities of sampler and learner
+differ too much.
+
 A `JobAdapter` gives `submit`, `find` and `status`, the rest happens here. An adapter with its own
 `wait_until_complete` waits itself; only its progress is watched.
 """

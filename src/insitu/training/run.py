@@ -1,4 +1,7 @@
-"""A run as its trainer sees it: its folder and `run.json`, where it continues, its console, plot and figures."""
+"""A run as its trainer sees it: its folder and `run.json`, where it continues, its console, plot and figures.
+
+Says what is wrong with an epoch, such as that every group was dropped.
+"""
 
 import asyncio
 from collections import Counter
