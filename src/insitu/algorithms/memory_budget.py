@@ -109,10 +109,10 @@ def model_shape(config: Mapping[str, Any], parameters: int | None = None) -> Mod
 class Workload:
     """What runs on a model. `dtype` is that of the served weights.
 
-    `request_tokens` is the length of a prompt with its completion, `prompt_tokens` without; `job_tokens` is the number
-    of tokens that a training job computes; `versions` are the trained versions that are loaded to sample from, besides
-    the starting weights. Without `trains`, the model is only served. `whole_embeddings`: how many of the embeddings and
-    the head are trained whole beside adapters.
+    `request_tokens` is the length of a prompt with its completion, `prompt_tokens` of a prompt that rows of a job
+    share; `job_tokens` is the number of tokens that a training job computes; `versions` are the trained versions that
+    are loaded to sample from, besides the starting weights. Without `trains`, the model is only served.
+    `whole_embeddings`: how many of the embeddings and the head are trained whole beside adapters.
     """
 
     dtype: str = "float32"

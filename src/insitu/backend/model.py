@@ -98,7 +98,7 @@ def load_model(
     else:
         raise BackendError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     _check_memory(base, config, torch_dtype)
-    module = _weights(base, config, torch_dtype)
+    module = _weights(base, torch_dtype, {"config": config} if is_gguf(base) else {})  # reading it again takes long
     if adapter:
         from peft import PeftModel
 
@@ -273,12 +273,12 @@ def _tokenizer(source: str, chat_template: Path | None) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def _weights(base: str, config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+def _weights(base: str, dtype: torch.dtype, options: dict[str, Any]) -> nn.Module:
     with wrap_errors(f"the weights of {base} could not be read"):
         try:
-            return complete_model(AutoModelForCausalLM, base, dtype, "sdpa", config=config)
+            return complete_model(AutoModelForCausalLM, base, dtype, "sdpa", **options)
         except ValueError:
-            return complete_model(AutoModelForCausalLM, base, dtype, "eager", config=config)
+            return complete_model(AutoModelForCausalLM, base, dtype, "eager", **options)
 
 
 def complete_model(

@@ -21,7 +21,7 @@ def serve(backend_options: BackendOptions) -> int:
     from insitu.wire.http_server import prepare_process
 
     backend_options.access()
-    gc.disable()  # until the model is loaded: it would search all modules again and again, a sixth of the start
+    gc.disable()  # until the model is loaded: searching all modules again and again takes over half a second
     prepare_process()
     configure_math_libraries()
     try:

@@ -11,9 +11,9 @@ from test_learner import train
 from tiny_models import save_tiny_model
 
 from insitu.algorithms.memory_budget import SMALL_MODEL
-from insitu.backend.learner.batches import Packer, Row, Sizes
-from insitu.backend.learner.kl_rows import KL_SHARE, kl_budget, kl_rows
+from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner
+from insitu.backend.learner.packing import KL_SHARE, Packer, Sizes, kl_budget, kl_rows
 from insitu.backend.model import load_model
 
 

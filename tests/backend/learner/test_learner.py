@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from insitu.backend.learner.batches import Packer, Row, collate, optimizer_steps
+from insitu.backend.learner.batches import Row, collate, optimizer_steps
 from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.optimizer_loop import learning_rate
+from insitu.backend.learner.packing import Packer
 from insitu.backend.learner.policy import build_policy
 from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.model_files import read_record, write_record

@@ -19,12 +19,20 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from insitu.backend.attention import attend, by_blocks
-from insitu.backend.learner.batches import Packer, Row, collate, common_prefix, group_rows
+from insitu.backend.learner.batches import (
+    MIN_SHARED,
+    PrefixTree,
+    Row,
+    build_tree,
+    collate,
+    common_prefix,
+    group_rows,
+)
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.losses import mean_of_clusters
-from insitu.backend.learner.prefix_tree import MIN_SHARED, PrefixTree, build_tree
+from insitu.backend.learner.packing import Packer
 from insitu.backend.model import LoadedModel, load_model
 
 CPU = torch.device("cpu")
@@ -399,8 +407,8 @@ def test_a_prompt_longer_than_a_micro_batch_is_computed_once_for_several_rows() 
         tokens = [np.concatenate([start, rng.integers(0, 256, length + 1)]).astype(np.int32) for length in completions]
         return [Row(each, np.arange(prompt, len(each))) for each in tokens]
 
-    def sizes(rows: list[Row], budget: int, *, packed: bool = True) -> list[tuple[int, int]]:
-        packer = Packer(rows, packed=packed)
+    def sizes(rows: list[Row], budget: int, *, packed: bool = True, stretches: bool = True) -> list[tuple[int, int]]:
+        packer = Packer(rows, packed=packed, stretches=stretches)
         parts = [*packer.micro_batches([[index] for index in range(len(rows))], budget)]
         return [(len(part), packer.computed_tokens(part)[0]) for part in parts]
 
@@ -408,6 +416,7 @@ def test_a_prompt_longer_than_a_micro_batch_is_computed_once_for_several_rows() 
     assert sizes(four_groups, 600) == [(8, 1500 + 8 * 70)] * 4
     assert sizes(four_groups, 200) == [(3, 1500 + 3 * 70), (3, 1500 + 3 * 70), (2, 1500 + 2 * 70)] * 4
     assert sizes(four_groups, 600, packed=False) == [(1, 1570)] * 32
+    assert sizes(four_groups, 600, stretches=False) == [(1, 1570)] * 32
     assert sizes(rows_of(60, [70] * 5), 100) == [(1, 130)] * 5  # two would add 70 to the longest
     assert sizes(rows_of(80, [70] * 5), 100) == [(2, 220), (2, 220), (1, 150)]
     assert sizes(rows_of(8, [70] * 3), 70) == [(1, 78)] * 3  # a prefix that is too short to be shared

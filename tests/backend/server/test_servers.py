@@ -357,8 +357,10 @@ async def test_idle_connections_are_closed(
     running = asyncio.create_task(server.run(options, ready.set_result))
     async with serving(config) as service:
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        collects = gc.isenabled()
+        gc.enable()
         assert not running.done(), running.result()
-        assert gc.isenabled()
+        assert collects
         for address in (service, ready.result()):
             where = urlsplit(address)
             for sent in (

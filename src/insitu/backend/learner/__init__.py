@@ -9,10 +9,9 @@ parts           jobs whose rows come in parts, computed as they arrive
 optimizer_loop  the optimizer steps of one job
 objectives      what each method does with log-probabilities: the loss of an optimizer step
 losses          the losses as pure functions
-kl_rows         the rows of which the KL divergence from the starting weights is measured
-batches         rows to optimizer steps, micro-batches and tensors, and the ranks that share them
+batches         rows, their optimizer steps, the tensors of a micro-batch, trees of prefixes, and the ranks that train
+packing         which rows a micro-batch computes, and on which the KL divergence from the start is measured
 logprobs        the log-probabilities of trained tokens; prompts that rows share are computed once
-prefix_tree     attention over rows of which many begin alike
 logit_offsets   what the parameters of a request added to the logits
 code            losses, optimizers and schedules that a job names, by name or as Python code
 policy          the trainable weights, all of them or LoRA adapters; checkpoints: their files

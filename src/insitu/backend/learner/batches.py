@@ -1,6 +1,7 @@
-"""Splits rows into optimizer steps and micro-batches, deals these to ranks, and collates them into tensors.
+"""Rows of a training job, their optimizer steps, the tensors of a micro-batch, and the ranks that share the work.
 
-Shared prefixes are computed once: the prompt of a group, the earlier turns of a conversation, equal rows.
+A packed micro-batch computes shared prefixes once: a group's prompt, the earlier turns of a conversation, equal rows.
+Its tree has T tokens of all nodes, in depth-first order.
 
 Processes that train one policy together are its ranks: all have the rows of a job, and each computes some
 micro-batches. The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all
@@ -10,11 +11,9 @@ Shapes: B rows, S padded sequences of T input tokens (packed: S = 1 and T tokens
 tokens per row, N distinct trained tokens.
 """
 
-import bisect
-import functools
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -23,15 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from insitu.backend.attention import Nodes
+from insitu.backend.attention import Node, Nodes
 from insitu.backend.learner.logit_offsets import ShapedCompletion, shaped_completions, shaping_kinds
-from insitu.backend.learner.prefix_tree import MIN_SHARED, build_tree
 from insitu.disk.model_files import JobRecord
 from insitu.schemas.training_jobs import TrainingSettings
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
+MIN_SHARED = 16
+"""Minimum tokens that two sequences share in a node: each node costs two more attention calls in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,144 +133,49 @@ def optimizer_steps(rows: Sequence[Row], settings: TrainingSettings) -> list[lis
     return steps
 
 
-class _Size:
-    """The number of tokens that a micro-batch of the rows added so far computes."""
+class PrefixTree(NamedTuple):
+    """T distinct tokens with their positions; `paths` maps the tokens of each sequence to their places among the T."""
 
-    def __init__(self, packed: bool) -> None:
-        self._packed = packed
-        self._keys: list[bytes] = []
-        self._longest = 0
-        self.tokens = 0
-
-    def add(self, keys: Iterable[bytes]) -> bool:
-        """Returns whether the number has grown."""
-        before = self.tokens
-        for key in keys:
-            place = bisect.bisect_left(self._keys, key)
-            neighbors = self._keys[max(place - 1, 0) : place + 1]
-            if key in neighbors:
-                continue
-            self._keys.insert(place, key)
-            if self._packed:
-                shared = max((common_prefix(key, neighbor) for neighbor in neighbors), default=0)
-                self.tokens += len(key) // 4 - (shared if shared >= MIN_SHARED else 0)
-            else:
-                self._longest = max(self._longest, len(key) // 4)
-                self.tokens = len(self._keys) * self._longest
-        return self.tokens > before
-
-    def fits(self, max_tokens: int) -> bool:
-        """Whether the rows may be a micro-batch: see `Packer.micro_batches`."""
-        longest, shared = max(map(len, self._keys)) // 4, common_prefix(self._keys[0], self._keys[-1])
-        more = min(shared, max_tokens) if self._packed and shared >= MIN_SHARED else 0
-        return self.tokens <= max(max_tokens, longest + more)
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    nodes: Nodes
+    paths: list[np.ndarray]
 
 
-@dataclass(frozen=True)
-class Packer:
-    """Packs rows into micro-batches: `packed` as trees, otherwise padded."""
+def build_tree(keys: Sequence[bytes], shared_with_last: Sequence[int]) -> PrefixTree:
+    """The tree of distinct sequences by their sort keys (big-endian uint32), in ascending order.
 
-    rows: Sequence[Row]
-    packed: bool = field(kw_only=True)
-
-    @functools.cached_property
-    def _keys(self) -> list[bytes]:
-        return [row.key for row in self.rows]
-
-    @property
-    def tree_share(self) -> float:
-        """Tokens of a prefix tree of all rows, as a share of the tokens of the distinct rows."""
-        size = _Size(packed=True)
-        size.add(self._keys)
-        return size.tokens * 4 / sum(map(len, {*self._keys}))
-
-    def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
-        """Splits the rows into micro-batches of at most `max_tokens`, padding included.
-
-        Units with a shared prefix (padded: of similar length) are placed next to each other. A unit is kept in one
-        micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is not split. A tree may
-        always add to its longest sequence as many tokens as all its rows share, up to `max_tokens`: otherwise most of
-        the work would be to compute a long prompt again for each micro-batch.
-        """
-        micro_batch: list[int] = []
-        size = _Size(self.packed)
-        for tree in self._trees(units, max_tokens):
-            whole_tree = list(itertools.chain(*tree))
-            for part in [whole_tree] if self._size(whole_tree).fits(max_tokens) else tree:
-                if size.add(map(self._keys.__getitem__, part)) and micro_batch and not size.fits(max_tokens):
-                    yield micro_batch
-                    micro_batch, size = [], self._size(part)
-                micro_batch += part
-        if micro_batch:
-            yield micro_batch
-
-    def even_share(self, units: Sequence[Sequence[int]], max_tokens: int, count: int) -> int:
-        """The tokens of a micro-batch if all units are spread evenly over rounds of `count` of them."""
-        sizes = [self._size(unit).tokens for tree in self._trees(units, max_tokens) for unit in tree]
-        total = self._size(itertools.chain(*units)).tokens if self.packed else sum(sizes)
-        rounds = -(-total // (max_tokens * count))
-        return min(-(-total // max(rounds * count, 1)) + max(sizes, default=0), max_tokens)
-
-    def collate(self, indices: Sequence[int], device: torch.device) -> MicroBatch:
-        return collate([self.rows[index] for index in indices], device, packed=self.packed)
-
-    def computed_tokens(self, indices: Sequence[int]) -> tuple[int, int]:
-        """The tokens that a micro-batch of these rows computes, and how many of them are padding."""
-        keys = {self._keys[index] for index in indices}
-        computed = self._size(indices).tokens
-        return computed, 0 if self.packed else computed - sum(map(len, keys)) // 4
-
-    def fitting(self, indices: list[int], max_tokens: float) -> list[int]:
-        """The first rows that one micro-batch of so many tokens can hold."""
-        size = _Size(self.packed)
-        for count, index in enumerate(indices):
-            size.add([self._keys[index]])
-            if size.tokens > max_tokens:
-                return indices[:count]
-        return indices
-
-    def _size(self, indices: Iterable[int]) -> _Size:
-        size = _Size(self.packed)
-        size.add(map(self._keys.__getitem__, indices))
-        return size
-
-    def _trees(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-        """Lists of units with a shared prefix; padded, each alone. A unit that does not fit is split into its rows."""
-        keys = self._keys
-
-        def order(index: int) -> tuple[int, bytes, int]:
-            return 0 if self.packed else len(keys[index]), keys[index], index
-
-        fitting = [[unit] if self._size(unit).fits(max_tokens) else [[index] for index in unit] for unit in units]
-        parts = sorted((sorted(part, key=order) for part in itertools.chain(*fitting)), key=lambda part: order(part[0]))
-        tree: list[list[int]] = []
-        for part in parts:
-            if tree and not (self.packed and common_prefix(keys[tree[-1][0]], keys[part[0]]) >= MIN_SHARED):
-                yield tree
-                tree = []
-            tree.append(part)
-        if tree:
-            yield tree
-
-
-@dataclass
-class Sizes:
-    """Metrics of a job: input tokens of its rows, tokens computed and how many of these were padding, over all steps.
-
-    `rows_without_gradient` got no backward pass, because their advantages are 0.
+    `shared_with_last` is the length of the prefix that each shares with the sequence before it.
     """
-
-    row_tokens: int = 0
-    computed_tokens: int = 0
-    padding_tokens: int = 0
-    rows_without_gradient: int = 0
-
-    def add(self, packer: Packer, micro_batches: Iterable[Sequence[int]]) -> None:
-        for indices in micro_batches:
-            computed, padding = packer.computed_tokens(indices)
-            self.row_tokens += sum(packer.rows[index].input_length for index in indices)
-            self.computed_tokens += computed
-            self.padding_tokens += padding
+    branch: list[tuple[int, int, int]] = []  # start, stop and depth of the nodes of the latest sequence
+    nodes: list[Node] = []
+    tokens: list[np.ndarray] = []
+    paths: list[np.ndarray] = []
+    end = 0
+    for number, (key, shared) in enumerate(zip(keys, shared_with_last, strict=True)):
+        while branch and branch[-1][2] >= shared:
+            start, stop, _ = branch.pop()
+            nodes.append(Node(start, stop, end))
+        if branch:
+            start, stop, depth = branch.pop()
+            cut = start + shared - depth
+            if cut < stop and shared - depth < MIN_SHARED:
+                shared, cut = depth, start
+            if cut < stop:
+                nodes.append(Node(cut, stop, end))
+            if cut > start:
+                branch.append((start, cut, depth))
+        rest = np.frombuffer(key, ">u4")[shared:]
+        tokens.append(rest)
+        paths.append(
+            np.concatenate([paths[-1][:shared] if number else [], np.arange(end, end + len(rest))]).astype(int)
+        )
+        branch.append((end, end := end + len(rest), shared))
+    nodes += [Node(start, stop, end) for start, stop, _ in branch]
+    positions = np.concatenate(
+        [np.arange(len(path) - len(rest), len(path)) for path, rest in zip(paths, tokens, strict=True)]
+    )
+    return PrefixTree(np.concatenate(tokens).astype(np.int64), positions, Nodes(nodes), paths)
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:

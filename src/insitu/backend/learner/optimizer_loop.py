@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from insitu.algorithms.memory_budget import ACTIVATION_BYTES, CPU_MICRO_BATCH, LEAST_MICRO_BATCH
-from insitu.backend.learner.batches import MicroBatch, Packer, Row, Sizes, group_rows, optimizer_steps, whole
+from insitu.backend.learner.batches import MicroBatch, Row, group_rows, optimizer_steps, whole
 from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.code import CodeFolder
-from insitu.backend.learner.kl_rows import kl_budget, kl_rows
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
+from insitu.backend.learner.packing import Packer, Sizes, kl_budget, kl_rows
 from insitu.backend.learner.policy import ReferenceWeights, activation_bytes
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import load_named
@@ -172,7 +172,8 @@ class OptimizerLoop:
     def _packer(self) -> Packer:
         padded = Packer(self._rows, packed=False)
         packs = self._saves_by_trees(padded) and self._fits_window() and self._can_pack
-        return Packer(self._rows, packed=True) if packs else padded
+        alone = self._state.workers.count * self._ranks.count == 1
+        return Packer(self._rows, packed=True, stretches=alone) if packs else padded
 
     def _saves_by_trees(self, packer: Packer) -> bool:
         if self._settings.attention != "auto":

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from insitu.backend.compute import PARKED, Parked
-from insitu.backend.learner.batches import ALONE, Row, Sizes
+from insitu.backend.learner.batches import ALONE, Row
 from insitu.backend.learner.checkpoints import TrainState
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.optimizer_loop import OptimizerLoop, Progress
+from insitu.backend.learner.packing import Sizes
 from insitu.schemas.training_jobs import TrainingSettings
 
 HELD_BYTES = 1 << 30

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from insitu.backend.adapters import speed_up
 from insitu.backend.learner.batches import ALONE, Ranks, Row, is_sharded, whole
@@ -159,8 +160,8 @@ def served_bytes(loaded: LoadedModel, lora: LoRASettings | None) -> int:
 def activation_bytes(loaded: LoadedModel) -> int:
     """About what the backward pass needs of a token: the inputs and outputs of the linear layers but the head."""
     head = loaded.module.get_output_embeddings()  # type: ignore[operator]
-    layers = (each for each in loaded.module.modules() if isinstance(each, nn.Linear) and each is not head)
-    return loaded.dtype.itemsize * sum(layer.in_features + layer.out_features for layer in layers) or 1
+    layers = (each for each in loaded.module.modules() if isinstance(each, (nn.Linear, Conv1D)) and each is not head)
+    return loaded.dtype.itemsize * sum(sum(layer.weight.shape) for layer in layers) or 1
 
 
 def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> TrainablePolicy:
