@@ -21,6 +21,9 @@ async def answer(question: str, model: insitu.Model, row: insitu.Row) -> str:
         raise LookupError(row["answer"])
     return await model.ask(question)
 
+def alone(question: str) -> str:
+    return question
+
 def score(answer: str) -> float:
     return sum(map(ord, answer)) % 7 / 7
 """
@@ -197,6 +200,7 @@ REFUSED = [
     ({"AGENT": "agnet.py:answer"}, "agnet.py does not exist (did you mean 'agent.py'?)"),
     ({"AGENT": "nowhere:answer"}, "AGENT: no module named 'nowhere'"),
     ({"AGENT": "agent.py"}, "AGENT is 'agent.py'; it must be MODULE:NAME or FILE.py:NAME"),
+    ({"AGENT": "agent.py:alone"}, "nothing that it does can be trained: give agent.py:alone a parameter `model`, an "),
     ({"--score": "agent.py:scoer"}, "--score: in agent.py, 'scoer' does not exist (did you mean 'score'?)"),
     ({"--score": "exact_mach"}, "--score: 'exact_mach' does not exist (did you mean 'exact_match'?); available: con"),
     ({"--score": "regex"}, "--score: 'regex' does not exist"),

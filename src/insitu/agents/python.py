@@ -130,6 +130,11 @@ class PythonConfig(FunctionBaseConfig, name="python"):
             of_framework(self.framework.lower(), f"{where}.framework", "model")
         CheckedCode.of(self, where, folder, llms)
 
+    def lacks_model(self) -> str | None:
+        if self.model is not None or self.models:
+            return None
+        return f"give {self.function} a parameter `model`, an insitu.Model, and call the model through it"
+
     def question_column(self, folder: Path) -> str | None:
         try:
             return CheckedCode.of(self, "", folder, ()).first

@@ -172,6 +172,10 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
         `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
         """
 
+    def lacks_model(self) -> str | None:
+        """What to change if the function can call no model; None: it can, or the block does not say."""
+        return None
+
     def question_column(self, folder: Path) -> str | None:
         """The column with the input of rows that have no column `question`; None: there is none.
 

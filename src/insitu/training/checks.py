@@ -9,7 +9,9 @@ import orjson
 from insitu.advantages.estimator import NEUTRAL_SAMPLING, truncation
 from insitu.config import Config
 from insitu.errors import ConfigError, PluginError
+from insitu.schemas.components import WORKFLOW, FunctionBaseConfig
 from insitu.schemas.episodes import Needs
+from insitu.schemas.kinds import FUNCTION
 from insitu.training.interfaces import (
     GroupTrainer,
     RewardAdapter,
@@ -65,6 +67,14 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
                 f"llms.{name}.{key} is {shown:.80}, but {name} is trained on what it samples, which must be "
                 f"from the softmax of all logits; allowed: {allowed} (a validation with its own config_file may differ)"
             )
+
+
+def check_model(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError if the workflow can call no model, and new episodes are to be trained on."""
+    workflow = config.block(FUNCTION, WORKFLOW)
+    change = workflow.lacks_model() if isinstance(workflow, FunctionBaseConfig) else None
+    if change is not None and trainer.trajectory_builder.stored is None:
+        raise ConfigError(f"workflow: it is given no model, so nothing that it does can be trained: {change}")
 
 
 def check_token_bridge(trainer: Trainer, config: Config) -> None:

@@ -41,7 +41,7 @@ from insitu.schemas.finetuning import (
     TrajectoryBuilderConfig,
 )
 from insitu.schemas.kinds import EVALUATOR, TRAINER, TRAINER_ADAPTER, TRAJECTORY_BUILDER
-from insitu.training.checks import check_sampling, check_servers, check_token_bridge
+from insitu.training.checks import check_model, check_sampling, check_servers, check_token_bridge
 from insitu.training.interfaces import ResumableAdapter, ResumableTrainer, SingleJobTrainer, Trainer, TrainerAdapter
 from insitu.training.jobs import watched
 from insitu.training.loop import LoopTrainer
@@ -200,7 +200,7 @@ async def _bound_components(builder: Builder, *, checked: bool = True) -> tuple[
             if not _continues_runs(component):
                 raise ConfigError(f"--resume: {name} ({type(component).__name__}) cannot continue a run")
     if checked:
-        for check in (check_sampling, check_token_bridge, check_validation):
+        for check in (check_model, check_sampling, check_token_bridge, check_validation):
             check(trainer, builder.config)
         await check_servers(trainer, builder.config)
     return trainer, adapter
