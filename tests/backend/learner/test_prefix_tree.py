@@ -18,6 +18,7 @@ from test_learner import train
 from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import AutoModelForCausalLM
 
+from insitu.algorithms.memory_budget import model_shape
 from insitu.backend.attention import attend, by_blocks
 from insitu.backend.learner.batches import (
     MIN_SHARED,
@@ -33,6 +34,7 @@ from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.logprobs import LogprobComputer
 from insitu.backend.learner.losses import mean_of_clusters
 from insitu.backend.learner.packing import Packer
+from insitu.backend.learner.policy import activation_bytes
 from insitu.backend.model import LoadedModel, load_model
 
 CPU = torch.device("cpu")
@@ -425,3 +427,30 @@ def test_a_prompt_longer_than_a_micro_batch_is_computed_once_for_several_rows() 
     tokens = rng.integers(0, 256, 3001).astype(np.int32)
     turns = [Row(tokens[: end + 1], np.arange(end - 50, end + 1)) for end in (800, 1400, 2000, 3000)]
     assert sizes(turns, 600) == [(4, 3000)]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_micro_batches_stretch_where_one_is_computed_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """Two cores compute two at once, of which neither may become longer."""
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    loaded = load_model(str(save_tiny_model(tmp_path / "model", "llama")), "cpu")
+    rng = np.random.default_rng(0)
+    prompt, ends = rng.integers(0, 256, 40), rng.integers(0, 256, (4, 10))
+    tokens = [np.concatenate([prompt, end]).astype(np.int32) for end in ends]
+    rows = [Row(each, np.arange(40, 50), np.full(10, -5, np.float32), np.ones(10)) for each in tokens]
+    settings = {"attention": "packed", "micro_batch_tokens": 50}
+    metrics = train(Learner(loaded, tmp_path / "learner"), rows, **settings)[0].metrics
+    assert metrics["row_tokens"] == 4 * 49
+    assert metrics["computed_tokens"] == (40 + 4 * 9 if cores == 1 else 4 * 49)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_the_learner_counts_activations_as_the_plan_does(models: dict[str, LoadedModel], kind: str) -> None:
+    """The plan's three projections and three matrices are one and two in GPT-2."""
+    loaded = models[kind]
+    shape = model_shape(loaded.module.config.to_dict())
+    assert shape is not None
+    share = activation_bytes(loaded) / (4 * shape.lora)
+    assert share == 1 or (kind == "gpt2" and 0.6 < share < 1)
