@@ -4,10 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import yaml
 from factories import MODEL, digits_project, write_rows
 from fake_openai import FakeOpenAI
 from refusals import refusal
 
+from insitu.errors import BackendError
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import check_run
 
@@ -56,3 +58,23 @@ def test_a_server_that_does_not_answer_yet(tmp_path: Path) -> None:
         url = server.base_url.removesuffix("/v1")
     folder = project(tmp_path, at(f"{url}/v1"), url=url)
     asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
+
+
+def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:
+    """It is no error in a service, nor if the service's is the only one."""
+    folder = digits_project(tmp_path, workflow={"_type": "python", "function": "alone.py:answer"})
+    path, endpoint = folder / "config.yml", "http://127.0.0.1:9"
+    (folder / "alone.py").write_text("def answer(question: dict) -> str:\n    return str(question)\n")
+    write_rows(folder, [{"say": "a"}])
+    config = yaml.safe_load(path.read_text())
+    del config["workflow"]["llm"]
+    path.write_text(yaml.safe_dump(config))
+    assert refusal(folder) == (
+        "workflow: it is given no model, so nothing that it does can be trained: give alone.py:answer a parameter "
+        "`model`, an insitu.Model, and call the model through it"
+    )
+    for _ in range(2):
+        with pytest.raises(BackendError, match="no answer from the workflow service"):
+            asyncio.run(check_run(FinetuneRunConfig(config_file=path, endpoint=endpoint)))
+        path.write_text(yaml.safe_dump({key: value for key, value in config.items() if key != "workflow"}))
+    asyncio.run(check_run(FinetuneRunConfig(config_file=path)))

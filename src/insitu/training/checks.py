@@ -69,11 +69,10 @@ def check_sampling(trainer: Trainer, config: Config) -> None:
             )
 
 
-def check_model(trainer: Trainer, config: Config) -> None:
-    """Raises ConfigError if the workflow can call no model, and new episodes are to be trained on."""
-    workflow = config.block(FUNCTION, WORKFLOW)
-    change = workflow.lacks_model() if isinstance(workflow, FunctionBaseConfig) else None
-    if change is not None and trainer.trajectory_builder.stored is None:
+def check_model(config: Config) -> None:
+    """Raises ConfigError if the workflow can call no model."""
+    workflow = config.blocks.get((FUNCTION.section, WORKFLOW))
+    if isinstance(workflow, FunctionBaseConfig) and (change := workflow.lacks_model()) is not None:
         raise ConfigError(f"workflow: it is given no model, so nothing that it does can be trained: {change}")
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
-from insitu.collect.episodes import executor_of
+from insitu.collect.episodes import LocalExecutor, executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
@@ -200,7 +200,7 @@ async def _bound_components(builder: Builder, *, checked: bool = True) -> tuple[
             if not _continues_runs(component):
                 raise ConfigError(f"--resume: {name} ({type(component).__name__}) cannot continue a run")
     if checked:
-        for check in (check_model, check_sampling, check_token_bridge, check_validation):
+        for check in (check_sampling, check_token_bridge, check_validation):
             check(trainer, builder.config)
         await check_servers(trainer, builder.config)
     return trainer, adapter
@@ -273,7 +273,10 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
             sign = "-" * (reward.sign < 0)
             raise ConfigError(not_found(what, reward.name, [sign + name for name in names]))
     async with Builder(config) as components:
-        await (await executor_of(components, request)).check(components)
+        executor = await executor_of(components, request)
+        await executor.check(components)
+        if rows and isinstance(executor, LocalExecutor):
+            check_model(config)
         await check_parts(components)
 
 

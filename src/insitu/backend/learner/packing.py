@@ -56,8 +56,8 @@ class Packer:
     """Packs rows into micro-batches: `packed` as trees, otherwise padded.
 
     If it `stretches`, a tree may exceed the limit of tokens: it may add to its longest sequence as many as all its rows
-    share, up to the limit. Otherwise most of the work can be to compute a long prompt again for each micro-batch, which
-    pays off only where several are computed at once.
+    share, up to the limit. Otherwise a long prompt is computed again for each micro-batch, which is only worth it if
+    several are computed at once.
     """
 
     rows: Sequence[Row]
