@@ -236,7 +236,10 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _gradients(parts: Sequence[Tensor], is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values; `parts` are the gradient of the result, these, the result and its normalizers."""
+    """The gradients of queries, keys and values.
+
+    `parts` are the gradient of the result, the queries, keys and values, the result, and its softmax normalizers.
+    """
     _, query, key, *_ = parts
     if query.shape[2] * key.shape[2] < FEW_SCORES:
         parts = [each.float() for each in parts]

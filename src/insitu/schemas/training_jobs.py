@@ -245,8 +245,8 @@ class TrainingOptions(LossSettings):
     num_iterations: int = Field(default=1, ge=1)
     """Passes over the job's rows, each shuffled by the seed."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens computed per forward pass, padding included, except that a row is not split, and that a long prompt is
-    computed with some of its completions at once; affects memory and speed, not the result."""
+    """Tokens computed per forward pass, padding included. More, if a row is longer, and on a CPU if rows share a long
+    prompt. Affects memory and speed, not the result."""
     attention: Literal["auto", "packed", "padded"] = "auto"
     """`packed`: computes shared prefixes once, if the model allows it. `auto`: on a CPU, if that saves enough."""
     gradient_checkpointing: bool = False

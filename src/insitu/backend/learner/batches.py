@@ -1,14 +1,13 @@
 """Rows of a training job, their optimizer steps, the tensors of a micro-batch, and the ranks that share the work.
 
 A packed micro-batch computes shared prefixes once: a group's prompt, the earlier turns of a conversation, equal rows.
-Its tree has T tokens of all nodes, in depth-first order.
 
 Processes that train one policy together are its ranks: all have the rows of a job, and each computes some
 micro-batches. The loss of a micro-batch is already its share of the loss of the optimizer step, normalized over all
 rows of the step. So gradients and sums are added over the ranks, never averaged, however unequal their tokens are.
 
-Shapes: B rows, S padded sequences of T input tokens (packed: S = 1 and T tokens of a prefix tree), K maximum trained
-tokens per row, N distinct trained tokens.
+Shapes: B rows, S padded sequences of T input tokens (packed: S = 1 and T tokens of a prefix tree, in depth-first
+order), K maximum trained tokens per row, N distinct trained tokens.
 """
 
 import itertools

@@ -172,8 +172,8 @@ class OptimizerLoop:
     def _packer(self) -> Packer:
         padded = Packer(self._rows, packed=False)
         packs = self._saves_by_trees(padded) and self._fits_window() and self._can_pack
-        alone = self._state.workers.count * self._ranks.count == 1
-        return Packer(self._rows, packed=True, stretches=alone) if packs else padded
+        stretches = self._device.type == "cpu" and self._state.workers.count * self._ranks.count == 1
+        return Packer(self._rows, packed=True, stretches=stretches) if packs else padded
 
     def _saves_by_trees(self, packer: Packer) -> bool:
         if self._settings.attention != "auto":

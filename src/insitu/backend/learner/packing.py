@@ -12,9 +12,9 @@ import torch
 from insitu.backend.learner.batches import MIN_SHARED, MicroBatch, Row, collate, common_prefix, group_rows
 
 KL_ROWS, KL_TOKENS = 128, 512
-"""Maximum rows of the last step on which the metric is measured; fewer once they have so many trained tokens."""
+"""Maximum rows of the last step on which `kl` is measured; fewer once they have so many trained tokens."""
 KL_SHARE = 0.03
-"""Maximum cost of the metric as a share of the job's: that of its forward and backward passes."""
+"""Maximum cost of `kl` as a share of the job's: that of its forward and backward passes."""
 
 
 class _Size:
@@ -35,11 +35,11 @@ class _Size:
             if key in neighbors:
                 continue
             self._keys.insert(place, key)
+            self._longest = max(self._longest, len(key) // 4)
             if self._packed:
                 shared = max((common_prefix(key, neighbor) for neighbor in neighbors), default=0)
                 self.tokens += len(key) // 4 - (shared if shared >= MIN_SHARED else 0)
             else:
-                self._longest = max(self._longest, len(key) // 4)
                 self.tokens = len(self._keys) * self._longest
         return self.tokens > before
 
@@ -47,8 +47,8 @@ class _Size:
         """Whether the rows may be a micro-batch: see `Packer`."""
         if self.tokens <= max_tokens or not (self._packed and self._stretches):
             return self.tokens <= max_tokens
-        longest, shared = max(map(len, self._keys)) // 4, common_prefix(self._keys[0], self._keys[-1])
-        return self.tokens <= longest + (min(shared, max_tokens) if shared >= MIN_SHARED else 0)
+        shared = common_prefix(self._keys[0], self._keys[-1])
+        return self.tokens <= self._longest + (min(shared, max_tokens) if shared >= MIN_SHARED else 0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Packer:
         return size.tokens * 4 / sum(map(len, {*self._keys}))
 
     def micro_batches(self, units: Iterable[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
-        """Splits the rows into micro-batches of at most `max_tokens`, padding included.
+        """Splits the rows into micro-batches of at most `max_tokens`, padding included, if it does not stretch.
 
         Units with a shared prefix (padded: of similar length) are placed next to each other. A unit is kept in one
         micro-batch if it fits, and so is a tree of units; a sequence longer than `max_tokens` is a micro-batch alone.

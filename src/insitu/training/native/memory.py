@@ -39,7 +39,6 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     longest = min(block.max_length or shape.max_length, shape.max_length)
     staleness = trainer.epochs_ahead if trainer is not None else 0
     saved = training.lora.modules_to_save if training.lora is not None else []
-    packs = training.attention == "packed" or (training.attention == "auto" and not on_gpu)
     workload = Workload(
         dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
@@ -50,7 +49,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
         job_tokens=epoch.prompts + epoch.completions,
         concurrency=min(config.max_concurrency, block.max_batch or config.max_concurrency),
         request_tokens=min(prompt + completion, longest),
-        prompt_tokens=prompt if packs else 0,
+        prompt_tokens=0 if on_gpu or training.attention == "padded" else prompt,
         kv_memory=block.kv_memory,
         versions=1 + staleness,
     )
