@@ -270,3 +270,13 @@ def test_a_file_that_train_has_saved_is_replaced(trained: Any) -> None:
     assert done.returncode == 2
     assert "exists already" not in done.stderr
     assert (folder / "saved.rows.jsonl").read_text() == rows
+
+
+@pytest.mark.slow
+def test_a_warning_is_given_once(trained: Any) -> None:
+    folder, _ = trained
+    overrides = [word for key, value in SMALL.items() for word in ("-o", key, value)]
+    options = ("--held-out", "rows.jsonl", "--output-dir", "runs/seen", *overrides)
+    done = run("train", *ARGUMENTS, *options, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("6 of 6 held-out rows are among the training rows") == 1

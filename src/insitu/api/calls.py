@@ -6,6 +6,7 @@ The keywords become the settings that a YAML file would hold, which are checked 
 """
 
 import inspect
+import logging
 import os
 import re
 import sys
@@ -265,12 +266,24 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
     """The run in `output`, whose files are written once nothing refuses it."""
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
-        run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config, resume=resume)))
+        with _without_warnings():  # the run gives them
+            run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config, resume=resume)))
         continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
     if not resume:
         set_aside(output)
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    log = logging.getLogger("insitu")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _inputs(config: Config, run: Path) -> dict[str, Any]:
