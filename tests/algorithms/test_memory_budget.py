@@ -295,6 +295,52 @@ print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.s
 """
 
 
+LONG_PROMPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from insitu.backend.learner.batches import Row
+from insitu.backend.learner.learner import Learner
+from insitu.backend.model import load_model
+from insitu.schemas.training_jobs import TrainingSettings
+from insitu.wire.http_server import prepare_process
+
+prepare_process()
+learner = Learner(load_model(sys.argv[1]), Path(sys.argv[2]))
+settings = TrainingSettings(lora={"rank": 16}, gradient_checkpointing=True)
+prompt = np.arange(1500, dtype=np.int32) * 7
+rows = [
+    Row(np.append(prompt, prompt[number : number + 70]), np.arange(1500, 1570), np.full(70, -8, np.float32),
+        np.full(70, (-1.0) ** number, np.float32), episode=str(number))
+    for number in range(2)
+]
+for _ in learner.run(settings, rows):
+    pass
+status = open("/proc/self/status").read()
+print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")))
+"""
+
+
+@pytest.mark.slow
+def test_the_peak_with_gradient_checkpointing(tmp_path: Path) -> None:
+    """Memory of a long prompt that is freed layer by layer is used again."""
+    command = [sys.executable, "-c", LONG_PROMPT, real_model(), str(tmp_path)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    stored = stored_model(str(real_model()))
+    assert stored is not None
+    shape = model_shape(stored.config, stored.parameters)
+    assert shape is not None
+    workload = Workload(
+        lora_rank=16,
+        gradient_checkpointing=True,
+        job_tokens=1640,
+        request_tokens=1570,
+        prompt_tokens=1500,
+        concurrency=0,
+    )
+    assert 0.6 * memory_budget(shape, workload).fixed < peak < memory_budget(shape, workload).fixed  # few are trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 16])
 def test_the_peak_of_a_real_model(rank: int) -> None:

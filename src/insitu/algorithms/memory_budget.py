@@ -5,8 +5,7 @@
     remedies(shape, workload)             ->  changes of the settings that take less
 
 The figures are those of the embedded backend in one process. They are estimates from above: real peaks lie up to a
-quarter below (measured with SmolLM2-135M; see tests/algorithms/test_memory_budget.py). With gradient checkpointing they
-are too low: LoRA on prompts of 1,500 tokens took 2.8 GB where 1.9 are planned.
+quarter below (measured with SmolLM2-135M; see tests/algorithms/test_memory_budget.py).
 """
 
 from collections.abc import Mapping

@@ -50,12 +50,13 @@ _VERSIONS = (
 
 
 class Cgroup(NamedTuple):
-    """A control group: its folder for each controller, which may be the same."""
+    """A control group: its folder for each controller, which may be the same; `cpu` shares processors evenly."""
 
     version: _Version
     memory: Path
     pids: Path
     usage: Path
+    cpu: Path
 
     @classmethod
     def own(cls, proc: Path = Path("/proc/self")) -> Self | None:
@@ -65,9 +66,12 @@ class Cgroup(NamedTuple):
         """
         for version in _VERSIONS:
             with suppress(OSError, LookupError):
-                own = cls(version, *(_folder(proc, version, name) for name in ("memory", "pids", version.usage)))
+                places = [_folder(proc, version, name) for name in ("memory", "pids", version.usage)]
+                own = cls(version, *places, cpu=_shared(proc, version) or places[0])
                 if version.file_system == "cgroup2":
                     _enable(own.memory)
+                    with suppress(OSError):  # this account may not have it
+                        (own.cpu / "cgroup.subtree_control").write_text("+cpu")
                 for left in (left for folder in own._folders() for left in folder.glob(f"{_PREFIX}*-*")):
                     with suppress(OSError):  # processes are in it
                         if not os.path.exists(f"/proc/{left.name.split('-')[1]}"):
@@ -79,7 +83,7 @@ class Cgroup(NamedTuple):
     def new(self, memory: int | None, processes: int) -> Self:
         """Creates a group in this one for the processes of an episode. Raises OSError."""
         name = f"{_PREFIX}{os.getpid()}-{next(_serials)}"
-        group = self._replace(memory=self.memory / name, pids=self.pids / name, usage=self.usage / name)
+        group = type(self)(self.version, *(folder / name for folder in self[1:]))
         try:
             for folder in group._folders():
                 folder.mkdir()
@@ -94,7 +98,7 @@ class Cgroup(NamedTuple):
         return group
 
     def _folders(self) -> list[Path]:
-        return [*dict.fromkeys((self.memory, self.pids, self.usage))]
+        return [*dict.fromkeys(self[1:])]
 
     @property
     def entrances(self) -> list[str]:
@@ -144,6 +148,13 @@ def _folder(proc: Path, version: _Version, file: str) -> Path:
                 inside = os.path.relpath(path, root)
                 return Path(place) if inside.startswith("..") else Path(place, inside).resolve()
     raise LookupError(controller)
+
+
+def _shared(proc: Path, version: _Version) -> Path | None:
+    """The folder of the group by whose part of the processors this process is scheduled, if there may be others."""
+    with suppress(LookupError):
+        return folder if os.access(folder := _folder(proc, version, "cpu"), os.W_OK) else None
+    return None
 
 
 def _enable(folder: Path) -> None:

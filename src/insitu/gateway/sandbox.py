@@ -33,25 +33,28 @@ _BYTES_PER_FILE = 2048
 _DEEPEST = 200
 """Levels of folders that are sent."""
 _RUNNERS = {
-    *("ava.config", "babel.config", ".babelrc", ".bazelrc", "behat.yml", "behave.ini", "build.gradle", "build.rs"),
-    *("build.sbt", "build.xml", "build.zig", "buildsrc", ".bundle", "bunfig.toml", ".busted", "cabal.project"),
-    *(".cargo", "cargo.toml", "cmakecache.txt", "cmakelists.txt", "cmakepresets.json", "composer.json"),
-    *("config.nims", "conftest.py", ".coveragerc", "ctestconfig.cmake", "ctesttestfile.cmake", "cypress.config"),
-    *(".dart_tool", "deno.json", "deno.jsonc", "deps.edn", "directory.build", "directory.packages"),
-    *("directory.solution", "dodo.py", "dune-project", ".env", ".envrc", "eslint.config", ".eslintrc", ".flake8"),
-    *("gemfile", "gems.rb", ".ghci", ".git", "global.json", "gnumakefile", "go.mod", "go.work", "gradle.properties"),
-    *("gradlew", "hatch.toml", ".husky", ".java-version", "jest.config", "jest.setup", ".justfile", "justfile"),
-    *("karma.conf", "local.mk", ".luacheckrc", "makefile", "meson.build", ".mise", "mise", "mix.exs", ".mocharc"),
-    *("module.bazel", ".mvn", "mvnw", ".mypy.ini", "mypy.ini", "nim.cfg", ".node-version", "node_modules"),
-    *("nose2.cfg", "noxfile.py", ".npmrc", "nuget.config", ".nvmrc", "nx.json", ".nycrc", "package.json"),
-    *("package.swift", "phpunit.dist.xml", "phpunit.xml", "pipfile", "playwright.config", ".pnp", ".pnpmfile"),
-    *("pom.xml", "project.clj", ".proverc", "pubspec.yaml", ".pylintrc", "pyproject.toml", ".pytest.ini"),
-    *("pytest.ini", ".pytest.toml", "pytest.toml", ".pytest_cache", ".python-version", "rakefile", "rebar.config"),
-    *(".renviron", ".rprofile", ".rspec", ".rspec-local", ".ruby-version", "ruff.toml", "rust-toolchain"),
-    *("sconstruct", "settings.gradle", "setup.cfg", "setup_suite.bash", ".shellspec", ".simplecov", "sitecustomize"),
-    *("snakefile", "stack.yaml", ".swcrc", ".taprc", "taskfile.yml", ".tool-versions", "tox.ini", "tox.toml"),
-    *("tsconfig.json", "turbo.json", "unittest.cfg", "usercustomize", "uv.toml", "vite.config", "vitest.config"),
-    *(".vscode", "wdio.conf", "workspace", ".yarnrc"),
+    *("angular.json", "ava.config", "babel.config", ".babelrc", ".bazelrc", "behat.yml", "behave.ini"),
+    *("build.gradle", "build.rs", "build.sbt", "build.xml", "build.zig", "buildsrc", ".bundle", "bunfig.toml"),
+    *(".busted", "cabal.project", ".cargo", "cargo.toml", "cmakecache.txt", "cmakelists.txt", "cmakepresets.json"),
+    *("codeception.yml", "composer.json", "config.nims", "conftest", ".coveragerc", "ctestconfig.cmake"),
+    *("ctesttestfile.cmake", "cucumber", "cypress.config", "dart_test.yaml", ".dart_tool", "deno.json"),
+    *("deno.jsonc", "deps.edn", "directory.build", "directory.packages", "directory.solution", "dodo.py"),
+    *("dune-project", ".env", ".envrc", "eslint.config", ".eslintrc", ".flake8", "gemfile", "gems.rb", ".ghci"),
+    *(".git", "global.json", "gnumakefile", "go.mod", "go.work", "gradle-wrapper", "gradle.properties", "gradlew"),
+    *("gruntfile", "gulpfile", "hatch.toml", ".husky", "jasmine.json", ".java-version", "jest.config", "jest.setup"),
+    *(".justfile", "justfile", "karma.conf", "local.mk", ".luacheckrc", "makefile", "manifest.toml", "meson.build"),
+    *(".mise", "mise", "mix.exs", ".mocharc", "module.bazel", ".mvn", "mvnw", ".mypy.ini", "mypy.ini"),
+    *("nextest.toml", "nightwatch.conf", "nim.cfg", ".node-version", "node_modules", "nose2.cfg", "noxfile.py"),
+    *(".npmrc", "nuget.config", ".nvmrc", "nx.json", ".nycrc", ".octaverc", "package.json", "package.swift"),
+    *("pest.php", "phpunit.dist.xml", "phpunit.xml", "pipfile", "playwright.config", "plugins.sbt", ".pnp"),
+    *(".pnpmfile", "pom.xml", "postcss.config", "profiles.clj", "project.clj", "project.toml", ".proverc"),
+    *("pubspec.yaml", ".pylintrc", "pyproject.toml", ".pytest.ini", "pytest.ini", ".pytest.toml", "pytest.toml"),
+    *(".pytest_cache", ".python-version", "rakefile", ".rdata", "rebar.config", ".renviron", ".rprofile", ".rspec"),
+    *(".rspec-local", ".ruby-version", "ruff.toml", "rust-toolchain", "sconstruct", "settings.gradle", "setup.cfg"),
+    *("setup_suite.bash", ".shellspec", ".simplecov", "sitecustomize", "snakefile", "stack.yaml", ".swcrc"),
+    *(".taprc", "taskfile.yml", ".testcaferc", ".tool-versions", "tox.ini", "tox.toml", "tsconfig.json"),
+    *("turbo.json", "unittest.cfg", "usercustomize", "uv.toml", "vite.config", "vitest.config", "vitest.workspace"),
+    *(".vscode", "wdio.conf", "web-test-runner.config", "workspace", ".yarnrc"),
 }
 """What decides how tests run, with any suffix after these names: judged as the project has it."""
 _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
@@ -91,9 +94,20 @@ def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | N
         return entry
 
     with tarfile.open(mode="w|", fileobj=output) as archive:
-        for path in paths:
+        for path in _outermost(paths):
             if os.path.lexists(top := os.path.join(work, path)) and _is_inside(os.path.dirname(top), work):
                 archive.add(top, path, filter=wanted)
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Normal paths, each once, without those that lie in another one."""
+    return [path for path in dict.fromkeys(paths) if all(_below(path, each) is None for each in paths)]
+
+
+def _below(path: str, folder: str) -> list[str] | None:
+    """The parts of a path below a folder; None if it does not lie in it."""
+    start = "" if folder == "." else f"{folder}/"
+    return path[len(start) :].split("/") if path.startswith(start) and path not in (".", folder) else None
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -138,12 +152,20 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
-    for path in paths:
+    outermost = _outermost(paths)
+    apart = [path for path in dict.fromkeys(paths) if path not in outermost and _is_apart(path, outermost)]
+    for path in [*outermost, *sorted(apart)]:
         target = os.path.join(work, path)
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        _make_alike(os.path.join(left, path), target, os.path.normpath(path) == ".")
+        _make_alike(os.path.join(left, path), target, path == ".")
+
+
+def _is_apart(path: str, folders: Sequence[str]) -> bool:
+    """Whether a path in one of these folders is left out with it."""
+    found = ((folder, parts) for folder in folders if (parts := _below(path, folder)) is not None)
+    return any(any(map(_sets_up_tests, parts)) or (folder, parts) == (".", ["__init__.py"]) for folder, parts in found)
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:
@@ -200,9 +222,22 @@ def _fill(settings: dict[str, Any]) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w") as file:
             file.write(_ISOLATED.format(os.fstat(0), shlex.join(command)))
     if files is not None:
-        for name in os.listdir(files):
-            _remove(os.path.join(work, name))
-            _copy(os.path.join(files, name), work)  # newer than all else: `make` takes nothing for built from them
+        _lay_files(files, work)
+
+
+def _is_package(path: str) -> bool:
+    return os.path.isdir(path) and any(name.startswith("__init__.") for name in os.listdir(path))
+
+
+def _lay_files(files: str, work: str) -> None:
+    """Copies the verifier's files; nothing stays that Python would import in place of a module among them."""
+    names = os.listdir(files)
+    modules = {name.removesuffix(".py") for name in names if name.endswith(".py")}
+    others = [name for name in os.listdir(work) if name.partition(".")[0] in modules and name not in names]
+    for name in [*names, *(each for each in others if each.endswith(".so") or _is_package(os.path.join(work, each)))]:
+        _remove(os.path.join(work, name))
+    for name in names:
+        _copy(os.path.join(files, name), work)  # newer than all else: `make` takes nothing for built from them
 
 
 def _limit(limits: dict[str, float]) -> None:
@@ -222,7 +257,7 @@ def _send(control: socket.socket, **message: Any) -> None:
 def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int | None:
     """The exit code of the program, which is killed by a message; None if nobody waits for it.
 
-    Raises OverflowError if the network namespace has too many sockets: no control group has what their queues hold.
+    Raises OverflowError if there are too many sockets: no control group has what their queues hold.
     """
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -242,9 +277,16 @@ def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int |
 
 
 def _count_sockets() -> int:
-    """The number of open sockets in this network namespace."""
-    with open("/proc/net/sockstat") as file:
-        return int(file.readline().split()[2])
+    """The number of open sockets in the network namespaces of all processes here."""
+    spaces = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            spaces[os.stat(f"/proc/{pid}/ns/net").st_ino] = pid
+    count = 0
+    for pid in spaces.values():
+        with suppress(OSError), open(f"/proc/{pid}/net/sockstat") as file:
+            count += int(file.readline().split()[2])
+    return count
 
 
 def _kill_all() -> None:

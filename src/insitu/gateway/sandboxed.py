@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from insitu.disk.memory import machine_memory
 from insitu.errors import EpisodeTimeout, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, WORK, confined, confined_again
 from insitu.gateway.cgroups import Cgroup
@@ -37,6 +38,11 @@ shift
 exec "$@"
 """
 """Enters control groups and becomes a command. If the machine's memory ends, an episode is killed, nothing else."""
+
+
+def _half_of_memory() -> int | None:
+    memory = machine_memory()
+    return None if memory is None else memory.total // 2
 
 
 @dataclass
@@ -115,21 +121,22 @@ class Sandboxed:
         place, limits, inside = self._place, self._place.limits, self._place.isolated
         # The kernel limits the file descriptors in flight of an account by RLIMIT_NOFILE of the sending process.
         files = min(_MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2)
-        rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 0, "NOFILE": files}
+        rlimits: dict[str, float | None] = {"FSIZE": limits.file_size, "CORE": 1, "NOFILE": files}
         if group is None:
             rlimits |= {"DATA": limits.memory, "CPU": limits.cpu_seconds}
             rlimits["NPROC"] = limits.processes if inside else None  # which counts all of the account elsewhere
         outside = {"sandbox": _SCRIPT, **{name: path for name, path in self.wants.items() if isinstance(path, Path)}}
         seen = {name: f"/run/{name}" if inside else str(path) for name, path in outside.items()}
         judged = "left" in outside and inside
+        size = limits.folder_size or _half_of_memory()
         settings = {
             **self.wants,
             **seen,
             "control": control,
             "output": output,
-            "isolate": [ISOLATED, *confined_again(limits.folder_size, place.visible)] if judged else None,
+            "isolate": [ISOLATED, *confined_again(size, place.visible)] if judged else None,
             "work": WORK if inside else str(self._folder / "work"),
-            "most_bytes": limits.folder_size,
+            "most_bytes": size,
             "most_files": limits.files,
             "sockets": limits.sockets if inside else None,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
@@ -138,7 +145,7 @@ class Sandboxed:
         if inside:
             placed = {seen[name]: str(path.resolve()) for name, path in outside.items()}
             folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "placed": placed}
-            confining = confined(size=limits.folder_size, seccomp=seccomp, last=not judged, **folders)
+            confining = confined(size=size, seccomp=seccomp, last=not judged, **folders)
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 

@@ -44,7 +44,6 @@ _NOT_RUN = 126
 _JUDGES = {
     "PYTHONSAFEPATH": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "INSITU_ISOLATED": ISOLATED,
     "GIT_CONFIG_COUNT": "2",
     "GIT_CONFIG_KEY_0": "safe.bareRepository",
     "GIT_CONFIG_VALUE_0": "explicit",
@@ -85,14 +84,23 @@ class Workspaces:
                 stack.callback(_remove_empty, self.run_dir)
             self.place.hidden = [self.root.parent, *self._private_folders()]
             await asyncio.to_thread(self._prepare)
-            try:
-                probe = self.root / "probe"
-                probe.mkdir()
-                sandbox = Sandboxed(self.place, ["true"], probe, {})
-                await sandbox.run(probe / "left", b"", {**os.environ}, 60, max_output=0)
-            except InsituError as error:
-                raise ConfigError(f"workflow.workspace: `true` cannot be run within workflow.limits: {error}") from None
+            await self._probe(["true"], {})
+            if self.place.isolated and self.keys.verify is not None:
+                await self._probe([ISOLATED, "true"], {"left": self.root / "probe", "paths": [], "verify_files": None})
             yield self
+
+    async def _probe(self, command: list[str], wants: dict[str, Any]) -> None:
+        """Raises ConfigError if a program cannot be run, or one of the agent by a verifier."""
+        problem = f"workflow.workspace: `{' '.join(command)}` cannot be run within workflow.limits"
+        folder = Path(tempfile.mkdtemp(dir=self.root))
+        try:
+            sandbox = Sandboxed(self.place, command, folder, {"source": None, "leaves": [], **wants})
+            done = await sandbox.run(folder / "left", b"", {**os.environ}, 60, max_output=0)
+        except InsituError as error:
+            raise ConfigError(f"{problem}: {error}") from None
+        if done.exit_code:
+            raise ConfigError(f"{problem}: {done.stderr_tail.strip() or describe_exit(done.exit_code)}")
+        (folder / "left").replace(self.root / "probe")
 
     def _private_folders(self) -> Iterator[Path]:
         """Raises ConfigError for files of the verifier that cannot be hidden."""
@@ -241,6 +249,11 @@ class Workspace:
         for path in (*hidden, *filter(None, [self._verify_files])):
             if copy and path.exists() and path.is_relative_to(self._source):
                 raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
+        for path in self._result if self._verify_files is not None else ():
+            if (name := PurePath(path).parts[:1]) and (self._verify_files / name[0]).exists():
+                raise ConfigError(
+                    f"workflow.workspace.result has {path!r}, but {self._verify_files} has {name[0]}, which replaces it"
+                )
 
     @property
     def address(self) -> str | None:
@@ -280,7 +293,8 @@ class Workspace:
             "leaves": [REWARD_FILE],
             "fails": [REWARD_FILE],
         }
-        variables = {name: value for name, value in _JUDGES.items() if name not in self._all.place.variables}
+        judges = _JUDGES | ({"INSITU_ISOLATED": ISOLATED} if self._all.place.isolated else {})
+        variables = {name: value for name, value in judges.items() if name not in self._all.place.variables}
         for name in _SEARCHED:  # relative folders are in the agent's hands
             if name in env:
                 variables[name] = os.pathsep.join(filter(os.path.isabs, env[name].split(os.pathsep)))

@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 import traceback
 import zlib
@@ -33,6 +32,7 @@ from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused, key_of
+from insitu.wire.heap import return_free_pages, share_heap
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
 from insitu.wire.json_values import gc_paused
@@ -63,8 +63,6 @@ _HUGE_BODY = 2**20
 """Bodies from this size on have their memory returned when their requests have ended."""
 _TRIM_SECONDS = 0.5
 """Memory is returned this long after a large request, once for all that end in the meantime."""
-_M_ARENA_MAX = -8
-"""The option of glibc's `mallopt` that limits the number of heaps."""
 _BACKLOG = 4096
 """Connections waiting to be accepted: hundreds of agents may start at the same time."""
 _WINDOW_BITS = {"": 0, "identity": 0, "gzip": 31, "x-gzip": 31, "deflate": 15}
@@ -304,15 +302,7 @@ def _return_memory() -> None:
     global _timer
     _timer = None
     gc.collect()
-    if (trim := _libc_function("malloc_trim")) is not None:
-        trim(0)
-
-
-def _libc_function(name: str) -> Callable[..., int] | None:
-    """A function of glibc for changing its heap; None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), name, None)
+    return_free_pages()
 
 
 def idempotency_key(request: web.Request) -> str | None:
@@ -395,5 +385,4 @@ def prepare_process() -> None:
     if (allowed := raise_file_limit()) < MIN_OPEN_FILES:
         problem = f"this process may open {allowed} files (ulimit -n)"
         raise ConfigError(f"{problem}; a server needs at least {MIN_OPEN_FILES}")
-    if (mallopt := _libc_function("mallopt")) is not None:
-        mallopt(_M_ARENA_MAX, 1)
+    share_heap()
