@@ -66,6 +66,19 @@ def test_processes_leave_a_group_that_is_to_have_others_below(unified: Path, mon
     assert moved == ["11", "12", "+memory +pids", "+cpu"]
 
 
+def test_episodes_share_processors_where_a_group_of_version_1_can_say_so(tmp_path: Path) -> None:
+    names = ("memory", "pids", "cpuacct", "cpu")
+    for name in names:
+        (tmp_path / name).mkdir()
+    mounts = [f"41 31 0:38 / {tmp_path / name} rw - cgroup cgroup rw,{name}\n" for name in names]
+    groups = [f"{number}:{name}:/\n" for number, name in enumerate(names)]
+    for count in (3, 4):
+        own = Cgroup.own(proc(tmp_path, "".join(mounts[:count]), "".join(groups)))
+        assert own is not None
+        entrances = own.new(None, 1).entrances
+        assert [Path(each).parent.parent.name for each in entrances] == list(names[:count])
+
+
 @pytest.mark.parametrize(
     ("mounts", "groups"),
     [

@@ -99,6 +99,7 @@ def verify(code: str) -> list[str]:
     return [*PYTHON, code]
 
 
+SOCKETS = "import signal, socket\nkept = [socket.socket() for _ in range(1000)]\nsignal.pause()"
 FIXED = verify("import sys; sys.exit(open('number.txt').read() != '2')")
 FIX = "open('number.txt', 'w').write('2'); print('done')"
 
@@ -278,6 +279,8 @@ def tested(project: Path) -> Path:
         "task/helper.py": "def is_right(value): return value == 2\n",
         "task/Makefile": f".PHONY: check built\ncheck:\n\t{sys.executable} cases/check.py\nbuilt: tests\n\tsh tests\n"
         f"tests: cases/check.py solution.py\n\techo {sys.executable} cases/check.py > tests\n",
+        "task/conftest.py": "",
+        "checks/judge.py": "import sys\nfrom cases import check\nsys.exit(not check.right)\n",
         "checks/cases/test_solution.py": "from check import right\ndef test_it(): assert right\n",
         "checks/cases/check.py": "import json, os, sys\nsys.path += [os.getcwd()]\nimport helper, solution\n"
         "right = helper.is_right(json.loads(json.dumps(solution.answer())))\n"
@@ -294,6 +297,7 @@ SOLVE = "open('solution.py', 'w').write('def answer(): return 2')"
 CHECK = [sys.executable, "cases/check.py"]
 WITHOUT = ("cacheprovider", "anyio", "langsmith_plugin")  # the last two import for seconds
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"-pno:{plugin}" for plugin in WITHOUT), "cases"]
+JUDGE = [*PYTHON, "import os, sys; sys.path.append(os.getcwd()); import judge"]
 PASS = "import os; os._exit(0)"
 RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"
 
@@ -304,6 +308,8 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
     [
         (PYTEST, f"write('pytest.py', {PASS!r})"),
         (PYTEST, f"write('conftest.py', {PASS!r})"),
+        (PYTEST, f"os.mkdir('conftest'); write('conftest/__init__.py', {PASS!r})"),
+        (JUDGE, f"os.mkdir('judge'); write('judge/__init__.py', {PASS!r})"),
         (PYTEST, "write('pytest.ini', '[pytest]\\naddopts = --version')"),
         (PYTEST, f"os.mkdir('cases'); write('cases/__init__.py', {PASS!r}); write('cases/conftest.py', {PASS!r})"),
         (CHECK, f"write('json.py', {PASS!r}); write('sitecustomize.py', {PASS!r})"),
@@ -342,6 +348,8 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
     ids=[
         "runner",
         "conftest",
+        "conftests",
+        "module",
         "ini",
         "package",
         "json",
@@ -393,6 +401,26 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
     given = await outcome(tested, server, code, workspace=workspace, verify=shows, network=network)
     names = {"helper.py", "solution.py", "Makefile", "number.txt", "conftest.py", "parts/b.txt", "parts/c.txt"}
     assert set(given["metrics"]) == {f"./{name}" for name in names}
+
+
+@pytest.mark.parametrize("keep", ["all", "none"])
+@pytest.mark.parametrize(
+    "result", [["number.txt", "number.txt"], [".", "number.txt"], ["parts/b", ".", "parts", "conftest.py"]]
+)
+async def test_results_may_overlap(tested: Path, server: FakeOpenAI, result: list[str], keep: str) -> None:
+    code = f"import os; os.mkdir('parts'); open('parts/b', 'w').write('b'); open('conftest.py', 'w').write('c'); {FIX}"
+    parts = "conftest.py" in result
+    shows = "found = [open(name).read() for name in ('number.txt', 'conftest.py', 'parts/b') if os.path.exists(name)]"
+    expected = ["2", "c", "b"] if parts else ["2", "", "b"][: 2 + ("." in result)]
+    check = verify(f"import os, sys; {shows}; sys.exit(found != {expected})")
+    workspace = {"copy": "task", "result": result, "keep": keep}
+    assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0
+
+
+async def test_a_result_that_is_replaced_is_refused(tested: Path, server: FakeOpenAI) -> None:
+    workspace = {"copy": "task", "result": ["cases/solution.py"]}
+    with pytest.raises(ConfigError, match=r"result has 'cases/solution.py', but workflow.verify_files has .*/cases,"):
+        await outcome(tested, server, "", workspace=workspace, verify=CHECK, verify_files="checks")
 
 
 def forged(*entries: tuple[str, bytes, int], header: dict[str, str] | None = None) -> io.BytesIO:
@@ -505,6 +533,28 @@ async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI
     ):
         assert (await outcome(tested, server, solution.format(code), **block))["reward"] == reward
 
+    with pytest.raises(ConfigError, match=r"checks/strict_check.py uses INSITU_ISOLATED, which needs network: model"):
+        await outcome(tested, server, "", network="host", **block)
+
+
+async def test_programs_of_the_agent_have_the_limits_of_its_verifier(project: Path, server: FakeOpenAI) -> None:
+    check = f"import os, subprocess, sys; subprocess.run([os.environ['INSITU_ISOLATED'], *{PYTHON}, {SOCKETS!r}])"
+    with pytest.raises(WorkflowError, match=r"exceeded limits.sockets: 500"):
+        await outcome(project, server, "", verify=verify(check), limits={"sockets": 500})
+
+
+async def test_a_system_that_confines_no_program_again_is_found_first(
+    project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.which("bwrap")
+    (project / "bwrap").write_text(f'#!/bin/sh\n[ ! -e /tmp/isolated.work ] || exit 1\nexec {real} "$@"\n')
+    (project / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project}:{os.environ['PATH']}")
+    bubblewrap.find_bubblewrap.cache_clear()
+    with pytest.raises(ConfigError, match=r"`/tmp/isolated true` cannot be run within workflow.limits"):
+        await outcome(project, server, FIX, verify=FIXED)
+    bubblewrap.find_bubblewrap.cache_clear()
+
 
 async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:
     """Not in the project's repository, in what earlier runs kept, or in results that are made later; nor are rows."""
@@ -596,7 +646,7 @@ async def test_what_is_kept_is_the_agents_work_and_nothing_else(tested: Path, se
         with pytest.raises(WorkflowError, match="its workspace is") as raised:
             await outcome(tested, server, code, **block, workspace={"copy": "task", "result": ["solution.py"]})
         kept = Path(str(raised.value).rpartition("its workspace is ")[2].rstrip(")"))
-        names = {"solution.py", "helper.py", "Makefile", "number.txt", "nested", "sub"} if whole else {"solution.py"}
+        names = {*os.listdir(tested / "task"), "nested", "sub"} - {".git"} if whole else {"solution.py"}
         assert set(os.listdir(kept)) == names
         assert not whole or not os.listdir(kept / "sub")
         assert "collect_ignore_glob" in (kept.parent / "conftest.py").read_text()
@@ -722,7 +772,6 @@ code = {TAKES.format(each=100)!r}
 running = [subprocess.Popen([sys.executable, '-c', code]) for _ in range(4)]
 [each.wait() for each in running]
 """
-SOCKETS = "import signal, socket\nkept = [socket.socket() for _ in range(1000)]\nsignal.pause()"
 BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 
 

@@ -66,8 +66,8 @@ class Cgroup(NamedTuple):
         """
         for version in _VERSIONS:
             with suppress(OSError, LookupError):
-                places = [_folder(proc, version, name) for name in ("memory", "pids", version.usage)]
-                own = cls(version, *places, cpu=_shared(proc, version) or places[0])
+                memory, pids, usage = (_folder(proc, version, name) for name in ("memory", "pids", version.usage))
+                own = cls(version, memory, pids, usage, _shared(proc, version) or usage)
                 if version.file_system == "cgroup2":
                     _enable(own.memory)
                     with suppress(OSError):  # this account may not have it

@@ -52,6 +52,7 @@ _JUDGES = {
 }
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
+_ISOLATED_VARIABLE = "INSITU_ISOLATED"
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _RESULTS = (RUN, WORKFLOW_OUTPUT)
 """Files by which a folder is known as one with results."""
@@ -84,10 +85,21 @@ class Workspaces:
                 stack.callback(_remove_empty, self.run_dir)
             self.place.hidden = [self.root.parent, *self._private_folders()]
             await asyncio.to_thread(self._prepare)
+            self._check_verifier()
             await self._probe(["true"], {})
             if self.place.isolated and self.keys.verify is not None:
                 await self._probe([ISOLATED, "true"], {"left": self.root / "probe", "paths": [], "verify_files": None})
             yield self
+
+    def _check_verifier(self) -> None:
+        """Raises ConfigError if a file that `verify` names runs programs apart, where they cannot be."""
+        if self.place.isolated or self.keys.verify is None:
+            return
+        files = self.keys.verify_files or ""
+        folders = [self._config.folder / place for place in ("", files, self.settings.source or "")]
+        for path in (folder / each.replace("{verify_files}", files) for folder in folders for each in self.keys.verify):
+            if path.is_file() and _ISOLATED_VARIABLE.encode() in path.read_bytes():
+                raise ConfigError(f"workflow.verify: {path} uses {_ISOLATED_VARIABLE}, which needs network: model")
 
     async def _probe(self, command: list[str], wants: dict[str, Any]) -> None:
         """Raises ConfigError if a program cannot be run, or one of the agent by a verifier."""
@@ -249,11 +261,11 @@ class Workspace:
         for path in (*hidden, *filter(None, [self._verify_files])):
             if copy and path.exists() and path.is_relative_to(self._source):
                 raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
-        for path in self._result if self._verify_files is not None else ():
-            if (name := PurePath(path).parts[:1]) and (self._verify_files / name[0]).exists():
-                raise ConfigError(
-                    f"workflow.workspace.result has {path!r}, but {self._verify_files} has {name[0]}, which replaces it"
-                )
+        files = self._verify_files
+        for name in self._result:
+            if files is not None and name != "." and (replaced := files / PurePath(name).parts[0]).exists():
+                problem = f"workflow.workspace.result has {name!r}, but workflow.verify_files has {replaced}"
+                raise ConfigError(f"{problem}, which replaces it")
 
     @property
     def address(self) -> str | None:
@@ -293,7 +305,7 @@ class Workspace:
             "leaves": [REWARD_FILE],
             "fails": [REWARD_FILE],
         }
-        judges = _JUDGES | ({"INSITU_ISOLATED": ISOLATED} if self._all.place.isolated else {})
+        judges = _JUDGES | ({_ISOLATED_VARIABLE: ISOLATED} if self._all.place.isolated else {})
         variables = {name: value for name, value in judges.items() if name not in self._all.place.variables}
         for name in _SEARCHED:  # relative folders are in the agent's hands
             if name in env:
