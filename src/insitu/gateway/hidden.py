@@ -14,7 +14,7 @@ KEPT = "workspaces"
 """The folder of a run with the workspaces that are kept."""
 _LEVELS = 4
 """How far below a folder results are looked for."""
-_MOST_FOLDERS = 5000
+_MOST_FOLDERS = 2000
 """How many folders are looked into, the nearest first."""
 _DEFAULT = ".tmp"
 """The folder of results by default, the only hidden one that is looked into."""

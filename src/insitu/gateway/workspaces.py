@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path, PurePath
@@ -53,6 +54,8 @@ _JUDGES = {
 }
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
+_SHORT_SEARCH = 0.05
+"""Seconds that a search for results may take before each episode; one that takes longer is made less often."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -68,7 +71,7 @@ class Workspaces:
         self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
         folders = (run_dir, config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir)
         self._ours = [*dict.fromkeys(folder.resolve() for folder in folders)]
-        self._private, self._hiding = set[Path](), asyncio.Lock()
+        self._private, self._found, self._search_at, self._hiding = set[Path](), list[Path](), 0.0, asyncio.Lock()
         paths = {config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
         visible = sorted(map(str, paths))  # also the Python environments of insitu and of its programs
         self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), visible)
@@ -138,11 +141,12 @@ class Workspaces:
             if source is not None:  # a repository in it belongs to the copy
                 folder = source if (source / ".git").is_file() else source.parent
                 self._private.update(self._unneeded(repositories(folder)))
-            self.place.hidden = await asyncio.to_thread(self._find_hidden)
-
-    def _find_hidden(self) -> set[Path]:
-        found = {*self._private, *self._unneeded([*known_bases(), *self._results()])}
-        return found.union(self._unneeded(further_places(found)))
+            if (started := time.monotonic()) >= self._search_at:
+                self._found = await asyncio.to_thread(lambda: self._unneeded([*known_bases(), *self._results()]))
+                took = time.monotonic() - started
+                self._search_at = started + 20 * max(0.0, took - _SHORT_SEARCH)
+            found = {*self._private, *self._found}
+            self.place.hidden = found.union(self._unneeded(further_places(found)))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
