@@ -207,11 +207,16 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
             f"import sys; sys.exit(open('name.txt').read() != {name!r})"
         )
     block = {"verify": [sys.executable, "check.py"], "verify_files": "checks/{id}", "workspace": {"copy": "tasks/{id}"}}
-    code = f"import os; print(os.path.exists({str(project / 'checks/a')!r}), open('name.txt').read())"
+    run(["git", "init", "-q", str(project / "tasks")])
+    code = f"""
+import os
+print(os.path.exists({str(project / "checks/a")!r}), os.listdir({str(project / "tasks/.git")!r}), end=' ')
+print(open('name.txt').read())
+"""
     async with agent(project, server, code, **block) as workflow:
         for name in ("a", "b"):
             given = await episode(workflow, name)
-            assert (given["reward"], given["answer"]) == (1.0, f"False {name}")
+            assert (given["reward"], given["answer"]) == (1.0, f"False [] {name}")
         for name in ("../task", str(project / "task")):
             with pytest.raises(WorkflowError, match="would lead to another folder"):
                 await episode(workflow, name)
@@ -261,11 +266,19 @@ open('number.txt', 'a').write('!')
 def said(*command):
     return subprocess.run(command, capture_output=True, text=True).stdout
 print(said('git', 'log', '--all', '--format=%s').split(), said('git', 'diff', '--stat').count('number.txt'))
-print(said('grep', '-r', {str(project / "repository")!r}, '.git'))
+print(said('grep', '-r', {str(project / "repository")!r}, '.git'), os.listdir({str(project / "repository")!r}))
 """
     check = verify("print(open('number.txt').read()); import sys; sys.exit(open('number.txt').read() != '1!')")
     given = await outcome(project, server, code, workspace={"git": "repository@v1"}, verify=check)
-    assert (given["reward"], given["answer"]) == (1.0, "['number', '1'] 1")
+    assert (given["reward"], given["answer"]) == (1.0, "['number', '1'] 1\n []")
+    run(["git", "clone", "-q", "--bare", str(repository), str(project / "bare repository.git")])
+    for url in (
+        "bare repository.git@v1",
+        f"file://{project}/bare%20repository.git@v1",
+        f"{project}/bare repository@v1",
+    ):
+        code = f"import os; print(os.listdir({str(project / 'bare repository.git')!r}), open('number.txt').read())"
+        assert await outcome(project, server, code, workspace={"git": url}) == "[] 1"
     with pytest.raises(ConfigError, match=r"workflow.workspace.git: repository@v3: git: .*v3"):
         await outcome(project, server, "", workspace={"git": "repository@v3"})
     assert (repository / "number.txt").read_text() == "2"
@@ -566,7 +579,7 @@ async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) 
         (elsewhere / system / "history").touch()
     for place in ("out.1", "other"):
         (tested / place).mkdir()
-        (tested / place / "run.json").write_text("{}")
+        (tested / place / "run.json").write_text('{"run_id": "r"}')
     code = f"""
 import os
 os.chdir({str(tested)!r})
@@ -611,14 +624,21 @@ async def test_another_name_of_the_rows_is_told(
 
 
 async def test_results_elsewhere_in_the_project_are_hidden(tested: Path, server: FakeOpenAI) -> None:
-    """Those of evaluations while a run trains, and those of runs while it is evaluated."""
-    for result in ("out/workflow_output.json", "trained/old/run.json", "runs/old/run.json", "runs/new/x"):
-        (tested / result).parent.mkdir(parents=True)
-        (tested / result).write_text("{}")
+    """Those of evaluations while a run trains, those of runs while it is evaluated, and those made between episodes."""
+    results = ("out/workflow_output.json", "trained/old/run.json", "runs/old/run.json", "runs/new/x")
+    for result in (*results, "more/a/one/workflow_output.json", "workflow_output.json", "o_output.json"):
+        (tested / result).parent.mkdir(parents=True, exist_ok=True)
+        (tested / result).write_text('{"run_id": "r"}')
     code = f"""
 import os
 os.chdir({str(tested)!r})
-print([name for name in ('out', 'trained/old', 'runs') if os.listdir(name)])
+names = ('out', 'trained/old', 'trained/new', 'runs', 'more/a/one', 'later', '.tmp')
+print([name for name in names if os.path.isdir(name) and os.listdir(name)])
+for name in ('workflow_output.json', 'o_output.json'):
+    try:
+        open(name)
+    except PermissionError:
+        print(name)
 """
     async with agent(tested, server, code):
         config = json.loads((tested / "config.yml").read_text())
@@ -626,7 +646,13 @@ print([name for name in ('out', 'trained/old', 'runs') if os.listdir(name)])
     config["finetuning"] = {"output_dir": "trained/new"}
     (tested / "config.yml").write_text(json.dumps(config))
     async with Builder(load_config(tested / "config.yml")) as builder:
-        assert await episode(await builder.get_workflow()) == "[]"
+        workflow = await builder.get_workflow()
+        assert (tested / "trained/new").is_dir()
+        for place in (tested / "later", tested / ".tmp/other"):
+            place.mkdir(parents=True)
+            (place / "workflow_output.json").touch()
+        assert await episode(workflow) == "['.tmp']\nworkflow_output.json\no_output.json"  # .tmp has an empty folder
+    assert not (tested / "trained/new").exists()
 
 
 async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: FakeOpenAI) -> None:
@@ -965,7 +991,7 @@ print(seen, open('number.txt').read())
 """
         async with agent(project, server, code) as workflow:
             assert await episode(workflow, "first") == "[] 1\necho: hi"
-        assert os.listdir(folder) == ["socket"]
+        assert "x" not in os.listdir(folder)
         monkeypatch.setattr(tempfile, "tempdir", str(project))  # which must be seen
         async with agent(project, server, f"print(open('number.txt').read())\n{ASK}") as workflow:
             assert await episode(workflow, "first") == "1\necho: hi"

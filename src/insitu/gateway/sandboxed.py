@@ -58,7 +58,7 @@ class Place:
     """That of this process, if there may be others below."""
     visible: Sequence[str]
     """Folders that are shown to confined programs wherever they are; outer ones first."""
-    hidden: Sequence[Path] = ()
+    hidden: Collection[Path] = ()
     """Files and folders that confined programs do not see."""
     filter: Path = Path(os.devnull)
     """The file with `bubblewrap.system_call_filter`, if they are confined."""

@@ -1,8 +1,7 @@
-"""Files of workspaces: the reward that a verifier writes, and where a repository keeps its history."""
+"""The reward that a verifier writes to a file of its workspace."""
 
 import json
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,3 @@ def read_outcome(archive: Path, answer: Any, otherwise: float) -> Outcome:
         return Outcome.model_validate({"answer": answer, **data}, strict=True)
     except (ValueError, RecursionError) as error:
         raise WorkflowError(f"workflow.verify: {REWARD_FILE} is malformed: {first_problem(error)}; {allowed}") from None
-
-
-def repositories(folder: Path) -> Iterator[Path]:
-    """The folders of the repositories that a folder is in: with its history, they have all files that were in it."""
-    for place in (folder, *folder.parents):
-        yield from (each for name in (".svn", ".hg", ".jj", ".dvc") if (each := place / name).is_dir())
-        git = place / ".git"
-        if git.is_file():  # a further work tree, or a submodule
-            git = place / git.read_text().removeprefix("gitdir:").strip()
-        if git.is_dir():
-            yield git.resolve()
-            if (common := git / "commondir").is_file():
-                yield (git / common.read_text().strip()).resolve()
-            return

@@ -13,25 +13,26 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, Self
+from urllib.parse import unquote, urlsplit
 
 from insitu.config import Config
 from insitu.disk.files import read_rows
-from insitu.disk.temporary import remove, temporary_folder
+from insitu.disk.temporary import known_bases, remove, temporary_folder
 from insitu.errors import ConfigError, InsituError, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, find_bubblewrap, system_call_filter
 from insitu.gateway.cgroups import Cgroup
+from insitu.gateway.hidden import KEPT, further_places, has_any, repositories, results
 from insitu.gateway.sandbox import unpack
 from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.workspace_config import WorkspaceKeys
-from insitu.gateway.workspace_files import REWARD_FILE, read_outcome, repositories
-from insitu.runs.files import RUN
-from insitu.schemas.evaluation import WORKFLOW_OUTPUT
+from insitu.gateway.workspace_files import REWARD_FILE, read_outcome
 from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
 from insitu.workflow.programs import Program
@@ -53,9 +54,9 @@ _JUDGES = {
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
 _ISOLATED_VARIABLE = "INSITU_ISOLATED"
+_SHORT_SEARCH = 0.05
+"""Seconds that a search for results may take before each episode; one that takes longer is made less often."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-_RESULTS = (RUN, WORKFLOW_OUTPUT)
-"""Files by which a folder is known as one with results."""
 
 
 class Workspaces:
@@ -68,6 +69,9 @@ class Workspaces:
         assert keys.workspace is not None
         self.keys, self.settings, self._config = keys, keys.workspace, config
         self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
+        folders = (run_dir, config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir)
+        self._ours = [*dict.fromkeys(folder.resolve() for folder in folders)]
+        self._private, self._found, self._search_at, self._hiding = set[Path](), list[Path](), 0.0, asyncio.Lock()
         paths = {config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
         visible = sorted(map(str, paths))  # also the Python environments of insitu and of its programs
         self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), visible)
@@ -80,11 +84,12 @@ class Workspaces:
         async with AsyncExitStack() as stack:
             folder = temporary_folder(self.settings.folder, "workflow.workspace.folder")
             self.root = await stack.enter_async_context(folder)
-            if self.place.isolated:  # it could not be hidden if it were made later
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                stack.callback(_remove_empty, self.run_dir)
-            self.place.hidden = [self.root.parent, *self._private_folders()]
+            self._private = {self.root.parent, *self._private_folders()}
             await asyncio.to_thread(self._prepare)
+            if self.place.isolated:
+                for each in self._ours:  # what is made later could not be hidden
+                    stack.enter_context(_made(each))
+                await self._hide(None)
             self._check_verifier()
             await self._probe(["true"], {})
             if self.place.isolated and self.keys.verify is not None:
@@ -116,31 +121,52 @@ class Workspaces:
 
     def _private_folders(self) -> Iterator[Path]:
         """Raises ConfigError for files of the verifier that cannot be hidden."""
-        own, run_dir, template = self._config.folder.resolve(), self.run_dir.resolve(), self.keys.verify_files
-        places = [own, *([own / self._repository()[0]] if self.settings.git is not None else [])]
+        own, template = self._config.folder.resolve(), self.keys.verify_files
         if template is not None:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
-            places.append(self._folder(fixed or ".", key).resolve())
-            if self.place.isolated and own.is_relative_to(places[-1]):
+            checks = self._folder(fixed or ".", key).resolve()
+            if self.place.isolated and own.is_relative_to(checks):
                 raise ConfigError(
                     f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
                 )
-            yield places[-1]
-        for place in places:
-            yield from repositories(place)
-        ours = (self._config.eval.folder, self._config.finetuning.output_dir)
-        places = [own, run_dir.parent, *((self._config.working_dir / each).resolve().parent for each in ours)]
-        results = [path.parent for place in {*places} for name in _RESULTS for path in place.glob(f"*/{name}")]
-        if run_dir.parent in (own, *own.parents):
-            results += run_dir.parent.glob(f"{run_dir.name}.*")
-        else:
-            results.append(run_dir.parent)  # with runs that begin later
-        yield from (each for each in (run_dir, *results) if each not in (own, *own.parents))
+            yield checks
+            yield from self._unneeded(repositories(checks))
+        yield from self._unneeded(repositories(own))
+        if self.settings.git is not None:
+            for place in self._local_repositories():
+                yield from self._unneeded([place, *repositories(place)])
         for path in read_rows:
             if path.is_file() and path.stat().st_nlink > 1:
                 logger.warning("the rows in %s are a hard link: agents may read them by its other name", path)
-            yield from (path, *repositories(path.parent))
+            yield path
+            yield from self._unneeded(repositories(path.parent))
+
+    def _unneeded(self, paths: Iterable[Path]) -> list[Path]:
+        """Those in which is nothing that programs need."""
+        return [path for path in paths if not has_any(path, self.place.visible)]
+
+    def _results(self) -> Iterator[Path]:
+        """Of runs and evaluations, as far as there are some now."""
+        places = [self._config.folder.resolve(), self._config.working_dir.resolve()]
+        yield from results([*places, *self._ours, *(folder.parent for folder in self._ours)], self.place.visible)
+        if self._unneeded([self._ours[0].parent]):
+            yield self._ours[0].parent  # with runs that begin later
+        for folder in self._ours:
+            yield from (folder, folder / KEPT, *folder.parent.glob(f"{folder.name}.*"))
+
+    async def _hide(self, source: Path | None) -> None:
+        """Hides what has appeared since the last time too, and the repositories that a folder to copy is in."""
+        async with self._hiding:
+            if source is not None:  # a repository in it belongs to the copy
+                folder = source if (source / ".git").is_file() else source.parent
+                self._private.update(self._unneeded(repositories(folder)))
+            if (started := time.monotonic()) >= self._search_at:
+                self._found = await asyncio.to_thread(lambda: self._unneeded([*known_bases(), *self._results()]))
+                took = time.monotonic() - started
+                self._search_at = started + 20 * max(0.0, took - _SHORT_SEARCH)
+            found = {*self._private, *self._found}
+            self.place.hidden = found.union(self._unneeded(further_places(found)))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
@@ -158,6 +184,12 @@ class Workspaces:
         name, _, revision = name.partition("@")
         local = self._config.folder / (url := place + slash + name)
         return str(local.resolve()) if local.exists() else url, revision or "HEAD"
+
+    def _local_repositories(self) -> list[Path]:
+        """Where Git finds the repository if it is on this machine."""
+        url = self._repository()[0]
+        path = unquote(urlsplit(url).path) if url.startswith("file://") else url
+        return [place for name in (path, f"{path}.git") if (place := (self._config.folder / name).resolve()).exists()]
 
     def _fetch(self) -> None:
         url, revision = self._repository()
@@ -186,7 +218,11 @@ class Workspaces:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.root))
         keep = self.settings.keep
         try:
-            yield Workspace(self, folder, values)
+            template = self.settings.source
+            source = self.folder(template, values, "workspace.copy") if template else None
+            if self.place.isolated:
+                await self._hide(source)
+            yield Workspace(self, folder, values, source)
         except InsituError as error:
             if keep != "none" and (copy := await asyncio.to_thread(self._keep, folder)) is not None:
                 error.args = (f"{error} (its workspace is {copy})", *error.args[1:])
@@ -220,7 +256,7 @@ class Workspaces:
 
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
-        copy, left, limits = self.run_dir / "workspaces" / folder.name, folder / "left", self.keys.limits
+        copy, left, limits = self.run_dir / KEPT / folder.name, folder / "left", self.keys.limits
         if not left.exists() or not left.stat().st_size:
             return None
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -241,25 +277,33 @@ class Workspaces:
         return copy
 
 
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder if it can be made; the new ones that are empty at the end are removed."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
 
 
 class Workspace:
     """The folder of one episode."""
 
-    def __init__(self, workspaces: Workspaces, folder: Path, values: dict[str, Any]) -> None:
+    def __init__(self, workspaces: Workspaces, folder: Path, values: dict[str, Any], source: Path | None) -> None:
         self._all, self._folder, self._values = workspaces, folder, values
         self._left = folder / "left"
-        copy, result = workspaces.settings.source, workspaces.settings.result or []
+        self._source, result = source or workspaces.root / "repository", workspaces.settings.result or []
         hidden = [*workspaces.place.hidden] if workspaces.place.isolated else []
-        self._source = workspaces.folder(copy, values, "workspace.copy") if copy else workspaces.root / "repository"
         self._result = [os.path.normpath(workspaces.path(path, values, "workspace.result")) for path in result]
         verify = workspaces.keys.verify_files
         self._verify_files = None if verify is None else workspaces.folder(verify, values, "verify_files")
         for path in (*hidden, *filter(None, [self._verify_files])):
-            if copy and path.exists() and path.is_relative_to(self._source):
+            if source and path.exists() and path.is_relative_to(self._source):
                 raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
         files = self._verify_files
         for name in self._result:
