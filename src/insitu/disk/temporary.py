@@ -63,7 +63,7 @@ def _note(base: Path) -> None:
         folder = _base(None, "TMPDIR")
         for link in folder.glob(f"{_NOTE}*"):
             if not link.exists():
-                link.unlink()
+                link.unlink(missing_ok=True)
         (folder / f"{_NOTE}{sha256(os.fsencode(base)).hexdigest()[:16]}").symlink_to(base)
 
 

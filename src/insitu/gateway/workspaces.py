@@ -166,7 +166,7 @@ class Workspaces:
                 took = time.monotonic() - started
                 self._search_at = started + 20 * max(0.0, took - _SHORT_SEARCH)
             found = {*self._private, *self._found}
-            self.place.hidden = found.union(self._unneeded(further_places(found)))
+            self.place.hidden = found.union(await asyncio.to_thread(lambda: self._unneeded(further_places(found))))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
