@@ -95,7 +95,8 @@ class Sandboxed:
                 async with self._watched(ours, group, time_limit):
                     options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
                     program = await run_program(command, stdin, time_limit=None, **options)
-                self._receive(ours)
+                while (late := self._receive(ours)) is not None:
+                    late.close()
             if group is not None and not self.met:
                 self.met += filter(None, [group.exceeded(limits.cpu_seconds)])
         finally:
@@ -183,6 +184,7 @@ class Sandboxed:
             loop.remove_reader(control)
             if (listener := self._receive(control)) is not None:
                 tasks.append(asyncio.create_task(self._serve(listener), name="serve a sandbox"))
+                tasks[-1].add_done_callback(lambda _: listener.close())  # also if it is cancelled before it begins
 
         tasks = [asyncio.create_task(look(), name="watch the limits of a sandbox")]
         control.setblocking(False)
