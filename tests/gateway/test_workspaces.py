@@ -418,13 +418,19 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
 
 @pytest.mark.parametrize("keep", ["all", "none"])
 @pytest.mark.parametrize(
-    "result", [["number.txt", "number.txt"], [".", "number.txt"], ["parts/b", ".", "parts", "conftest.py"]]
+    "result",
+    [
+        ["number.txt", "number.txt"],
+        [".", "number.txt"],
+        ["parts/b", ".", "parts", "conftest.py", "node_modules", "node_modules/x"],
+    ],
 )
 async def test_results_may_overlap(tested: Path, server: FakeOpenAI, result: list[str], keep: str) -> None:
     code = f"import os; os.mkdir('parts'); open('parts/b', 'w').write('b'); open('conftest.py', 'w').write('c'); {FIX}"
-    parts = "conftest.py" in result
-    shows = "found = [open(name).read() for name in ('number.txt', 'conftest.py', 'parts/b') if os.path.exists(name)]"
-    expected = ["2", "c", "b"] if parts else ["2", "", "b"][: 2 + ("." in result)]
+    code += "\nos.mkdir('node_modules'); open('node_modules/x', 'w').write('x')"
+    names = ["number.txt", "conftest.py", "parts/b", "node_modules/x"]
+    shows = f"found = [open(name).read() for name in {names} if os.path.exists(name)]"
+    expected = ["2", "c", "b", "x"] if "conftest.py" in result else ["2", "", "b"][: 2 + ("." in result)]
     check = verify(f"import os, sys; {shows}; sys.exit(found != {expected})")
     workspace = {"copy": "task", "result": result, "keep": keep}
     assert (await outcome(tested, server, code, workspace=workspace, verify=check))["reward"] == 1.0

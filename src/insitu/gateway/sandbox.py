@@ -152,9 +152,10 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
-    outermost = _outermost(paths)
-    apart = [path for path in dict.fromkeys(paths) if path not in outermost and _is_apart(path, outermost)]
-    for path in [*outermost, *sorted(apart)]:
+    for path in sorted(dict.fromkeys(paths), key=_depth):
+        around = max((each for each in paths if _below(path, each) is not None), key=_depth, default=None)
+        if around is not None and not _is_left_out(path, around):
+            continue  # it came with that one
         target = os.path.join(work, path)
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
@@ -162,10 +163,13 @@ def lay(left: str, work: str, paths: Sequence[str]) -> None:
         _make_alike(os.path.join(left, path), target, path == ".")
 
 
-def _is_apart(path: str, folders: Sequence[str]) -> bool:
-    """Whether a path in one of these folders is left out with it."""
-    found = ((folder, parts) for folder in folders if (parts := _below(path, folder)) is not None)
-    return any(any(map(_sets_up_tests, parts)) or (folder, parts) == (".", ["__init__.py"]) for folder, parts in found)
+def _depth(path: str) -> int:
+    return path.count("/") + (path != ".")
+
+
+def _is_left_out(path: str, folder: str) -> bool:
+    parts = _below(path, folder) or []
+    return any(map(_sets_up_tests, parts)) or (folder, parts) == (".", ["__init__.py"])
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:
