@@ -28,7 +28,7 @@ def large_blocks_outside(enabled: bool) -> Iterator[None]:
 
     In the heap, gaps between blocks that stay are lost: before 2.38 glibc does not use the place of an aligned block
     for one of the same size (its bug 14581). Such pages take time: a training job that recomputes layers takes half of
-    the memory and 5 to 10 % more CPU time.
+    the memory and 5 to 15 % more CPU time.
     """
     if enabled:
         _set(_MMAP_THRESHOLD, _LARGE)
