@@ -27,8 +27,8 @@ def large_blocks_outside(enabled: bool) -> Iterator[None]:
     """Meanwhile, blocks of 1 MiB or more have pages of their own, which are free as soon as the block is.
 
     In the heap, gaps between blocks that stay are lost: until 2.39 glibc leaves what is cut off an aligned block where
-    it is not merged with the block once that is freed (its bug 30723). Such pages take time: a training job that recomputes layers takes half of
-    the memory and 5 to 15 % more CPU time.
+    it is not merged with the block once that is freed (its bug 30723). Such pages take time: a training job that
+    recomputes layers takes half of the memory and 5 to 15 % more CPU time.
     """
     if enabled:
         _set(_MMAP_THRESHOLD, _LARGE)
