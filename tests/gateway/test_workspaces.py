@@ -294,6 +294,7 @@ def tested(project: Path) -> Path:
         f"tests: cases/check.py solution.py\n\techo {sys.executable} cases/check.py > tests\n",
         "task/conftest.py": "",
         "checks/judge.py": "import sys\nfrom cases import check\nsys.exit(not check.right)\n",
+        "checks/space/tool.py": "right = 0\n",
         "checks/cases/test_solution.py": "from check import right\ndef test_it(): assert right\n",
         "checks/cases/check.py": "import json, os, sys\nsys.path += [os.getcwd()]\nimport helper, solution\n"
         "right = helper.is_right(json.loads(json.dumps(solution.answer())))\n"
@@ -311,6 +312,7 @@ CHECK = [sys.executable, "cases/check.py"]
 WITHOUT = ("cacheprovider", "anyio", "langsmith_plugin")  # the last two import for seconds
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"-pno:{plugin}" for plugin in WITHOUT), "cases"]
 JUDGE = [*PYTHON, "import os, sys; sys.path.append(os.getcwd()); import judge"]
+SPACE = [*PYTHON, "import os, sys; sys.path.append(os.getcwd()); import space.tool, judge"]
 PASS = "import os; os._exit(0)"
 RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"
 
@@ -323,6 +325,7 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
         (PYTEST, f"write('conftest.py', {PASS!r})"),
         (PYTEST, f"os.mkdir('conftest'); write('conftest/__init__.py', {PASS!r})"),
         (JUDGE, f"os.mkdir('judge'); write('judge/__init__.py', {PASS!r})"),
+        (SPACE, f"write('space.py', {PASS!r})"),
         (PYTEST, "write('pytest.ini', '[pytest]\\naddopts = --version')"),
         (PYTEST, f"os.mkdir('cases'); write('cases/__init__.py', {PASS!r}); write('cases/conftest.py', {PASS!r})"),
         (CHECK, f"write('json.py', {PASS!r}); write('sitecustomize.py', {PASS!r})"),
@@ -363,6 +366,7 @@ RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys
         "conftest",
         "conftests",
         "module",
+        "space",
         "ini",
         "package",
         "json",
@@ -554,6 +558,8 @@ async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI
 
     with pytest.raises(ConfigError, match=r"checks/strict_check.py uses INSITU_ISOLATED, which needs network: model"):
         await outcome(tested, server, "", network="host", **block)
+    long = verify(f"# {'x' * 300}")
+    assert (await outcome(tested, server, "", network="host", verify=long))["reward"] == 1.0
 
 
 async def test_programs_of_the_agent_have_the_limits_of_its_verifier(project: Path, server: FakeOpenAI) -> None:
@@ -635,6 +641,7 @@ async def test_results_elsewhere_in_the_project_are_hidden(tested: Path, server:
     for result in (*results, "more/a/one/workflow_output.json", "workflow_output.json", "o_output.json"):
         (tested / result).parent.mkdir(parents=True, exist_ok=True)
         (tested / result).write_text('{"run_id": "r"}')
+    (tested / "runs/new.latest").symlink_to(tested / "runs/old")
     code = f"""
 import os
 os.chdir({str(tested)!r})

@@ -148,17 +148,17 @@ def confined(
     arguments += _private_folders(size, visible)
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
-    seen: list[Path] = []
+    seen = set[Path]()
     private = (*_PRIVATE, _temporary_folder())
     for path in sorted(hidden):
         is_shown = not _is_in(str(path), private) or _is_in(str(path), visible)
-        if not path.exists() or any(path.is_relative_to(each) for each in seen) or not is_shown:
+        if not path.exists() or not seen.isdisjoint(path.parents) or not is_shown:
             continue
         empty = (
             ["--size", _SMALL, "--tmpfs", str(path), "--remount-ro"] if path.is_dir() else ["--ro-bind", "/dev/null"]
         )
         arguments += [*empty, str(path)]
-        seen.append(path)
+        seen.add(path)
     return [*arguments, "--seccomp", str(seccomp), "--"]
 
 

@@ -31,7 +31,7 @@ def repositories(folder: Path) -> Iterator[Path]:
         yield from (each for name in (".svn", ".hg", ".jj", ".dvc") if (each := place / name).is_dir())
         git = place / ".git"
         if git.is_file():  # a further work tree, or a submodule
-            git = place / git.read_text().removeprefix("gitdir:").strip()
+            git = place / git.read_text(errors="surrogateescape").removeprefix("gitdir:").strip()
         elif (place / "HEAD").is_file() and (place / "objects").is_dir():
             git = place
         if git.is_dir():
@@ -93,7 +93,9 @@ def _files(folder: Path, names: Collection[str]) -> Iterator[Path]:
 
 def further_places(paths: Collection[Path]) -> Iterator[Path]:
     """Where other mounts of the same file system show these files and folders, or a folder of theirs."""
-    lines = [line.split()[2:5] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    lines = [
+        line.split()[2:5] for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    ]
     mounts = [(device, Path(_unescaped(root)), Path(_unescaped(point))) for device, root, point in lines]
     mounted = Counter(device for device, _, _ in mounts)
     innermost = sorted(mounts, key=lambda mount: len(mount[2].parts))[::-1]  # of equal ones the last, which covers them

@@ -226,19 +226,22 @@ def _fill(settings: dict[str, Any]) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755), "w") as file:
             file.write(_ISOLATED.format(os.fstat(0), shlex.join(command)))
     if files is not None:
-        _lay_files(files, work)
+        _lay_files(files, work, source or "")
 
 
-def _is_package(path: str) -> bool:
-    return os.path.isdir(path) and any(name.startswith("__init__.") for name in os.listdir(path))
+def _is_module(folder: str, name: str) -> bool:
+    path = os.path.join(folder, name)
+    is_package = os.path.isdir(path) and any(each.startswith("__init__.") for each in os.listdir(path))
+    return is_package or name.endswith((".py", ".pyc", ".so"))
 
 
-def _lay_files(files: str, work: str) -> None:
-    """Copies the verifier's files; nothing stays that Python would import in place of a module among them."""
+def _lay_files(files: str, work: str, source: str) -> None:
+    """Copies the verifier's files. Nothing that is not in `source` is imported in place of a module among them."""
     names = os.listdir(files)
-    modules = {name.removesuffix(".py") for name in names if name.endswith(".py")}
+    modules = {name.removesuffix(".py") for name in names}
     others = [name for name in os.listdir(work) if name.partition(".")[0] in modules and name not in names]
-    for name in [*names, *(each for each in others if each.endswith(".so") or _is_package(os.path.join(work, each)))]:
+    added = [name for name in others if not os.path.lexists(os.path.join(source, name)) and _is_module(work, name)]
+    for name in [*names, *added]:
         _remove(os.path.join(work, name))
     for name in names:
         _copy(os.path.join(files, name), work)  # newer than all else: `make` takes nothing for built from them

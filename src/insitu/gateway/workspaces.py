@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from glob import escape
 from pathlib import Path, PurePath
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -71,7 +72,8 @@ class Workspaces:
         self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
         folders = (run_dir, config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir)
         self._ours = [*dict.fromkeys(folder.resolve() for folder in folders)]
-        self._private, self._found, self._search_at, self._hiding = set[Path](), list[Path](), 0.0, asyncio.Lock()
+        self._private, self._found, self._hiding = set[Path](), list[Path](), asyncio.Lock()
+        self._searched = self._search_at = 0.0
         paths = {config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
         visible = sorted(map(str, paths))  # also the Python environments of insitu and of its programs
         self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), visible)
@@ -103,8 +105,9 @@ class Workspaces:
         files = self.keys.verify_files or ""
         folders = [self._config.folder / place for place in ("", files, self.settings.source or "")]
         for path in (folder / each.replace("{verify_files}", files) for folder in folders for each in self.keys.verify):
-            if path.is_file() and _ISOLATED_VARIABLE.encode() in path.read_bytes():
-                raise ConfigError(f"workflow.verify: {path} uses {_ISOLATED_VARIABLE}, which needs network: model")
+            with suppress(OSError):  # it may be a text
+                if path.is_file() and _ISOLATED_VARIABLE.encode() in path.read_bytes():
+                    raise ConfigError(f"workflow.verify: {path} uses {_ISOLATED_VARIABLE}, which needs network: model")
 
     async def _probe(self, command: list[str], wants: dict[str, Any]) -> None:
         """Raises ConfigError if a program cannot be run, or one of the agent by a verifier."""
@@ -153,20 +156,28 @@ class Workspaces:
         if self._unneeded([self._ours[0].parent]):
             yield self._ours[0].parent  # with runs that begin later
         for folder in self._ours:
-            yield from (folder, folder / KEPT, *folder.parent.glob(f"{folder.name}.*"))
+            yield from (folder, folder / KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
 
     async def _hide(self, source: Path | None) -> None:
         """Hides what has appeared since the last time too, and the repositories that a folder to copy is in."""
+        asked = time.monotonic()
         async with self._hiding:
+            before = len(self._private)
             if source is not None:  # a repository in it belongs to the copy
                 folder = source if (source / ".git").is_file() else source.parent
                 self._private.update(self._unneeded(repositories(folder)))
-            if (started := time.monotonic()) >= self._search_at:
-                self._found = await asyncio.to_thread(lambda: self._unneeded([*known_bases(), *self._results()]))
-                took = time.monotonic() - started
-                self._search_at = started + 20 * max(0.0, took - _SHORT_SEARCH)
-            found = {*self._private, *self._found}
-            self.place.hidden = found.union(await asyncio.to_thread(lambda: self._unneeded(further_places(found))))
+            if is_due := self._searched < asked and asked >= self._search_at:
+                self._searched = time.monotonic()
+                self._found = await asyncio.to_thread(lambda: [*known_bases(), *self._results()])
+                took = time.monotonic() - self._searched
+                self._search_at = self._searched + 20 * max(0.0, took - _SHORT_SEARCH)
+            if is_due or len(self._private) > before:
+                self.place.hidden = await asyncio.to_thread(self._places)
+
+    def _places(self) -> set[Path]:
+        """Of all that is hidden, without links."""
+        found = set(self._unneeded({path.resolve() for path in (*self._private, *self._found)}))
+        return found.union(self._unneeded(further_places(found)))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
