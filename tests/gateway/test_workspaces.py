@@ -198,6 +198,15 @@ pathlib.Path('tests').mkdir()
     assert (await outcome(project, server, FIX, **block))["reward"] == 1.0
 
 
+async def test_a_verifiers_files_with_a_python_environment_are_refused(
+    tested: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs need to see it, so that the folder cannot be hidden."""
+    monkeypatch.setattr(sys, "prefix", str(tested / "checks/venv"))
+    with pytest.raises(ConfigError, match="verify_files is 'checks': agents would see these files"):
+        await outcome(tested, server, "", verify=FIXED, verify_files="checks")
+
+
 async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> None:
     for name in ("a", "b"):
         (project / "tasks" / name).mkdir(parents=True)
@@ -569,16 +578,16 @@ async def test_programs_of_the_agent_have_the_limits_of_its_verifier(project: Pa
 
 
 async def test_a_system_that_confines_no_program_again_is_found_first(
-    project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
+    project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     real = shutil.which("bwrap")
     (project / "bwrap").write_text(f'#!/bin/sh\n[ ! -e /tmp/isolated.work ] || exit 1\nexec {real} "$@"\n')
     (project / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{project}:{os.environ['PATH']}")
     bubblewrap.find_bubblewrap.cache_clear()
+    request.addfinalizer(bubblewrap.find_bubblewrap.cache_clear)
     with pytest.raises(ConfigError, match=r"`/tmp/isolated true` cannot be run within workflow.limits"):
         await outcome(project, server, FIX, verify=FIXED)
-    bubblewrap.find_bubblewrap.cache_clear()
 
 
 async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:

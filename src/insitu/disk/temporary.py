@@ -58,7 +58,7 @@ def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, l
 
 
 def _note(base: Path) -> None:
-    """Has `known_bases` find it in other processes."""
+    """Lets `known_bases` find a folder in other processes."""
     with suppress(ConfigError, OSError):
         folder = _base(None, "TMPDIR")
         for link in folder.glob(f"{_NOTE}*"):

@@ -128,6 +128,7 @@ def confined(
     size: int | None,
     visible: Sequence[str],
     hidden: Iterable[Path],
+    empty: Path,
     placed: Mapping[str, str],
     seccomp: int,
     last: bool,
@@ -135,8 +136,9 @@ def confined(
     """The command that confines the command after it.
 
     `size` limits what is written to `/tmp`, in bytes. `visible` are folders, outer ones first, that are shown although
-    they are in `/tmp`; `hidden` folders are empty, and such files cannot be read. `placed` are files and folders by
-    their places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no `confined_again`.
+    they are in `/tmp`; programs see the folder `empty` in place of `hidden` ones, and cannot read hidden files.
+    `placed` are files and folders by their places in `/run`. `seccomp` is a descriptor of `system_call_filter`.
+    `last`: it runs no `confined_again`.
     """
     arguments = [find_bubblewrap(), *_namespaces(last=last), "--as-pid-1"]  # bubblewrap's own could be traced
     arguments += ["--ro-bind", "/", "/", *_devices(), "--proc", "/proc"]
@@ -154,10 +156,7 @@ def confined(
         is_shown = not _is_in(str(path), private) or _is_in(str(path), visible)
         if not path.exists() or not seen.isdisjoint(path.parents) or not is_shown:
             continue
-        empty = (
-            ["--size", _SMALL, "--tmpfs", str(path), "--remount-ro"] if path.is_dir() else ["--ro-bind", "/dev/null"]
-        )
-        arguments += [*empty, str(path)]
+        arguments += ["--ro-bind", str(empty) if path.is_dir() else os.devnull, str(path)]
         seen.add(path)
     return [*arguments, "--seccomp", str(seccomp), "--"]
 

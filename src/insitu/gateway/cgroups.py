@@ -151,7 +151,7 @@ def _folder(proc: Path, version: _Version, file: str) -> Path:
 
 
 def _shared(proc: Path, version: _Version) -> Path | None:
-    """The folder of the group by whose part of the processors this process is scheduled, if there may be others."""
+    """The folder of this process's group of the CPU controller, if it may create others in it."""
     with suppress(LookupError):
         return folder if os.access(folder := _folder(proc, version, "cpu"), os.W_OK) else None
     return None

@@ -31,12 +31,11 @@ def repositories(folder: Path) -> Iterator[Path]:
         yield from (each for name in (".svn", ".hg", ".jj", ".dvc") if (each := place / name).is_dir())
         git = place / ".git"
         if git.is_file():  # a further work tree, or a submodule
-            git = place / git.read_text(errors="surrogateescape").removeprefix("gitdir:").strip()
+            git = place / (" ".join(_lines(git)).removeprefix("gitdir:").strip() or ".git")
         elif (place / "HEAD").is_file() and (place / "objects").is_dir():
             git = place
         if git.is_dir():
-            common = git / "commondir"
-            found = [git.resolve(), (git / common.read_text().strip()).resolve() if common.is_file() else git.resolve()]
+            found = [git.resolve(), (git / "".join(_lines(git / "commondir")[:1])).resolve()]
             for each in dict.fromkeys(found):
                 parts = ("objects", "lfs", "modules")  # of a bare repository with work trees in it
                 yield from [each / name for name in parts] if each in folder.parents else [each]
@@ -48,10 +47,17 @@ def _borrowed(objects: Path) -> Iterator[Path]:
     """The objects of other repositories that one uses (`git clone --shared`)."""
     found = [objects.resolve()]
     for each in found:  # which grows
-        with suppress(OSError):
-            lines = (each / "info/alternates").read_text(errors="surrogateescape").splitlines()
-            found += {(each / line.strip('"')).resolve() for line in lines if line}.difference(found)
+        lines = _lines(each / "info/alternates")
+        found += {(each / line.strip('"')).resolve() for line in lines if line}.difference(found)
     yield from found[1:]
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none if there is none, or it cannot be read."""
+    try:
+        return path.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def results(places: Iterable[Path], shown: Collection[str]) -> Iterator[Path]:
@@ -83,7 +89,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _files(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """Those of an evaluation and of a run in a folder."""
+    """The result files of an evaluation and of a run in a folder."""
     if WORKFLOW_OUTPUT in names:
         yield from (folder / name for name in names if name.endswith("_output.json"))
     with suppress(OSError):
@@ -93,10 +99,8 @@ def _files(folder: Path, names: Collection[str]) -> Iterator[Path]:
 
 def further_places(paths: Collection[Path]) -> Iterator[Path]:
     """Where other mounts of the same file system show these files and folders, or a folder of theirs."""
-    lines = [
-        line.split()[2:5] for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    ]
-    mounts = [(device, Path(_unescaped(root)), Path(_unescaped(point))) for device, root, point in lines]
+    entries = (line.split()[2:5] for line in _lines(Path("/proc/self/mountinfo")))
+    mounts = [(device, Path(_unescaped(root)), Path(_unescaped(point))) for device, root, point in entries]
     mounted = Counter(device for device, _, _ in mounts)
     innermost = sorted(mounts, key=lambda mount: len(mount[2].parts))[::-1]  # of equal ones the last, which covers them
     for path in paths:

@@ -60,6 +60,8 @@ class Place:
     """Folders that are shown to confined programs wherever they are; outer ones first."""
     hidden: Collection[Path] = ()
     """Files and folders that confined programs do not see."""
+    empty: Path = Path(os.devnull)
+    """An empty folder, if they are confined."""
     filter: Path = Path(os.devnull)
     """The file with `bubblewrap.system_call_filter`, if they are confined."""
 
@@ -145,8 +147,8 @@ class Sandboxed:
         confining = list[str]()
         if inside:
             placed = {seen[name]: str(path.resolve()) for name, path in outside.items()}
-            folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "placed": placed}
-            confining = confined(size=size, seccomp=seccomp, last=not judged, **folders)
+            folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "empty": place.empty}
+            confining = confined(size=size, seccomp=seccomp, last=not judged, placed=placed, **folders)
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 

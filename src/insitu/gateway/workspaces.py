@@ -92,22 +92,10 @@ class Workspaces:
                 for each in self._ours:  # what is made later could not be hidden
                     stack.enter_context(_made(each))
                 await self._hide(None)
-            self._check_verifier()
             await self._probe(["true"], {})
             if self.place.isolated and self.keys.verify is not None:
                 await self._probe([ISOLATED, "true"], {"left": self.root / "probe", "paths": [], "verify_files": None})
             yield self
-
-    def _check_verifier(self) -> None:
-        """Raises ConfigError if a file that `verify` names runs programs apart, where they cannot be."""
-        if self.place.isolated or self.keys.verify is None:
-            return
-        files = self.keys.verify_files or ""
-        folders = [self._config.folder / place for place in ("", files, self.settings.source or "")]
-        for path in (folder / each.replace("{verify_files}", files) for folder in folders for each in self.keys.verify):
-            with suppress(OSError):  # it may be a text
-                if path.is_file() and _ISOLATED_VARIABLE.encode() in path.read_bytes():
-                    raise ConfigError(f"workflow.verify: {path} uses {_ISOLATED_VARIABLE}, which needs network: model")
 
     async def _probe(self, command: list[str], wants: dict[str, Any]) -> None:
         """Raises ConfigError if a program cannot be run, or one of the agent by a verifier."""
@@ -129,7 +117,7 @@ class Workspaces:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
             checks = self._folder(fixed or ".", key).resolve()
-            if self.place.isolated and own.is_relative_to(checks):
+            if self.place.isolated and has_any(checks, self.place.visible):
                 raise ConfigError(
                     f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
                 )
@@ -146,11 +134,11 @@ class Workspaces:
             yield from self._unneeded(repositories(path.parent))
 
     def _unneeded(self, paths: Iterable[Path]) -> list[Path]:
-        """Those in which is nothing that programs need."""
+        """The paths that contain no folder that programs need to see."""
         return [path for path in paths if not has_any(path, self.place.visible)]
 
     def _results(self) -> Iterator[Path]:
-        """Of runs and evaluations, as far as there are some now."""
+        """The results of runs and evaluations that exist now, and the folders for those of this file."""
         places = [self._config.folder.resolve(), self._config.working_dir.resolve()]
         yield from results([*places, *self._ours, *(folder.parent for folder in self._ours)], self.place.visible)
         if self._unneeded([self._ours[0].parent]):
@@ -162,22 +150,22 @@ class Workspaces:
         """Hides what has appeared since the last time too, and the repositories that a folder to copy is in."""
         asked = time.monotonic()
         async with self._hiding:
-            before = len(self._private)
-            if source is not None:  # a repository in it belongs to the copy
-                folder = source if (source / ".git").is_file() else source.parent
-                self._private.update(self._unneeded(repositories(folder)))
-            if is_due := self._searched < asked and asked >= self._search_at:
-                self._searched = time.monotonic()
-                self._found = await asyncio.to_thread(lambda: [*known_bases(), *self._results()])
-                took = time.monotonic() - self._searched
-                self._search_at = self._searched + 20 * max(0.0, took - _SHORT_SEARCH)
-            if is_due or len(self._private) > before:
-                self.place.hidden = await asyncio.to_thread(self._places)
+            await asyncio.to_thread(self._find_hidden, source, asked)
 
-    def _places(self) -> set[Path]:
-        """Of all that is hidden, without links."""
-        found = set(self._unneeded({path.resolve() for path in (*self._private, *self._found)}))
-        return found.union(self._unneeded(further_places(found)))
+    def _find_hidden(self, source: Path | None, asked: float) -> None:
+        known = len(self._private)
+        if source is not None:  # a repository in it belongs to the copy
+            folder = source if (source / ".git").is_file() else source.parent
+            self._private.update(self._unneeded(repositories(folder)))
+        is_due = self._searched < asked and asked >= self._search_at  # one search serves all who asked before it began
+        if is_due:
+            self._searched = time.monotonic()
+            self._found = [path.resolve() for path in (*known_bases(), *self._results())]
+            took = time.monotonic() - self._searched
+            self._search_at = self._searched + 20 * max(0.0, took - _SHORT_SEARCH)
+        if is_due or len(self._private) > known:
+            hidden = {path.resolve() for path in self._private}.union(self._unneeded(self._found))
+            self.place.hidden = hidden.union(self._unneeded(further_places(hidden)))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
@@ -186,6 +174,8 @@ class Workspaces:
             self._fetch()
         if self.place.isolated:
             find_bubblewrap()
+            self.place.empty = self.root / "empty"
+            self.place.empty.mkdir()
             self.place.filter = self.root / "filter"
             self.place.filter.write_bytes(system_call_filter())
 
@@ -314,13 +304,24 @@ class Workspace:
         verify = workspaces.keys.verify_files
         self._verify_files = None if verify is None else workspaces.folder(verify, values, "verify_files")
         for path in (*hidden, *filter(None, [self._verify_files])):
-            if source and path.exists() and path.is_relative_to(self._source):
+            if source and path.is_relative_to(self._source) and path.exists():
                 raise ConfigError(f"workflow.workspace.copy: {self._source} has {path}, which agents must not see")
+        if not workspaces.place.isolated:
+            self._check_verifier(workspaces.keys.verify or [])
         files = self._verify_files
         for name in self._result:
             if files is not None and name != "." and (replaced := files / PurePath(name).parts[0]).exists():
                 problem = f"workflow.workspace.result has {name!r}, but workflow.verify_files has {replaced}"
                 raise ConfigError(f"{problem}, which replaces it")
+
+    def _check_verifier(self, verify: Sequence[str]) -> None:
+        """Raises ConfigError if a script that `verify` names runs programs apart, which only a sandbox can."""
+        folders = (self._source, self._verify_files or self._source)
+        names = [each.replace("{verify_files}", str(folders[1])) for each in verify]
+        for path in {folder / name for folder in folders for name in names}:
+            with suppress(OSError):  # it may be another text
+                if path.is_file() and _ISOLATED_VARIABLE.encode() in path.read_bytes():
+                    raise ConfigError(f"workflow.verify: {path} uses {_ISOLATED_VARIABLE}, which needs network: model")
 
     @property
     def address(self) -> str | None:

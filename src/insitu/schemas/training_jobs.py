@@ -251,7 +251,7 @@ class TrainingOptions(LossSettings):
     """`packed`: computes shared prefixes once, if the model allows it. `auto`: on a CPU, if that saves enough."""
     gradient_checkpointing: bool = False
     """Keeps the inputs of each layer only and recomputes its activations in the backward pass: needs less memory and
-    about a third more time, with the same result."""
+    about a third more time, on a CPU up to twice the time, with the same result."""
     compile: bool = False
     """Compiles the layers of the policy with `torch.compile`: the first micro-batch takes minutes, later ones may take
     less time; the result is the same up to rounding. Needs a C++ compiler (on a GPU: Triton)."""

@@ -1,4 +1,4 @@
-"""glibc's heap: one for all threads, whose free pages go back to the system; large blocks can stay out of it."""
+"""glibc's allocator: one arena for all threads, free pages that go back to the system, and large blocks by mmap."""
 
 import ctypes
 import sys
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of `mallopt`."""
 _LARGE = 1 << 20
-_LARGEST = 32 << 20
-"""What the threshold of pages of their own grows to by itself, as blocks are freed."""
+_MOST = 32 << 20
+"""glibc raises the mmap threshold up to this by itself, as large blocks are freed."""
 
 
-def share_heap() -> None:
-    """All threads use one heap: in one for each, what a thread frees is lost to others."""
+def use_one_arena() -> None:
+    """Otherwise each thread has an arena, and the others cannot use what it frees."""
     _set(_ARENA_MAX, 1)
 
 
@@ -23,12 +23,12 @@ def return_free_pages() -> None:
 
 
 @contextmanager
-def large_blocks_outside(enabled: bool) -> Iterator[None]:
-    """Meanwhile, blocks of 1 MiB or more have pages of their own, which are free as soon as the block is.
+def mmap_large_blocks(enabled: bool) -> Iterator[None]:
+    """If enabled, blocks of 1 MiB or more that are allocated here get pages by mmap, and return them when freed.
 
     In the heap, gaps between blocks that stay are lost: until 2.39 glibc leaves what is cut off an aligned block where
-    it is not merged with the block once that is freed (its bug 30723). Such pages take time: a training job that
-    recomputes layers takes half of the memory and 5 to 15 % more CPU time.
+    it is not merged with the block once that is freed (its bug 30723). mmap costs time: see "A training job of a real
+    model" in benchmarks/RESULTS.md.
     """
     if enabled:
         _set(_MMAP_THRESHOLD, _LARGE)
@@ -36,8 +36,8 @@ def large_blocks_outside(enabled: bool) -> Iterator[None]:
         yield
     finally:
         if enabled:
-            _set(_MMAP_THRESHOLD, _LARGEST)
-            _set(_TRIM_THRESHOLD, 2 * _LARGEST)  # as glibc would, which no longer does once a threshold is set
+            _set(_MMAP_THRESHOLD, _MOST)
+            _set(_TRIM_THRESHOLD, 2 * _MOST)  # glibc no longer adapts it once one is set
 
 
 def _set(parameter: int, value: int) -> None:

@@ -32,7 +32,7 @@ from aiohttp.typedefs import Middleware
 from pydantic import ValidationError
 
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused, key_of
-from insitu.wire.heap import return_free_pages, share_heap
+from insitu.wire.heap import return_free_pages, use_one_arena
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.http_format import IDEMPOTENCY_KEY, JSON, Sample, error_body, metrics_text
 from insitu.wire.json_values import gc_paused
@@ -385,4 +385,4 @@ def prepare_process() -> None:
     if (allowed := raise_file_limit()) < MIN_OPEN_FILES:
         problem = f"this process may open {allowed} files (ulimit -n)"
         raise ConfigError(f"{problem}; a server needs at least {MIN_OPEN_FILES}")
-    share_heap()
+    use_one_arena()

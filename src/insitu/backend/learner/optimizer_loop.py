@@ -29,7 +29,7 @@ from insitu.backend.learner.policy import ReferenceWeights, activation_bytes
 from insitu.errors import BackendError, JobFailed
 from insitu.schemas.parts import load_named
 from insitu.schemas.training_jobs import TrainingSettings
-from insitu.wire.heap import large_blocks_outside
+from insitu.wire.heap import mmap_large_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class OptimizerLoop:
         if not own and self._ranks.shards_weights:
             fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
         each = map if self._settings.compile else self._state.workers.map  # torch.compile is not for several threads
-        with large_blocks_outside(self._settings.gradient_checkpointing and self._device.type == "cpu"):
+        with mmap_large_blocks(self._settings.gradient_checkpointing and self._device.type == "cpu"):
             return [*zip(own, each(fn, own), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
