@@ -2,17 +2,15 @@
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from insitu.disk.temporary import known_bases, temporary_folder
+from insitu.disk.temporary import temporary_folder
 from insitu.errors import ConfigError
 
 HOLD = """
@@ -58,17 +56,6 @@ def test_a_folder_is_deleted_at_the_end_or_by_the_next_process(tmp_path: Path) -
     assert (theirs / "file").exists()
     assert asyncio.run(siblings(tmp_path))[1] == []
     assert not theirs.exists()
-
-
-async def test_folders_in_other_places_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "default").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "default"))
-    with holding(tmp_path / "one", TMPDIR=str(tmp_path / "default")) as first, holding(tmp_path / "one"):
-        async with temporary_folder(tmp_path / "two") as second, temporary_folder() as third:
-            assert set(known_bases()) == {first.parent, second.parent, third.parent}
-    shutil.rmtree(tmp_path / "one")
-    async with temporary_folder(tmp_path / "two"):
-        assert set(known_bases()) == {second.parent, third.parent}
 
 
 async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

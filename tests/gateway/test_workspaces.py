@@ -27,7 +27,6 @@ from fake_openai import FakeOpenAI
 from processes import commands_below, run_project, serving, start_project
 from waiting import until
 
-from insitu.collect.datasets import load_dataset
 from insitu.config import load_config
 from insitu.disk.files import read_rows
 from insitu.errors import ConfigError, EpisodeTimeout, InsituError, WorkflowError
@@ -202,6 +201,7 @@ async def test_a_verifiers_files_with_a_python_environment_are_refused(
     tested: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs need to see it, so that the folder cannot be hidden."""
+    (tested / "checks/venv").mkdir()
     monkeypatch.setattr(sys, "prefix", str(tested / "checks/venv"))
     with pytest.raises(ConfigError, match="verify_files is 'checks': agents would see these files"):
         await outcome(tested, server, "", verify=FIXED, verify_files="checks")
@@ -219,13 +219,13 @@ async def test_a_row_has_its_own_files(project: Path, server: FakeOpenAI) -> Non
     run(["git", "init", "-q", str(project / "tasks")])
     code = f"""
 import os
-print(os.path.exists({str(project / "checks/a")!r}), os.listdir({str(project / "tasks/.git")!r}), end=' ')
+print(os.listdir({str(project)!r}), end=' ')
 print(open('name.txt').read())
 """
     async with agent(project, server, code, **block) as workflow:
         for name in ("a", "b"):
             given = await episode(workflow, name)
-            assert (given["reward"], given["answer"]) == (1.0, f"False [] {name}")
+            assert (given["reward"], given["answer"]) == (1.0, f"['agent.py'] {name}")
         for name in ("../task", str(project / "task")):
             with pytest.raises(WorkflowError, match="would lead to another folder"):
                 await episode(workflow, name)
@@ -275,19 +275,24 @@ open('number.txt', 'a').write('!')
 def said(*command):
     return subprocess.run(command, capture_output=True, text=True).stdout
 print(said('git', 'log', '--all', '--format=%s').split(), said('git', 'diff', '--stat').count('number.txt'))
-print(said('grep', '-r', {str(project / "repository")!r}, '.git'), os.listdir({str(project / "repository")!r}))
+print(said('grep', '-r', {str(project / "repository")!r}, '.git'), os.listdir({str(project)!r}))
 """
     check = verify("print(open('number.txt').read()); import sys; sys.exit(open('number.txt').read() != '1!')")
     given = await outcome(project, server, code, workspace={"git": "repository@v1"}, verify=check)
-    assert (given["reward"], given["answer"]) == (1.0, "['number', '1'] 1\n []")
+    assert (given["reward"], given["answer"]) == (1.0, "['number', '1'] 1\n ['agent.py']")
     run(["git", "clone", "-q", "--bare", str(repository), str(project / "bare repository.git")])
     for url in (
         "bare repository.git@v1",
         f"file://{project}/bare%20repository.git@v1",
         f"{project}/bare repository@v1",
     ):
-        code = f"import os; print(os.listdir({str(project / 'bare repository.git')!r}), open('number.txt').read())"
-        assert await outcome(project, server, code, workspace={"git": url}) == "[] 1"
+        code = f"""import os
+for name in ('repository', 'bare repository.git'):
+    print(sorted(os.listdir({str(project)!r} + '/' + name)), end=' ')
+print(open('number.txt').read())
+"""
+        given = await outcome(project, server, code, workspace={"git": url, "readable": ["."]})
+        assert given == "['.git', 'number.txt'] [] 1"
     with pytest.raises(ConfigError, match=r"workflow.workspace.git: repository@v3: git: .*v3"):
         await outcome(project, server, "", workspace={"git": "repository@v3"})
     assert (repository / "number.txt").read_text() == "2"
@@ -511,7 +516,7 @@ import os, subprocess, sys
 isolated = os.environ["INSITU_ISOLATED"]
 expected = open(sys.argv[1] + "/cases/check.py").read()
 assert expected == open("cases/check.py").read()
-command = [isolated, sys.executable, "solution.py", str(os.getpid())]
+command = [isolated, sys.executable, "solution.py", str(os.getpid()), __file__]
 done = subprocess.run(command, capture_output=True, text=True)  # standard input, with the row, is not passed on
 given = subprocess.run([isolated, "cat"], input="5", capture_output=True, text=True)
 assert given.stdout == "5", given
@@ -529,8 +534,8 @@ def attempt(name, act):
     tried.append(name)
 for place in ('reward.json', '/dev/x', '/proc/x', 'solution.py', '/usr/x'):
     attempt(place, lambda: open(place, 'a').write('1'))
-for place in ('cases/check.py', '/run/verify_files/cases/check.py', '{tested}/checks/cases/check.py'):
-    attempt(place, lambda: open(place).read())
+for place in ('cases/check.py', '/run/verify_files/cases/check.py', '{tested}/checks/cases/check.py', sys.argv[2]):
+    attempt(place, lambda: open(place).read() or open('/none'))
 attempt('kill', lambda: os.kill(int(sys.argv[1]), signal.SIGKILL))
 attempt('all', lambda: os.kill(-1, signal.SIGKILL))
 attempt('proc', lambda: open(f'/proc/{{sys.argv[1]}}/mem'))
@@ -538,17 +543,13 @@ attempt('proc', lambda: open('/proc/1/environ'))
 attempt('row', lambda: sys.stdin.read() or open('/none'))
 print(tried or 4)
 """
-    (tested / "verifier").mkdir()
-    (tested / "verifier/check.py").write_text(check)
-    async with agent(
-        tested,
-        server,
-        f"open('solution.py', 'w').write({cheats!r})",
-        verify=[sys.executable, str(tested / "verifier/check.py"), "{verify_files}"],
-        verify_files="checks",
-        workspace={"copy": "task", "result": ["solution.py"]},
-    ) as workflow:
-        assert (await episode(workflow))["reward"] == 1.0
+    block = {"verify_files": "checks", "workspace": {"copy": "task", "result": ["solution.py"]}}
+    for place in ("/tmp", "/var/tmp"):
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            (program := Path(folder) / "check.py").write_text(check)
+            block["verify"] = [sys.executable, str(program), "{verify_files}"]
+            given = await outcome(tested, server, f"open('solution.py', 'w').write({cheats!r})", **block)
+            assert given["reward"] == 1.0
 
 
 async def test_the_strict_verifier_of_the_guide(tested: Path, server: FakeOpenAI) -> None:
@@ -590,91 +591,75 @@ async def test_a_system_that_confines_no_program_again_is_found_first(
         await outcome(project, server, FIX, verify=FIXED)
 
 
-async def test_what_is_hidden_is_nowhere_else(tested: Path, server: FakeOpenAI) -> None:
-    """Not in the project's repository, in what earlier runs kept, or in results that are made later; nor are rows."""
+async def test_agents_see_what_they_run_with_and_what_is_readable(tested: Path, server: FakeOpenAI) -> None:
+    """Not the rest of the project, or of the account's files, and of what is readable not what judges them."""
     run(["git", "init", "-q", str(tested)])
-    (elsewhere := tested / "elsewhere").mkdir()
-    (elsewhere / "rows.jsonl").write_text('{"id": 7, "question": "hi", "answer": "secret"}')
-    for system in (".git/objects", ".hg", ".svn"):
-        (elsewhere / system).mkdir(parents=True)
-        (elsewhere / system / "history").touch()
-    for place in ("out.1", "other"):
-        (tested / place).mkdir()
-        (tested / place / "run.json").write_text('{"run_id": "r"}')
+    files = (
+        "rows.jsonl",
+        "lib/part.py",
+        "lib/sub/data",
+        "tools/bin/tool",
+        "tools/share/text",
+        "bin/one",
+        "elsewhere/x",
+    )
+    for name in (*files, "out.1/run.json", "elsewhere/.hg/history", "notes/a", "notes/.git/x"):
+        (tested / name).parent.mkdir(parents=True, exist_ok=True)
+        (tested / name).write_text('{"id": 7, "question": "hi", "answer": "secret"}')
+    (tested / "lib/rows.jsonl").symlink_to(tested / "elsewhere/x")
     code = f"""
-import os
-os.chdir({str(tested)!r})
-histories = [f'elsewhere/{{name}}' for name in ('.git', '.hg', '.svn')]
-print([name for name in (*histories, '.git', 'out', 'out.1', 'other', 'checks') if os.listdir(name)])
-open('elsewhere/rows.jsonl').read()
-"""
-    async with agent(tested, server, code, verify=CHECK, verify_files="checks"):
-        config = json.loads((tested / "config.yml").read_text())
-    assert not (tested / "out").exists()
-    (tested / "rows.jsonl").symlink_to(elsewhere / "rows.jsonl")
-    config["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
-    (tested / "config.yml").write_text(json.dumps(config))
-    load_dataset(load_config(tested / "config.yml"))
-    async with Builder(load_config(tested / "config.yml")) as builder:
-        workflow = await builder.get_workflow()
-        (tested / "out/made").mkdir()
-        for name in ("elsewhere/rows.jsonl", "rows.jsonl"):
-            (tested / "agent.py").write_text(code.replace("elsewhere/rows", name.removesuffix(".jsonl")))
-            with pytest.raises(WorkflowError, match=f"Permission denied: '{name}'"):
-                await episode(workflow)
-        (tested / "agent.py").write_text(code.replace("open(", "str("))
-        with pytest.raises(WorkflowError, match="no attribute 'read'"):
-            await episode(workflow)
-        (tested / "agent.py").write_text(code.partition("open(")[0])
-        assert (await episode(workflow))["answer"] == "[]"
-
-
-async def test_another_name_of_the_rows_is_told(
-    tested: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = tested / "rows.jsonl"
-    rows.write_text('{"id": 7, "question": "hi", "answer": "secret"}')
-    (tested / "other.jsonl").hardlink_to(rows)
-    read_rows.add(rows)
+import os, subprocess, sys
+seen = []
+for folder, folders, names in os.walk({str(tested)!r}):
+    seen += [os.path.relpath(os.path.join(folder, name), {str(tested)!r}) for name in names]
+for name in seen:
     try:
-        async with agent(tested, server, "print('done')"):
-            pass
+        open({str(tested)!r} + '/' + name).read()
+    except OSError as error:
+        seen[seen.index(name)] += ' ' + type(error).__name__
+print(sorted(name for name in seen if 'temporary' not in name))
+print(*filter(os.path.exists, ('/home', '/var', '/srv', '/boot', '/work/shared')))
+"""
+    block: dict[str, Any] = {"verify": CHECK, "verify_files": "checks"}
+    own = ["agent.py"]
+    path = [str(tested / "tools/bin"), str(tested / "bin"), os.environ["PATH"], str(tested)]
+    tools = ["bin/one", "tools/bin/tool", "tools/share/text"]
+    results = [tested / "rows.jsonl", tested / "elsewhere/x"]
+    read_rows.update(results)
+    try:
+        for readable, env, expected in (
+            ([], {}, own),
+            ([], {"PATH": ":".join(path)}, [*own, *tools]),
+            (
+                ["lib", "notes/a"],
+                {},
+                [*own, "lib/part.py", "lib/rows.jsonl FileNotFoundError", "lib/sub/data", "notes/a"],
+            ),
+        ):
+            block["workspace"] = {"copy": "task", "readable": readable}
+            given = await outcome(tested, server, code, **block, env=env)
+            assert given["answer"] == str(sorted(expected))
+        block["workspace"] = {"copy": "task", "readable": ["."]}
+        answer = (await outcome(tested, server, code, **block))["answer"]
     finally:
-        read_rows.discard(rows)
-    assert f"the rows in {rows} are a hard link: agents may read them by its other name" in caplog.text
+        read_rows.difference_update(results)
+    hidden = ["elsewhere/x PermissionError", "lib/rows.jsonl PermissionError", "rows.jsonl PermissionError"]
+    task = [str(path.relative_to(tested)) for path in (tested / "task").rglob("*") if path.is_file()]
+    rest = ["config.yml", "lib/part.py", "lib/sub/data", "notes/a", "notes/.git/x"]
+    assert answer == str(sorted([*own, *tools, *hidden, *task, *rest]))
 
 
-async def test_results_elsewhere_in_the_project_are_hidden(tested: Path, server: FakeOpenAI) -> None:
-    """Those of evaluations while a run trains, those of runs while it is evaluated, and those made between episodes."""
-    results = ("out/workflow_output.json", "trained/old/run.json", "runs/old/run.json", "runs/new/x")
-    for result in (*results, "more/a/one/workflow_output.json", "workflow_output.json", "o_output.json"):
-        (tested / result).parent.mkdir(parents=True, exist_ok=True)
-        (tested / result).write_text('{"run_id": "r"}')
-    (tested / "runs/new.latest").symlink_to(tested / "runs/old")
-    code = f"""
-import os
-os.chdir({str(tested)!r})
-names = ('out', 'trained/old', 'trained/new', 'runs', 'more/a/one', 'later', '.tmp')
-print([name for name in names if os.path.isdir(name) and os.listdir(name)])
-for name in ('workflow_output.json', 'o_output.json'):
-    try:
-        open(name)
-    except PermissionError:
-        print(name)
-"""
-    async with agent(tested, server, code):
-        config = json.loads((tested / "config.yml").read_text())
-    config["eval"]["general"]["output_dir"] = "runs/new"
-    config["finetuning"] = {"output_dir": "trained/new"}
-    (tested / "config.yml").write_text(json.dumps(config))
-    async with Builder(load_config(tested / "config.yml")) as builder:
-        workflow = await builder.get_workflow()
-        assert (tested / "trained/new").is_dir()
-        for place in (tested / "later", tested / ".tmp/other"):
-            place.mkdir(parents=True)
-            (place / "workflow_output.json").touch()
-        assert await episode(workflow) == "['.tmp']\nworkflow_output.json\no_output.json"  # .tmp has an empty folder
-    assert not (tested / "trained/new").exists()
+async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -> None:
+    (project / "helper.py").touch()
+    with pytest.raises(WorkflowError, match=r"No module named 'helper'.*\n.*\n.*those that workspace.readable names"):
+        await outcome(project, server, "import helper")
+    (project / "helper.py").write_text("print('helped')")
+    assert (
+        await outcome(project, server, "import helper", workspace={"copy": "task", "readable": ["helper.py"]})
+        == "helped"
+    )
+    with pytest.raises(ConfigError, match=r"workflow\.workspace\.readable: 'nowhere' does not exist"):
+        await outcome(project, server, "", workspace={"copy": "task", "readable": ["nowhere"]})
 
 
 async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: FakeOpenAI) -> None:
@@ -928,7 +913,7 @@ for port in {ports}:
     attempt(f'port {{port}}', lambda: socket.create_connection(('127.0.0.1', port), 2))
 attempt('network', lambda: socket.create_connection(('192.0.2.1', 80), 2))
 attempt('socket', lambda: socket.socket(socket.AF_UNIX).connect({str(place)!r}))
-for place in (row['other'], {str(project / "task")!r}, '/etc', '/usr', '/var/tmp', {str(project)!r}):
+for place in (row['other'], {str(project / "task")!r}, '/', '/etc', '/usr', '/var/tmp', {sys.prefix!r}):
     attempt(f'write to {{place}}', lambda: pathlib.Path(place, 'written').write_text('x'))
 attempt('read', lambda: os.listdir(row['other']))
 attempt('processes', lambda: os.kill({os.getpid()}, 0))
@@ -981,7 +966,7 @@ attempt('mine', lambda: pathlib.Path('/tmp/x').write_text('x') and pathlib.Path(
 print(tried)
 {ASK}
 """
-        async with agent(project, server, code) as workflow:
+        async with agent(project, server, code, workspace={"copy": "task", "readable": ["stop"]}) as workflow:
             root = leftovers(project)[0]
             first = asyncio.create_task(episode(workflow, "first"))
             with await asyncio.to_thread(open, project / "stop", "w"):  # it is there
@@ -990,33 +975,6 @@ print(tried)
             assert given == "['mine']\necho: hi"
             assert not (other / "written").exists()
             await first
-
-
-async def test_temporary_files_of_other_programs_are_not_seen(
-    project: Path, server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as their sockets, wherever that folder is."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, socket.socket(socket.AF_UNIX) as named:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        named.bind(f"{folder}/socket")
-        named.listen()
-        code = f"""
-import os, pathlib, socket
-seen = os.listdir({folder!r})
-for act in (lambda: socket.socket(socket.AF_UNIX).connect('{folder}/socket'), pathlib.Path({folder!r}, 'x').touch):
-    try:
-        seen.append(act())
-    except OSError:
-        pass
-print(seen, open('number.txt').read())
-{ASK}
-"""
-        async with agent(project, server, code) as workflow:
-            assert await episode(workflow, "first") == "[] 1\necho: hi"
-        assert "x" not in os.listdir(folder)
-        monkeypatch.setattr(tempfile, "tempdir", str(project))  # which must be seen
-        async with agent(project, server, f"print(open('number.txt').read())\n{ASK}") as workflow:
-            assert await episode(workflow, "first") == "1\necho: hi"
 
 
 async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 
 from insitu.disk.folder_lock import FolderLock
@@ -18,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 10.0
 _PREFIX = "run-"
-_NOTE = "elsewhere-"
 
 
 @asynccontextmanager
@@ -41,8 +39,6 @@ async def temporary_folder(place: Path | None = None, key: str = "TMPDIR") -> As
 def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, list[Path]]:
     """The new folder, and those of killed processes; `locks` holds all of them."""
     base = _base(place, key)
-    if place is not None:
-        _note(base)
     with FolderLock(base, key, wait=_LOCK_SECONDS):
         leftovers = []
         for path in base.glob(f"{_PREFIX}*"):
@@ -55,24 +51,6 @@ def _new_folder(place: Path | None, key: str, locks: ExitStack) -> tuple[Path, l
             raise ConfigError(f"{key}: no folder can be made in {base}: {error.strerror}") from error
         locks.enter_context(FolderLock(folder, key))
     return folder, leftovers
-
-
-def _note(base: Path) -> None:
-    """Lets `known_bases` find a folder in other processes."""
-    with suppress(ConfigError, OSError):
-        folder = _base(None, "TMPDIR")
-        for link in folder.glob(f"{_NOTE}*"):
-            if not link.exists():
-                link.unlink(missing_ok=True)
-        (folder / f"{_NOTE}{sha256(os.fsencode(base)).hexdigest()[:16]}").symlink_to(base)
-
-
-def known_bases() -> list[Path]:
-    """The folders that have the temporary folders of all of the user's processes, as far as `TMPDIR` is the same."""
-    with suppress(ConfigError):
-        folder = _base(None, "TMPDIR")
-        return [folder, *(link.resolve() for link in folder.glob(f"{_NOTE}*"))]
-    return []
 
 
 def _base(place: Path | None, key: str) -> Path:

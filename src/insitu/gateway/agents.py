@@ -274,6 +274,8 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             message = f"{name} {describe_exit(code)}: {done.stderr_tail}"
             if withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
+            if workspace is not None and workspace.address is not None:
+                message += "\n(it sees only files that it runs with, and those that workspace.readable names)"
             raise endpoint.error(message)
         return done
 
@@ -295,7 +297,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
         if config.workspace is not None:
             loaded = builder.config
             run_dir = loaded.run_dir if builder.request is not None else loaded.working_dir / loaded.eval.folder
-            workspaces = Workspaces(config, gateway, loaded, run_dir, config.env)
+            workspaces = Workspaces(config, config.command, gateway, loaded, run_dir, config.env)
             await stack.enter_async_context(workspaces.open())
         yield FunctionInfo.from_fn(run, description=f"Runs {name}")
 

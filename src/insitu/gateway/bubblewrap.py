@@ -1,8 +1,8 @@
 """How programs are confined: bubblewrap (https://github.com/containers/bubblewrap), and a filter of system calls.
 
-Files are those of the system, read-only, but for a folder in memory at `/tmp`; user, process, network, IPC and host
-name namespaces are new, and no further user namespace can be made; a filter of system calls leaves sockets of the
-loopback interface and between the program's own processes.
+They see what `visible` names, read-only, and a folder in memory at `/tmp`; user, process, network, IPC and host name
+namespaces are new, and no further user namespace can be made; a filter of system calls leaves sockets of the loopback
+interface and between the program's own processes.
 """
 
 import functools
@@ -12,12 +12,12 @@ import re
 import shutil
 import struct
 import subprocess
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from insitu.errors import ConfigError
+from insitu.gateway.visible import SYSTEM, has_any, is_in
 
 WORK = "/tmp/work"
 """Where a confined program finds its workspace: at the same place in each episode."""
@@ -25,7 +25,7 @@ ISOLATED = "/tmp/isolated"
 """A program that runs its arguments by `confined_again`, for verifiers."""
 _OLDEST = (0, 8)
 """The first release with --disable-userns."""
-_PRIVATE = ("/tmp", "/run", "/dev/shm")
+_PRIVATE = ("/tmp", "/run", "/dev", "/proc")
 """Folders that are other ones for the program."""
 _SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr", "pressure")
 """Entries of /proc that the root user may write to without any capability."""
@@ -102,31 +102,16 @@ def _devices() -> list[str]:
     return ["--dev", "/dev", "--size", _SHARED_MEMORY, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
 
 
-def _temporary_folder() -> str | None:
-    """The folder for temporary files, where other programs have sockets, unless it is in a private folder anyway."""
-    folder = os.path.realpath(tempfile.gettempdir())
-    return None if folder == "/" or _is_in(folder, _PRIVATE) else folder
-
-
-def _is_in(path: str, folders: Iterable[str | None]) -> bool:
-    return any(folder is not None and Path(path).is_relative_to(folder) for folder in folders)
-
-
-def _private_folders(size: int | None, visible: Iterable[str]) -> list[str]:
+def _private_folders(size: int | None) -> list[str]:
     limit = ["--size", str(size)] if size is not None else []
-    arguments = ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
-    if (temporary := _temporary_folder()) is not None:
-        arguments += ["--size", _SMALL, "--tmpfs", temporary]
-    for path in visible:
-        if _is_in(path, (*_PRIVATE, temporary)):
-            arguments += ["--ro-bind", path, path]
-    return [*arguments, *([] if temporary is None else ["--remount-ro", temporary])]
+    return ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
 
 
 def confined(
     *,
     size: int | None,
-    visible: Sequence[str],
+    visible: Collection[Path],
+    files: Iterable[Path],
     hidden: Iterable[Path],
     empty: Path,
     placed: Mapping[str, str],
@@ -135,40 +120,49 @@ def confined(
 ) -> list[str]:
     """The command that confines the command after it.
 
-    `size` limits what is written to `/tmp`, in bytes. `visible` are folders, outer ones first, that are shown although
-    they are in `/tmp`; programs see the folder `empty` in place of `hidden` ones, and cannot read hidden files.
-    `placed` are files and folders by their places in `/run`. `seccomp` is a descriptor of `system_call_filter`.
-    `last`: it runs no `confined_again`.
+    `size` limits what is written to `/tmp`, in bytes. Programs see what is `visible` besides the system's folders, but
+    the folder `empty` in place of `hidden` ones in these, and no hidden files; and `files`. `placed` are files and
+    folders by their places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no
+    `confined_again`.
     """
     arguments = [find_bubblewrap(), *_namespaces(last=last), "--as-pid-1"]  # bubblewrap's own could be traced
-    arguments += ["--ro-bind", "/", "/", *_devices(), "--proc", "/proc"]
+    for place in filter(os.path.lexists, SYSTEM):
+        arguments += ["--symlink", os.readlink(place), place] if os.path.islink(place) else ["--ro-bind", place, place]
+    arguments += [*_devices(), "--proc", "/proc"]
     for entry in filter(os.path.exists, (f"/proc/{name}" for name in _SYSTEM_PATHS)):
         arguments += ["--ro-bind", entry, entry]
     arguments += ["--bind", "/proc/sys/user", "/proc/sys/user"]  # each namespace has its own; bubblewrap writes there
     if last:  # else bubblewrap writes there once more
         arguments += ["--remount-ro", "/proc"]
-    arguments += _private_folders(size, visible)
+    arguments += _private_folders(size)
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
-    seen = set[Path]()
-    private = (*_PRIVATE, _temporary_folder())
+    shown = {*map(Path, SYSTEM)}
+    for path in sorted({*visible, *files}):  # outer ones, which would cover the others, first
+        if not is_in(path, ("/dev", "/proc", *shown)):
+            shown.add(path)
+            arguments += ["--ro-bind", str(path), str(path)]
+    covered = set[Path]()
     for path in sorted(hidden):
-        is_shown = not _is_in(str(path), private) or _is_in(str(path), visible)
-        if not path.exists() or not seen.isdisjoint(path.parents) or not is_shown:
-            continue
-        arguments += ["--ro-bind", str(empty) if path.is_dir() else os.devnull, str(path)]
-        seen.add(path)
-    return [*arguments, "--seccomp", str(seccomp), "--"]
+        if path.exists() and is_in(path, shown) and not is_in(path, covered) and not has_any(path, visible):
+            covered.add(path)
+            arguments += ["--ro-bind", str(empty) if path.is_dir() else os.devnull, str(path)]
+    return [*arguments, "--remount-ro", "/", "--seccomp", str(seccomp), "--"]
 
 
-def confined_again(size: int | None, visible: Sequence[str]) -> list[str]:
-    """The command, without its end, by which a confined verifier runs programs of the agent.
+def confined_again(size: int | None, visible: Iterable[Path], files: Iterable[Path]) -> list[str]:
+    """The command, without its end, by which a confined verifier, with `files` of its own, runs programs of the agent.
 
     These see no other processes and none of the verifier's files, and can write only to their own `/tmp`.
     """
     arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices()]
-    arguments += ["--tmpfs", "/proc", "--remount-ro", "/proc"]
-    return [*arguments, *_private_folders(size, visible), "--ro-bind", f"{ISOLATED}.work", WORK]
+    arguments += ["--tmpfs", "/proc", "--remount-ro", "/proc", *_private_folders(size)]
+    private = ("/tmp", "/run")
+    for path in sorted(visible):
+        arguments += ["--ro-bind", str(path), str(path)] if is_in(path, private) else []
+    for path in sorted(files):
+        arguments += [] if is_in(path, private) else ["--ro-bind", os.devnull, str(path)]
+    return [*arguments, "--ro-bind", f"{ISOLATED}.work", WORK]
 
 
 def system_call_filter() -> bytes:

@@ -17,6 +17,7 @@ from insitu.errors import EpisodeTimeout, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, WORK, confined, confined_again
 from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.server import Gateway
+from insitu.gateway.visible import SYSTEM, is_in, searched, with_targets
 from insitu.gateway.workspace_config import Limits
 from insitu.wire.endings import end_tasks
 from insitu.workflow.programs import Program, run_program
@@ -56,8 +57,10 @@ class Place:
     """Environment variables that the file sets."""
     cgroup: Cgroup | None
     """That of this process, if there may be others below."""
-    visible: Sequence[str]
-    """Folders that are shown to confined programs wherever they are; outer ones first."""
+    apart: Sequence[Path]
+    """Folders that no installation of a program has in it."""
+    visible: Collection[Path] = ()
+    """What confined programs see besides the system's folders, and what they name and search."""
     hidden: Collection[Path] = ()
     """Files and folders that confined programs do not see."""
     empty: Path = Path(os.devnull)
@@ -67,14 +70,22 @@ class Place:
 
 
 class Sandboxed:
-    """One run of a program in a sandbox; `wants` are settings of `sandbox`, with paths outside.
+    """One run of a program in a sandbox; `wants` are settings of `sandbox`, with paths outside, and `named` what its
+    command names of this machine.
 
     What it says, its `report`, and what it writes to the file `left` come without any guarantee.
     """
 
-    def __init__(self, place: Place, command: Sequence[str], folder: Path, wants: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        command: Sequence[str],
+        folder: Path,
+        wants: Mapping[str, Any],
+        named: Collection[Path] = (),
+    ) -> None:
         self._place, self.command, self._folder = place, command, folder
-        self.wants = wants
+        self.wants, self._named = wants, named
         self.report: dict[str, Any] = {}
         self.met: list[str] = []
         """The limits that it has met; `timeout`, if it took too long."""
@@ -93,7 +104,7 @@ class Sandboxed:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours, theirs, left.open("wb") as output, place.filter.open("rb") as seccomp:
                 descriptors = [each.fileno() for each in (theirs, output, seccomp)]
-                command = self._command(group, *descriptors)
+                command = self._command(group, env, *descriptors)
                 async with self._watched(ours, group, time_limit):
                     options |= {"cwd": self._folder, "env": env, "pass_fds": descriptors, "name": name}
                     program = await run_program(command, stdin, time_limit=None, **options)
@@ -119,7 +130,9 @@ class Sandboxed:
             raise WorkflowError(f"{name}: its sandbox has ended and not said how: {program.stderr_tail}")
         return program
 
-    def _command(self, group: Cgroup | None, control: int, output: int, seccomp: int) -> list[str]:
+    def _command(
+        self, group: Cgroup | None, env: Mapping[str, str], control: int, output: int, seccomp: int
+    ) -> list[str]:
         """A shell that enters a control group, becomes bubblewrap, and starts the sandbox, with its settings."""
         place, limits, inside = self._place, self._place.limits, self._place.isolated
         # The kernel limits the file descriptors in flight of an account by RLIMIT_NOFILE of the sending process.
@@ -131,13 +144,16 @@ class Sandboxed:
         outside = {"sandbox": _SCRIPT, **{name: path for name, path in self.wants.items() if isinstance(path, Path)}}
         seen = {name: f"/run/{name}" if inside else str(path) for name, path in outside.items()}
         judged = "left" in outside and inside
+        installed = filter(Path.is_dir, self._named)
+        visible = {*place.visible, *with_targets(searched(env, place.apart)), *installed}
+        named = {each for each in self._named if not is_in(each, (*SYSTEM, *visible, *place.hidden))}
         size = limits.folder_size or _half_of_memory()
         settings = {
             **self.wants,
             **seen,
             "control": control,
             "output": output,
-            "isolate": [ISOLATED, *confined_again(size, place.visible)] if judged else None,
+            "isolate": [ISOLATED, *confined_again(size, visible, named)] if judged else None,
             "work": WORK if inside else str(self._folder / "work"),
             "most_bytes": size,
             "most_files": limits.files,
@@ -147,7 +163,7 @@ class Sandboxed:
         confining = list[str]()
         if inside:
             placed = {seen[name]: str(path.resolve()) for name, path in outside.items()}
-            folders: dict[str, Any] = {"visible": place.visible, "hidden": place.hidden, "empty": place.empty}
+            folders: dict[str, Any] = {"visible": visible, "files": named, "hidden": place.hidden, "empty": place.empty}
             confining = confined(size=size, seccomp=seccomp, last=not judged, placed=placed, **folders)
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]

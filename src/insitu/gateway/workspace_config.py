@@ -23,6 +23,8 @@ class WorkspaceConfig(Block):
     result: list[str] | None = Field(default=None, min_length=1)
     """Files and folders of the workspace that are the agent's work, with placeholders as in `copy`; `verify` judges
     these alone, in a new copy. `.` is all, which judges less strictly."""
+    readable: list[str] = Field(default_factory=list)
+    """Files and folders, relative as `copy`, that the program and `verify` can read besides what they run with."""
     keep: Literal["failed", "all", "none"] = "failed"
     """Of which episodes to keep the workspace, in `workspaces` in the run's directory; if `verify` fails, `result`."""
     max_kept: int = Field(default=20, ge=0)
@@ -94,6 +96,8 @@ class WorkspaceKeys(BaseModel):
             )
         if self.network == "host" and "folder_size" in self.limits.model_fields_set:
             raise ValueError("limits.folder_size needs network: model, with which the workspace is a file system")
+        if self.network == "host" and self.workspace is not None and self.workspace.readable:
+            raise ValueError("workspace.readable needs network: model; with host, programs read what the account can")
         if self.network == "host" and "sockets" in self.limits.model_fields_set:
             raise ValueError("limits.sockets needs network: model, with which they can be counted")
         self._templates()

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from glob import escape
 from pathlib import Path, PurePath
 from typing import Any, Self
@@ -23,15 +22,15 @@ from urllib.parse import unquote, urlsplit
 
 from insitu.config import Config
 from insitu.disk.files import read_rows
-from insitu.disk.temporary import known_bases, remove, temporary_folder
+from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import ConfigError, InsituError, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, find_bubblewrap, system_call_filter
 from insitu.gateway.cgroups import Cgroup
-from insitu.gateway.hidden import KEPT, further_places, has_any, repositories, results
 from insitu.gateway.sandbox import unpack
 from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
+from insitu.gateway.visible import has_any, named, own_python, repositories, with_targets
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, read_outcome
 from insitu.wire.child_process import describe_exit
@@ -55,8 +54,8 @@ _JUDGES = {
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
 _ISOLATED_VARIABLE = "INSITU_ISOLATED"
-_SHORT_SEARCH = 0.05
-"""Seconds that a search for results may take before each episode; one that takes longer is made less often."""
+_KEPT = "workspaces"
+"""The folder of a run with the workspaces that are kept."""
 _SEARCHED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -65,18 +64,21 @@ class Workspaces:
     process is killed."""
 
     def __init__(
-        self, keys: WorkspaceKeys, gateway: Gateway, config: Config, run_dir: Path, variables: Collection[str]
+        self,
+        keys: WorkspaceKeys,
+        command: Sequence[str],
+        gateway: Gateway,
+        config: Config,
+        run_dir: Path,
+        variables: Collection[str],
     ) -> None:
         assert keys.workspace is not None
-        self.keys, self.settings, self._config = keys, keys.workspace, config
+        self.keys, self.settings, self._config, self.command = keys, keys.workspace, config, command
         self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
         folders = (run_dir, config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir)
         self._ours = [*dict.fromkeys(folder.resolve() for folder in folders)]
-        self._private, self._found, self._hiding = set[Path](), list[Path](), asyncio.Lock()
-        self._searched = self._search_at = 0.0
-        paths = {config.folder.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
-        visible = sorted(map(str, paths))  # also the Python environments of insitu and of its programs
-        self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), visible)
+        apart = [Path.home(), config.folder.resolve(), config.working_dir.resolve(), *self._ours]
+        self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), apart)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
@@ -86,12 +88,7 @@ class Workspaces:
         async with AsyncExitStack() as stack:
             folder = temporary_folder(self.settings.folder, "workflow.workspace.folder")
             self.root = await stack.enter_async_context(folder)
-            self._private = {self.root.parent, *self._private_folders()}
             await asyncio.to_thread(self._prepare)
-            if self.place.isolated:
-                for each in self._ours:  # what is made later could not be hidden
-                    stack.enter_context(_made(each))
-                await self._hide(None)
             await self._probe(["true"], {})
             if self.place.isolated and self.keys.verify is not None:
                 await self._probe([ISOLATED, "true"], {"left": self.root / "probe", "paths": [], "verify_files": None})
@@ -110,69 +107,46 @@ class Workspaces:
             raise ConfigError(f"{problem}: {done.stderr_tail.strip() or describe_exit(done.exit_code)}")
         (folder / "left").replace(self.root / "probe")
 
-    def _private_folders(self) -> Iterator[Path]:
-        """Raises ConfigError for files of the verifier that cannot be hidden."""
+    def _hidden(self) -> Iterator[Path]:
+        """What agents must not see: rows, results, the verifier's files, and repositories that may have them.
+
+        Raises ConfigError for files of the verifier that cannot be hidden.
+        """
         own, template = self._config.folder.resolve(), self.keys.verify_files
+        private = [own, *(path.parent for path in read_rows)]
         if template is not None:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
-            checks = self._folder(fixed or ".", key).resolve()
-            if self.place.isolated and has_any(checks, self.place.visible):
+            private.append(checks := self._folder(fixed or ".", key).resolve())
+            if self.place.isolated and has_any(checks, [own, *self.place.visible, *self.named(self.command)]):
                 raise ConfigError(
                     f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
                 )
             yield checks
-            yield from self._unneeded(repositories(checks))
-        yield from self._unneeded(repositories(own))
         if self.settings.git is not None:
-            for place in self._local_repositories():
-                yield from self._unneeded([place, *repositories(place)])
-        for path in read_rows:
-            if path.is_file() and path.stat().st_nlink > 1:
-                logger.warning("the rows in %s are a hard link: agents may read them by its other name", path)
-            yield path
-            yield from self._unneeded(repositories(path.parent))
-
-    def _unneeded(self, paths: Iterable[Path]) -> list[Path]:
-        """The paths that contain no folder that programs need to see."""
-        return [path for path in paths if not has_any(path, self.place.visible)]
-
-    def _results(self) -> Iterator[Path]:
-        """The results of runs and evaluations that exist now, and the folders for those of this file."""
-        places = [self._config.folder.resolve(), self._config.working_dir.resolve()]
-        yield from results([*places, *self._ours, *(folder.parent for folder in self._ours)], self.place.visible)
-        if self._unneeded([self._ours[0].parent]):
-            yield self._ours[0].parent  # with runs that begin later
+            local = self._local_repositories()
+            private += local
+            yield from local
+        yield from (path for folder in private for path in repositories(folder))
+        yield from read_rows
         for folder in self._ours:
-            yield from (folder, folder / KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
+            yield from (folder, folder / _KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
+        yield self.root.parent
 
-    async def _hide(self, source: Path | None) -> None:
-        """Hides what has appeared since the last time too, and the repositories that a folder to copy is in."""
-        asked = time.monotonic()
-        async with self._hiding:
-            await asyncio.to_thread(self._find_hidden, source, asked)
-
-    def _find_hidden(self, source: Path | None, asked: float) -> None:
-        known = len(self._private)
-        if source is not None:  # a repository in it belongs to the copy
-            folder = source if (source / ".git").is_file() else source.parent
-            self._private.update(self._unneeded(repositories(folder)))
-        is_due = self._searched < asked and asked >= self._search_at  # one search serves all who asked before it began
-        if is_due:
-            self._searched = time.monotonic()
-            self._found = [path.resolve() for path in (*known_bases(), *self._results())]
-            took = time.monotonic() - self._searched
-            self._search_at = self._searched + 20 * max(0.0, took - _SHORT_SEARCH)
-        if is_due or len(self._private) > known:
-            hidden = {path.resolve() for path in self._private}.union(self._unneeded(self._found))
-            self.place.hidden = hidden.union(self._unneeded(further_places(hidden)))
+    def named(self, command: Sequence[str]) -> set[Path]:
+        """What a command of the file names; see `visible.named`."""
+        return with_targets(named(command, self._config.folder, self.place.apart))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
             self._folder(self.settings.source, "workflow.workspace.copy")
         if self.settings.git is not None:
             self._fetch()
-        if self.place.isolated:
+        place = self.place
+        readable = [self._config.find_path(path, "workflow.workspace.readable") for path in self.settings.readable]
+        place.visible = with_targets([*own_python(place.apart), *readable])
+        place.hidden = with_targets(self._hidden())
+        if place.isolated:
             find_bubblewrap()
             self.place.empty = self.root / "empty"
             self.place.empty.mkdir()
@@ -221,8 +195,6 @@ class Workspaces:
         try:
             template = self.settings.source
             source = self.folder(template, values, "workspace.copy") if template else None
-            if self.place.isolated:
-                await self._hide(source)
             yield Workspace(self, folder, values, source)
         except InsituError as error:
             if keep != "none" and (copy := await asyncio.to_thread(self._keep, folder)) is not None:
@@ -257,7 +229,7 @@ class Workspaces:
 
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
-        copy, left, limits = self.run_dir / KEPT / folder.name, folder / "left", self.keys.limits
+        copy, left, limits = self.run_dir / _KEPT / folder.name, folder / "left", self.keys.limits
         if not left.exists() or not left.stat().st_size:
             return None
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -276,20 +248,6 @@ class Workspaces:
             remove(copy)
             return None
         return copy
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder if it can be made; the new ones that are empty at the end are removed."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for each in missing:
-            with suppress(OSError):
-                each.rmdir()
 
 
 class Workspace:
@@ -340,7 +298,9 @@ class Workspace:
             "fails": ["."] if keep != "none" else [],
             "port": self._all.place.gateway.port if self._all.place.isolated else None,
         }
-        return await Sandboxed(self._all.place, command, self._folder, wants).run(self._left, stdin, env, **options)
+        named = self._all.named(self._all.command)
+        sandbox = Sandboxed(self._all.place, command, self._folder, wants, named)
+        return await sandbox.run(self._left, stdin, env, **options)
 
     def verifier_files(self) -> dict[str, Any]:
         """The value of `{verify_files}`, where there are such files."""
@@ -366,7 +326,8 @@ class Workspace:
         for name in _SEARCHED:  # relative folders are in the agent's hands
             if name in env:
                 variables[name] = os.pathsep.join(filter(os.path.isabs, env[name].split(os.pathsep)))
-        sandbox = Sandboxed(self._all.place, verify, judged, wants)
+        named = self._all.named(self._all.keys.verify or [])
+        sandbox = Sandboxed(self._all.place, verify, judged, wants, named)
         done = await sandbox.run(written, row, env | variables, time_limit, max_output=_MAX_VERIFIER_OUTPUT)
         code = done.exit_code
         if code < 0 or code >= _NOT_RUN or done.output_too_long:

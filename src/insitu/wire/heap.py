@@ -23,21 +23,19 @@ def return_free_pages() -> None:
 
 
 @contextmanager
-def mmap_large_blocks(enabled: bool) -> Iterator[None]:
-    """If enabled, blocks of 1 MiB or more that are allocated here get pages by mmap, and return them when freed.
+def mmap_large_blocks() -> Iterator[None]:
+    """Blocks of 1 MiB or more that are allocated here get pages by mmap, and return them when freed.
 
     In the heap, gaps between blocks that stay are lost: until 2.39 glibc leaves what is cut off an aligned block where
     it is not merged with the block once that is freed (its bug 30723). mmap costs time: see "A training job of a real
     model" in benchmarks/RESULTS.md.
     """
-    if enabled:
-        _set(_MMAP_THRESHOLD, _LARGE)
+    _set(_MMAP_THRESHOLD, _LARGE)
     try:
         yield
     finally:
-        if enabled:
-            _set(_MMAP_THRESHOLD, _MOST)
-            _set(_TRIM_THRESHOLD, 2 * _MOST)  # glibc no longer adapts it once one is set
+        _set(_MMAP_THRESHOLD, _MOST)
+        _set(_TRIM_THRESHOLD, 2 * _MOST)  # glibc no longer adapts it once one is set
 
 
 def _set(parameter: int, value: int) -> None:

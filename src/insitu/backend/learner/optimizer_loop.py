@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
@@ -209,7 +210,8 @@ class OptimizerLoop:
         if not own and self._ranks.shards_weights:
             fn(batches[0])  # takes part in the exchange of weights; the result is that of another rank
         each = map if self._settings.compile else self._state.workers.map  # torch.compile is not for several threads
-        with mmap_large_blocks(self._settings.gradient_checkpointing and self._device.type == "cpu"):
+        saves_memory = self._settings.gradient_checkpointing and self._device.type == "cpu"
+        with mmap_large_blocks() if saves_memory else nullcontext():
             return [*zip(own, each(fn, own), strict=True)]
 
     def _metrics(self, steps: Sequence[StepResult]) -> dict[str, Any]:
