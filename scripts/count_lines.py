@@ -4,6 +4,7 @@ python scripts/count_lines.py              the tree as it is, by package
 python scripts/count_lines.py COMMIT       the tree of a commit, and the difference
 """
 
+import argparse
 import ast
 import io
 import subprocess
@@ -67,12 +68,18 @@ def totals(lines: Counter[str]) -> tuple[int, int]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?", help="what to compare the tree with")
+    commit = parser.parse_args().commit
     now = of_tree()
-    if len(sys.argv) == 1:
+    if commit is None:
         for part, count in now.most_common():
             print(f"{count:7,}  {part}")
     else:
-        before = of_commit(sys.argv[1])
+        try:
+            before = of_commit(commit)
+        except subprocess.CalledProcessError as error:
+            sys.exit(error.stderr.strip())
         for part in sorted(now.keys() | before.keys(), key=lambda name: now[name] - before[name]):
             if now[part] != before[part]:
                 print(f"{now[part] - before[part]:+7,}  {part}")
