@@ -653,7 +653,9 @@ async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -
     (project / "helper.py").touch()
     with pytest.raises(WorkflowError, match=r"No module named 'helper'.*\n.*\n.*those that workspace.readable names"):
         await outcome(project, server, "import helper")
-    (project / "helper.py").write_text("print('helped')")
+    (project / "helper.py").write_text("#!/usr/bin/env python3\nprint('helped')")
+    (project / "helper.py").chmod(0o755)
+    assert await outcome(project, server, "", command=["task/../helper.py"]) == "helped"
     assert (
         await outcome(project, server, "import helper", workspace={"copy": "task", "readable": ["helper.py"]})
         == "helped"

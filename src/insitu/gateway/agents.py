@@ -241,9 +241,9 @@ def row_values(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path) -> list[str]:
-    """A command with the values of its placeholders; a path of a program is relative to the folder."""
+    """A command with the values of its placeholders; a path of a program, without `..`, is relative to the folder."""
     field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
-    start = str(folder / command[0]) if os.sep in command[0] else command[0]  # absolute paths stay as they are
+    start = os.path.abspath(folder / command[0]) if os.sep in command[0] else command[0]
     return [start, *(field.sub(lambda match: convert(values[match[1]], str), part) for part in command[1:])]
 
 

@@ -61,8 +61,8 @@ def _installation(programs: Path, apart: Sequence[Path]) -> Iterator[Path]:
 
 
 def with_targets(paths: Iterable[Path]) -> set[Path]:
-    """Those that exist, and where the links among them lead."""
-    return {each for path in paths if path.exists() for each in (path, path.resolve())}
+    """Those that exist, without `..`, and where the links among them lead."""
+    return {each for path in paths if path.exists() for each in (Path(os.path.abspath(path)), path.resolve())}
 
 
 def repositories(folder: Path) -> Iterator[Path]:
