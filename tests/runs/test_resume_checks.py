@@ -1,0 +1,86 @@
+"""Whether a run may continue: what is compared with the run on disk, and with what the backend serves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import digits_project
+
+from insitu.builder import Builder
+from insitu.config import Config, load_config
+from insitu.config.resolved import leaves, resolved_config
+from insitu.errors import BackendError, ConfigError
+from insitu.runs.records import RunProgress
+from insitu.runs.resume import ResumableRun, check_same_run
+
+OLD, NEW = {"file": "held_out.jsonl", "sha256": "1"}, {"file": "moved.jsonl", "sha256": "2"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(digits_project(tmp_path) / "config.yml")
+
+
+def started_with(folder: Path, config: Config, **changes: Any) -> Path:
+    settings = {"config": resolved_config(config), **changes}
+    (folder / "run.json").write_text(json.dumps(settings, default=str))
+    return folder
+
+
+@pytest.mark.parametrize(("changed", "more"), [(10, ""), (12, "; and 2 more")])
+def test_the_first_ten_changes_are_listed(tmp_path: Path, config: Config, changed: int, more: str) -> None:
+    run = started_with(tmp_path, config)
+    settings = json.loads((run / "run.json").read_text())
+    training = settings["config"]["trainer_adapters"]["backend"]["training"]
+    names = [key for key, value in leaves(training) if value is not None and "." not in key][:changed]
+    assert len(names) == changed
+    training |= dict.fromkeys(names, "other")
+    (run / "run.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError) as raised:
+        check_same_run(run, config, {}, force=False)
+    said = str(raised.value)
+    assert said.count(" was 'other' and is ") == 10
+    assert said.partition(f"{more}. Set them as they were, or give --force")[2]
+    assert len(check_same_run(run, config, {}, force=True)) == changed
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now", "is_other"),
+    [
+        ("held_out", OLD, NEW, True),
+        ("held_out", {**OLD, "file": "elsewhere.jsonl"}, OLD, False),
+        ("held_out", None, NEW, False),  # it is validated from now on
+        ("held_out", OLD, None, False),
+        ("dataset", None, NEW, True),
+        ("dataset", OLD, None, True),
+    ],
+)
+def test_inputs_are_compared_by_content(
+    tmp_path: Path, config: Config, name: str, before: Any, now: Any, is_other: bool
+) -> None:
+    run = started_with(tmp_path, config, **{name: before})
+    if not is_other:
+        assert check_same_run(run, config, {name: now}, force=False) == []
+        return
+    with pytest.raises(ConfigError, match=f"dataset {(now or {}).get('file')} has changed"):
+        check_same_run(run, config, {name: now}, force=False)
+
+
+async def test_which_versions_a_backend_may_serve(tmp_path: Path, config: Config) -> None:
+    """Those that the run had, and one more where an earlier process may have trained the warm-up."""
+    async with Builder(config) as builder:
+        run = ResumableRun("r")
+        run.open_folder(tmp_path / "run", builder, {})
+        try:
+            run.progress = RunProgress(run_id="r", epoch=2, policy_version=3)
+            for version, warms_up in ((3, False), (4, True), (None, False)):
+                run.check_version(version, warms_up=warms_up)
+            for version, warms_up in ((2, True), (4, False), (5, True)):
+                with pytest.raises(BackendError, match=f"was at policy version 3, but the backend serves .* {version}"):
+                    run.check_version(version, warms_up=warms_up)
+            run.progress = run.progress.model_copy(update={"warmed_up": True})
+            with pytest.raises(BackendError, match="version 4: it has lost weights"):
+                run.check_version(4, warms_up=True)
+        finally:
+            run.unlock()
