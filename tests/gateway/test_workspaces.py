@@ -660,8 +660,68 @@ async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -
         await outcome(project, server, "import helper", workspace={"copy": "task", "readable": ["helper.py"]})
         == "helped"
     )
+    with pytest.raises(WorkflowError, match=r"cannot be started: .*\n\(it sees only files that it runs with"):
+        await outcome(project, server, "", command=["./none"])
     with pytest.raises(ConfigError, match=r"workflow\.workspace\.readable: 'nowhere' does not exist"):
         await outcome(project, server, "", workspace={"copy": "task", "readable": ["nowhere"]})
+
+
+async def test_links_show_nothing_twice(tested: Path, server: FakeOpenAI) -> None:
+    """What is hidden in a folder is hidden by each of its names."""
+    (tested / "lib").mkdir()
+    (tested / "lib/rows.jsonl").write_text("secret")
+    (tested / "lib/part.py").write_text("print('part')")
+    (tested / "linked").symlink_to("lib")
+    (tested / "all").symlink_to(tested)
+    code = f"""
+import os, sys
+for name in ('lib/rows.jsonl', 'linked/rows.jsonl', 'all/lib/rows.jsonl', 'checks/judge.py', 'all/checks/judge.py'):
+    try:
+        print(open({str(tested)!r} + '/' + name).read())
+    except OSError:
+        pass
+sys.path.append({str(tested / "linked")!r})
+import part
+"""
+    block: dict[str, Any] = {"verify": CHECK, "verify_files": "checks", "env": {"PYTHONPATH": str(tested / "all/lib")}}
+    read_rows.add(tested / "lib/rows.jsonl")
+    try:
+        for readable in (["linked"], ["all"], [".", "linked"]):
+            block["workspace"] = {"copy": "task", "readable": readable}
+            assert (await outcome(tested, server, code, **block))["answer"] == "part"
+    finally:
+        read_rows.discard(tested / "lib/rows.jsonl")
+
+
+async def test_what_cannot_be_hidden_is_refused(tested: Path, server: FakeOpenAI) -> None:
+    block: dict[str, Any] = {"verify": CHECK, "verify_files": "checks"}
+    for env in ({"PATH": f"{tested}/checks/cases:{os.environ['PATH']}"}, {"PYTHONPATH": str(tested / "checks")}):
+        with pytest.raises(ConfigError, match="verify_files is 'checks': agents would see these files"):
+            await outcome(tested, server, "", **block, env=env)
+    for readable, message in (
+        ("/", r"readable has /; allowed: paths without /tmp, /run, /dev, /proc in them"),
+        ("out", f"eval.general.output_dir: agents would see results in {tested}/out, which has {tested}/out/old; "),
+    ):
+        (tested / "out/old").mkdir(parents=True, exist_ok=True)
+        workspace = {"copy": "task", "readable": [readable if readable == "/" else "out/old"]}
+        with pytest.raises(ConfigError, match=message):
+            await outcome(tested, server, "", **block, workspace=workspace)
+
+
+async def test_a_verifier_that_misses_a_file_is_told_once(
+    tested: Path, server: FakeOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that ends with an error may also mean that the agent has not solved its task."""
+    (tested / "judge").write_text("#!/usr/bin/env python3\nimport helper_of_the_judge")
+    (tested / "judge").chmod(0o755)
+    async with agent(tested, server, "", verify=["./judge"]) as workflow:
+        for _ in range(2):
+            assert (await episode(workflow))["reward"] == 0.0
+    said = [record.getMessage() for record in caplog.records if "workflow.verify" in record.getMessage()]
+    assert len(said) == 1
+    assert "judge ended with exit code 1: " in said[0]
+    assert "No module named 'helper_of_the_judge'" in said[0]
+    assert "(it sees only files that it runs with, and those that workspace.readable names)" in said[0]
 
 
 async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: FakeOpenAI) -> None:

@@ -30,6 +30,7 @@ from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
+from insitu.gateway.visible import HINT
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import Block, FunctionBaseConfig, LLMRef
@@ -275,7 +276,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             if withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
             if workspace is not None and workspace.address is not None:
-                message += "\n(it sees only files that it runs with, and those that workspace.readable names)"
+                message += f"\n({HINT})"
             raise endpoint.error(message)
         return done
 

@@ -25,8 +25,6 @@ ISOLATED = "/tmp/isolated"
 """A program that runs its arguments by `confined_again`, for verifiers."""
 _OLDEST = (0, 8)
 """The first release with --disable-userns."""
-_PRIVATE = ("/tmp", "/run", "/dev", "/proc")
-"""Folders that are other ones for the program."""
 _SYSTEM_PATHS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr", "pressure")
 """Entries of /proc that the root user may write to without any capability."""
 _SMALL = str(2**16)
@@ -107,6 +105,17 @@ def _private_folders(size: int | None) -> list[str]:
     return ["--size", _SMALL, "--tmpfs", "/run", *limit, "--tmpfs", "/tmp"]
 
 
+def _shown(paths: Iterable[Path], shown: set[Path]) -> list[str]:
+    """Shows files and folders that are not yet `shown`, and adds them to these."""
+    arguments = list[str]()
+    for path in sorted(paths):  # outer ones, which would cover the others, first
+        if not is_in(path, ("/dev", "/proc", *shown)):
+            shown.add(path)
+            real = os.path.realpath(path)  # what is hidden there would be seen by a second mount
+            arguments += ["--ro-bind" if real == str(path) else "--symlink", real, str(path)]
+    return arguments
+
+
 def confined(
     *,
     size: int | None,
@@ -138,13 +147,10 @@ def confined(
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
     shown = {*map(Path, SYSTEM)}
-    for path in sorted({*visible, *files}):  # outer ones, which would cover the others, first
-        if not is_in(path, ("/dev", "/proc", *shown)):
-            shown.add(path)
-            arguments += ["--ro-bind", str(path), str(path)]
+    arguments += _shown({*visible, *files}, shown)
     covered = set[Path]()
     for path in sorted(hidden):
-        if path.exists() and is_in(path, shown) and not is_in(path, covered) and not has_any(path, visible):
+        if os.path.exists(path) and is_in(path, shown) and not is_in(path, covered) and not has_any(path, visible):
             covered.add(path)
             arguments += ["--ro-bind", str(empty) if path.is_dir() else os.devnull, str(path)]
     return [*arguments, "--remount-ro", "/", "--seccomp", str(seccomp), "--"]
@@ -158,10 +164,9 @@ def confined_again(size: int | None, visible: Iterable[Path], files: Iterable[Pa
     arguments = [find_bubblewrap(), *_namespaces(), "--ro-bind", "/", "/", *_devices()]
     arguments += ["--tmpfs", "/proc", "--remount-ro", "/proc", *_private_folders(size)]
     private = ("/tmp", "/run")
-    for path in sorted(visible):
-        arguments += ["--ro-bind", str(path), str(path)] if is_in(path, private) else []
+    arguments += _shown({path for path in visible if is_in(path, private)}, set())
     for path in sorted(files):
-        arguments += [] if is_in(path, private) else ["--ro-bind", os.devnull, str(path)]
+        arguments += [] if is_in(path, private) or path.is_symlink() else ["--ro-bind", os.devnull, str(path)]
     return [*arguments, "--ro-bind", f"{ISOLATED}.work", WORK]
 
 

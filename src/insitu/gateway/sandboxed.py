@@ -17,7 +17,7 @@ from insitu.errors import EpisodeTimeout, WorkflowError
 from insitu.gateway.bubblewrap import ISOLATED, WORK, confined, confined_again
 from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.server import Gateway
-from insitu.gateway.visible import SYSTEM, is_in, searched, with_targets
+from insitu.gateway.visible import HINT, SYSTEM, is_in, searched, with_targets
 from insitu.gateway.workspace_config import Limits
 from insitu.wire.endings import end_tasks
 from insitu.workflow.programs import Program, run_program
@@ -53,7 +53,7 @@ class Place:
     limits: Limits
     gateway: Gateway
     isolated: bool
-    variables: Collection[str]
+    variables: Mapping[str, str]
     """Environment variables that the file sets."""
     cgroup: Cgroup | None
     """That of this process, if there may be others below."""
@@ -123,7 +123,8 @@ class Sandboxed:
         if self.met:
             raise WorkflowError(f"{name} exceeded limits.{self.met[0]}: {getattr(limits, self.met[0])}")
         if "refused" in self.report:
-            raise WorkflowError(f"workflow command {self.report['refused']!s:.500}")
+            hint = f"\n({HINT})" if place.isolated else ""
+            raise WorkflowError(f"workflow command {self.report['refused']!s:.500}{hint}")
         assert program is not None
         program.reported_exit = code if isinstance(code := self.report.get("exit"), int) else None
         if program.reported_exit is None and not program.output_too_long:
@@ -144,7 +145,7 @@ class Sandboxed:
         outside = {"sandbox": _SCRIPT, **{name: path for name, path in self.wants.items() if isinstance(path, Path)}}
         seen = {name: f"/run/{name}" if inside else str(path) for name, path in outside.items()}
         judged = "left" in outside and inside
-        installed = filter(Path.is_dir, self._named)
+        installed = filter(os.path.isdir, self._named)
         visible = {*place.visible, *with_targets(searched(env, place.apart)), *installed}
         named = {each for each in self._named if not is_in(each, (*SYSTEM, *visible, *place.hidden))}
         size = limits.folder_size or _half_of_memory()

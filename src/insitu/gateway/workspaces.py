@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from glob import escape
 from pathlib import Path, PurePath
@@ -30,7 +30,7 @@ from insitu.gateway.sandbox import unpack
 from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
-from insitu.gateway.visible import has_any, named, own_python, repositories, with_targets
+from insitu.gateway.visible import HINT, PRIVATE, has_any, named, own_python, repositories, searched, with_targets
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, read_outcome
 from insitu.wire.child_process import describe_exit
@@ -53,6 +53,8 @@ _JUDGES = {
 }
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
+_MISSING = ("No such file or directory", "No module named", "Cannot find module", "not found")
+"""What programs say if they do not find a file."""
 _ISOLATED_VARIABLE = "INSITU_ISOLATED"
 _KEPT = "workspaces"
 """The folder of a run with the workspaces that are kept."""
@@ -70,14 +72,16 @@ class Workspaces:
         gateway: Gateway,
         config: Config,
         run_dir: Path,
-        variables: Collection[str],
+        variables: Mapping[str, str],
     ) -> None:
         assert keys.workspace is not None
         self.keys, self.settings, self._config, self.command = keys, keys.workspace, config, command
-        self.run_dir, self.root = Path(os.path.abspath(run_dir)), Path()
-        folders = (run_dir, config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir)
-        self._ours = [*dict.fromkeys(folder.resolve() for folder in folders)]
-        apart = [Path.home(), config.folder.resolve(), config.working_dir.resolve(), *self._ours]
+        self.run_dir, self.root, self._warned = Path(os.path.abspath(run_dir)), Path(), False
+        evaluations, runs = config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir
+        self._ours = {run_dir.resolve(): "output_dir", evaluations.resolve(): "eval.general.output_dir"}
+        self._ours[runs.resolve()] = "finetuning.output_dir"
+        apart = [*map(Path, (os.path.realpath(os.path.expanduser("~")), *PRIVATE)), config.folder.resolve()]
+        apart += [config.working_dir.resolve(), *self._ours]
         self.place = Place(keys.limits, gateway, keys.network != "host", variables, Cgroup.own(), apart)
 
     @asynccontextmanager
@@ -110,32 +114,42 @@ class Workspaces:
     def _hidden(self) -> Iterator[Path]:
         """What agents must not see: rows, results, the verifier's files, and repositories that may have them.
 
-        Raises ConfigError for files of the verifier that cannot be hidden.
+        Raises ConfigError for folders that cannot be hidden.
         """
         own, template = self._config.folder.resolve(), self.keys.verify_files
-        private = [own, *(path.parent for path in read_rows)]
+        private, variables = [own, *(path.parent for path in read_rows)], {**os.environ, **self.place.variables}
+        needed = {*self.place.visible, *with_targets(searched(variables, self.place.apart)), *self.named(self.command)}
         if template is not None:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
             private.append(checks := self._folder(fixed or ".", key).resolve())
-            if self.place.isolated and has_any(checks, [own, *self.place.visible, *self.named(self.command)]):
+            if self.place.isolated and has_any(checks, [own, *needed]):
                 raise ConfigError(
                     f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
                 )
             yield checks
-        if self.settings.git is not None:
-            local = self._local_repositories()
-            private += local
-            yield from local
-        yield from (path for folder in private for path in repositories(folder))
-        yield from read_rows
-        for folder in self._ours:
+        for folder, key in self._ours.items():
+            if self.place.isolated and (inside := sorted(path for path in needed if path.is_relative_to(folder))):
+                raise ConfigError(
+                    f"{key}: agents would see results in {folder}, which has {inside[0]}; choose another folder"
+                )
             yield from (folder, folder / _KEPT, *folder.parent.glob(f"{escape(folder.name)}.*"))
-        yield self.root.parent
+        for place in self._local_repositories() if self.settings.git is not None else ():
+            private.append(place)
+            yield from [place] if (place / "objects").is_dir() else []
+        yield from (path for folder in private for path in repositories(folder))
+        yield from (*read_rows, self.root.parent)
+
+    def warn_of_missing(self, said: str) -> None:
+        """Says what the first verifier said that may have missed a file."""
+        if not self._warned:
+            logger.warning("workflow.verify: %s (%s)", said, HINT)
+        self._warned = True
 
     def named(self, command: Sequence[str]) -> set[Path]:
         """What a command of the file names; see `visible.named`."""
-        return with_targets(named(command, self._config.folder, self.place.apart))
+        search = self.place.variables.get("PATH", os.environ.get("PATH"))
+        return with_targets(named(command, self._config.folder, search, self.place.apart))
 
     def _prepare(self) -> None:
         if self.settings.source is not None and "{" not in self.settings.source:
@@ -143,9 +157,13 @@ class Workspaces:
         if self.settings.git is not None:
             self._fetch()
         place = self.place
-        readable = [self._config.find_path(path, "workflow.workspace.readable") for path in self.settings.readable]
-        place.visible = with_targets([*own_python(place.apart), *readable])
-        place.hidden = with_targets(self._hidden())
+        key, readable = "workflow.workspace.readable", self.settings.readable
+        paths = [self._config.find_path(path, key) for path in readable]
+        for path in paths:
+            if has_any(path.resolve(), PRIVATE):
+                raise ConfigError(f"{key} has {path}; allowed: paths without {', '.join(PRIVATE)} in them")
+        place.visible = with_targets([*own_python(place.apart), *paths])
+        place.hidden = {Path(os.path.realpath(path)) for path in self._hidden()}
         if place.isolated:
             find_bubblewrap()
             self.place.empty = self.root / "empty"
@@ -333,5 +351,7 @@ class Workspace:
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
             problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)
             raise WorkflowError(f"workflow.verify: {verify[0]} {problem}: {done.stderr_tail}")
+        if code and self._all.place.isolated and any(text in done.stderr_tail for text in _MISSING):
+            self._all.warn_of_missing(f"{verify[0]} {describe_exit(code)}: {done.stderr_tail}")
         outcome = await asyncio.to_thread(read_outcome, written, answer, float(code == 0))
         return outcome.model_dump()
