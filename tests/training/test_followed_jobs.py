@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from waiting import until
 
-from insitu.errors import BackendUnavailable, JobFailed, JobLost
+from insitu.errors import BackendError, BackendUnavailable, JobFailed, JobLost
 from insitu.plugin_api import JobAdapter, TrainerAdapterConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
-from insitu.training.jobs import check_completed, follow, job_warnings, submit_once
+from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.training.jobs import check_completed, follow, job_warnings, new_version, submit_once
 
 REF = TrainingJobRef(run_id="r", backend="scripted", metadata={"job_id": "j-1"})
 COLLECTION = TrajectoryCollection(trajectories=[], run_id="r", epoch=2)
@@ -74,6 +75,15 @@ async def test_a_lost_job_is_submitted_again_but_not_forever() -> None:
     with pytest.raises(JobLost, match="gone"):
         await adapter.wait_until_complete(REF)
     assert adapter.submitted == 2
+    adapter = Scripted(*[JobLost("gone")] * 20, "completed")
+    adapter.submits_again_for = 60.0  # from the first loss on
+    assert (await adapter.wait_until_complete(REF)).status == "completed"
+    assert adapter.submitted == 20
+    adapter = Scripted(JobLost("gone"))
+    adapter.submits_again_for = 0.05
+    with pytest.raises(JobLost, match="gone"):
+        await adapter.wait_until_complete(REF)
+    assert adapter.submitted > 2
 
 
 async def test_an_interruption_is_told_to_the_adapter_and_its_status_reported() -> None:
@@ -106,3 +116,27 @@ def test_a_learner_that_is_far_from_what_has_sampled_is_told(gap: float | None, 
     assert [text.partition(":")[2].partition(":")[0].strip() for text in warnings] == (
         ["logprob_gap is 0.3, above 0.2"] if warned else []
     )
+
+
+@pytest.mark.parametrize(
+    ("gap", "tolerance", "warned"), [(0.02, 0.01, True), (0.01, 0.01, False), (None, 0.01, False), (0.02, None, False)]
+)
+def test_a_learner_that_differs_from_the_sampler_is_told(
+    gap: float | None, tolerance: float | None, warned: bool
+) -> None:
+    """By more than rounding, as far as that is known."""
+    status = TrainingJobStatus(run_id="r", backend="b", status="completed")
+    served = PolicyEndpoint(base_url="http://b/v1", model="m", api_key="k", logprob_tolerance=tolerance)
+    said = "WARNING: logprob_gap is 0.02, above 0.01: the log-probabilities of the sampler differ from the learner's"
+    assert [text.startswith(said) for text in job_warnings(status, gap, served)] == [True] * warned
+    assert job_warnings(status, gap, None) == []
+
+
+def test_a_job_after_which_the_backend_serves_what_it_served_before_is_an_error() -> None:
+    served = PolicyEndpoint(base_url="http://b/v1", model="m", api_key="k", version=3)
+    assert new_version(2, 2, served) == 3
+    assert new_version(1, None, served) == 3
+    assert new_version(1, None, None) is None
+    assert new_version(2, 3, None) is None
+    with pytest.raises(BackendError, match="epoch 2: the job completed, but the backend still serves policy version 3"):
+        new_version(2, 3, served)
