@@ -14,7 +14,8 @@ PRIVATE = ("/tmp", "/run", "/dev", "/proc")
 HINT = "it sees only files that it runs with, and those that workspace.readable names"
 _PROGRAMS = ("bin", "sbin", "shims", ".bin", "condabin")
 """Names of folders of programs, which belong to the installation around them."""
-_SEARCHED = ("PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+"""Variables that inherited_environment passes on; clients fail if they do not find these files."""
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".dvc")
 
 
@@ -42,7 +43,7 @@ def searched(variables: Mapping[str, str], apart: Collection[Path]) -> Iterator[
             yield _installation(folder, apart) or folder
             if os.path.isfile(folder.parent / "pyvenv.cfg"):  # its Python is elsewhere
                 yield from _installed([folder / "python"], apart)
-    for name in _SEARCHED:
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", *_CERTIFICATES):
         yield from _folders(variables, name)
 
 
