@@ -25,6 +25,7 @@ import pytest
 from factories import ROOT
 from fake_openai import FakeOpenAI
 from processes import commands_below, run_project, serving, start_project
+from refusals import refusal
 from waiting import until
 
 from insitu.config import load_config
@@ -1181,6 +1182,27 @@ def test_what_is_missing_is_found_before_anything_is_started(
         assert message in err
         assert "set network: host" in err
     assert not (example / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("copy: task", "copy: none", "workflow.workspace.copy: 'none' does not exist; looked for {}/none"),
+        ("copy: task", "copy: rows.jsonl", "workflow.workspace.copy: {}/rows.jsonl is not a folder"),
+        ("copy: task", "copy: task, readable: [lib]", "workflow.workspace.readable: 'lib' does not exist"),
+        ("verify_files: checks", "verify_files: x", "workflow.verify_files: 'x' does not exist; looked for {}/x"),
+        ("[./agent.py,", "[./agint.py,", "workflow.command: {}/agint.py does not exist"),
+        ("[./agent.py,", "[./rows.jsonl,", "workflow.command: {}/rows.jsonl is not executable"),
+        ("[python, -B,", "[pithon, -B,", "workflow.verify: there is no program 'pithon' in the folders of PATH"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_found_before_anything_is_started(
+    example: Path, before: str, after: str, message: str
+) -> None:
+    text = (example / "grpo.yml").read_text()
+    assert before in text
+    (example / "grpo.yml").write_text(text.replace(before, after))
+    assert refusal(example, file="grpo.yml").startswith(message.format(example))
 
 
 async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:

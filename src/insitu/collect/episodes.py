@@ -155,6 +155,7 @@ class LocalExecutor(Executor):
             where, block = "workflow" if name == WORKFLOW else f"functions.{name}", config.block(FUNCTION, name)
             if isinstance(block, FunctionBaseConfig):
                 block.check_code(where, config.folder, config.names(LLM))
+                block.check_files(where, config.find_path)
 
     @asynccontextmanager
     async def open(

@@ -11,6 +11,7 @@ import copy
 import json
 import os
 import re
+import shutil
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
@@ -94,6 +95,15 @@ class ProgramConfig(ExternalConfig):
         return b"" if self.stdin == "none" else str(convert(value, str)).encode(errors="replace")
 
 
+def _check_program(name: str, key: str, folder: Path, search: str | None) -> None:
+    path = str(folder / name) if os.sep in name else name
+    if shutil.which(path, path=search) is not None:
+        return
+    if path == name:
+        raise ConfigError(f"{key}: there is no program {name!r} in the folders of PATH")
+    raise ConfigError(f"{key}: {path} {'is not executable' if os.path.exists(path) else 'does not exist'}")
+
+
 class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
     """A program that runs once per episode and prints the answer."""
 
@@ -108,6 +118,10 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
     def check_code(self, where: str, folder: Path, llms: Collection[str]) -> None:
         if self.workspace is not None and self.network != "host":
             find_bubblewrap()
+        search = self.env.get("PATH")
+        _check_program(self.command[0], f"{where}.command", folder, search)
+        if self.verify is not None:
+            _check_program(self.verify[0], f"{where}.verify", folder, search)
 
     def run_settings(self) -> dict[str, Any]:
         if self.workspace is None:

@@ -1,12 +1,14 @@
 """The settings of workspaces: keys of `_type: command`."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from insitu.errors import ConfigError
 from insitu.gateway.templates import check_placeholders, template_texts
+from insitu.gateway.visible import PRIVATE, has_any
 from insitu.schemas.components import Block
 
 
@@ -108,6 +110,18 @@ class WorkspaceKeys(BaseModel):
         if self.workspace is not None:
             texts |= {"workspace.copy": self.workspace.source, "workspace.result": self.workspace.result}
         return [each for where, text in texts.items() if text for each in template_texts(text, where)]
+
+    def check_files(self, where: str, find: Callable[[str, str], Path]) -> None:
+        """As FunctionBaseConfig's; what has placeholders is found when a row fills them."""
+        if self.workspace is None:
+            return
+        for key, path in (("workspace.copy", self.workspace.source), ("verify_files", self.verify_files)):
+            if path is not None and "{" not in path and not (folder := find(path, f"{where}.{key}")).is_dir():
+                raise ConfigError(f"{where}.{key}: {folder} is not a folder")
+        for path in self.workspace.readable:
+            if has_any(found := find(path, f"{where}.workspace.readable").resolve(), PRIVATE):
+                without = f"paths without {', '.join(PRIVATE)} in them"
+                raise ConfigError(f"{where}.workspace.readable has {found}; allowed: {without}")
 
     def check_columns(self, columns: Collection[str]) -> None:
         for where, text in self._templates():

@@ -152,17 +152,12 @@ class Workspaces:
         return with_targets(named(command, self._config.folder, search, self.place.apart))
 
     def _prepare(self) -> None:
-        if self.settings.source is not None and "{" not in self.settings.source:
-            self._folder(self.settings.source, "workflow.workspace.copy")
+        self.keys.check_files("workflow", self._config.find_path)
         if self.settings.git is not None:
             self._fetch()
         place = self.place
-        key, readable = "workflow.workspace.readable", self.settings.readable
-        paths = [self._config.find_path(path, key) for path in readable]
-        for path in paths:
-            if has_any(path.resolve(), PRIVATE):
-                raise ConfigError(f"{key} has {path}; allowed: paths without {', '.join(PRIVATE)} in them")
-        place.visible = with_targets([*own_python(place.apart), *paths])
+        readable = [self._config.find_path(path, "workflow.workspace.readable") for path in self.settings.readable]
+        place.visible = with_targets([*own_python(place.apart), *readable])
         place.hidden = {Path(os.path.realpath(path)) for path in self._hidden()}
         if place.isolated:
             find_bubblewrap()

@@ -172,6 +172,12 @@ class FunctionBaseConfig(TypedBaseModel, BaseModelRegistryTag):
         `where` is the key of the block, `folder` that of the file, and `llms` are the file's models.
         """
 
+    def check_files(self, where: str, find: Callable[[str, str], Path]) -> None:
+        """Raises ConfigError if a file or folder that the block names is missing.
+
+        `where` is the key of the block, and `find` gives the place of a path, or raises ConfigError naming a key.
+        """
+
     def lacks_model(self) -> str | None:
         """What to change if the function can call no model; None: it can, or the block does not say."""
         return None
