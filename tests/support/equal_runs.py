@@ -98,12 +98,12 @@ class _Run:
         kept |= dict.fromkeys(TIMES & kept.keys(), "<time>")
         if kept.get("output_dir") == self._output_dir:
             kept["output_dir"] = "<run>"
-        if "sizes" in kept:  # the compressed size of a line depends on its times
+        if isinstance(kept.get("sizes"), dict):  # the compressed size of a line depends on its times
             kept["sizes"] = sorted(kept["sizes"])
-        if "target_modules" in kept:  # a set, which peft writes in any order
+        if isinstance(kept.get("target_modules"), list):  # a set, which peft writes in any order
             kept["target_modules"] = sorted(kept["target_modules"])
         kept.pop("adapter_config.json", None)  # its digest
-        if "blocks" in kept:
+        if isinstance(kept.get("blocks"), dict):
             kept["blocks"] = {name: self._episodes_at(name, *place) for name, place in kept["blocks"].items()}
         return kept
 

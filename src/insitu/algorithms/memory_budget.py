@@ -112,7 +112,8 @@ class Workload:
     `request_tokens` is the length of a prompt with its completion, `prompt_tokens` of a prompt that rows of a job
     share; `job_tokens` is the number of tokens that a training job computes; `versions` are the trained versions that
     are loaded to sample from, besides the starting weights. Without `trains`, the model is only served.
-    `whole_embeddings`: how many of the embeddings and the head are trained whole beside adapters.
+    `whole_embeddings`: how many of the embeddings and the head are trained whole beside adapters. A CPU samples in
+    bfloat16 with a packed copy of the matrices, and keys and values in float32.
     """
 
     dtype: str = "float32"
@@ -128,6 +129,7 @@ class Workload:
     prompt_tokens: int = 256
     kv_memory: int | None = None
     versions: int = 1
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,14 @@ class MemoryBudget:
     activations: int
     logits: int
     kv_token: int
+    packed: int = 0
     process: int = PROCESS
 
     @property
     def fixed(self) -> int:
         """All but keys and values."""
         learner = self.trained + self.gradients + self.optimizer + self.activations
-        return self.process + self.weights + learner + self.served + self.logits
+        return self.process + self.weights + self.packed + learner + self.served + self.logits
 
     @property
     def kv_request(self) -> int:
@@ -187,6 +190,12 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
     weights = shape.parameters * size
     if workload.quantization is not None:
         weights = int((shape.parameters - shape.linear) * size + shape.linear * QUANTIZED[workload.quantization])
+    packs = workload.dtype == "bfloat16" and not workload.on_gpu
+    packed = 0
+    if packs and workload.quantization is None:
+        packed = size * (shape.linear + shape.vocab * shape.hidden)
+        if workload.trains and lora is None:
+            packed *= 1 + workload.versions
     trained = 0
     if workload.trains:
         saved = workload.whole_embeddings * shape.vocab * shape.hidden
@@ -207,7 +216,8 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
         served=size * trained * workload.versions,
         activations=int(FRAGMENTS * size * tokens * _activations(shape, checkpointing=workload.gradient_checkpointing)),
         logits=4 * logits * shape.vocab,
-        kv_token=2 * size * shape.layers * shape.kv_heads * shape.head_size,
+        packed=packed,
+        kv_token=2 * (BYTES["float32"] if packs else size) * shape.layers * shape.kv_heads * shape.head_size,
     )
 
 

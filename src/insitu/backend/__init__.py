@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from insitu.disk.processor import processor_words
 from insitu.wire.http_access import AccessPolicy
 
 if TYPE_CHECKING:
@@ -43,13 +44,10 @@ def configure_math_libraries(environment: MutableMapping[str, str] = os.environ)
     until `active_waiting` has seen that other programs use the cores.
     """
     environment.setdefault("GOMP_SPINCOUNT", "30000")
-    try:
-        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return
+    processor = processor_words()
     if "GenuineIntel" in processor:
         environment.setdefault("MKL_CBWR", "AUTO,STRICT")
-    elif " avx2 " in processor and " avx512f " not in processor:
+    elif "avx2" in processor and "avx512f" not in processor:
         environment.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 

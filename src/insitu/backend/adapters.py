@@ -1,7 +1,9 @@
 """Linear layers with LoRA adapters: the products of peft's layers without the passes between them.
 
 peft multiplies the adapters' output by its scale and adds it to that of the frozen layer, both as tensors of the size
-of the output. Here each product adds to the result of the one before.
+of the output. Here each product adds to the result of the one before, that of the frozen layer last: it is summed in
+float32 and rounded once. In bfloat16, the output of an adapter that has learned little is less than half of the last
+digit of the frozen layer's, so that it would be lost if it were added to the rounded one.
 
 Shapes: T tokens, I inputs, O outputs, R rank.
 """
@@ -12,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
+
+from insitu.backend.packed import PackedLinear, packed_linear, packs
 
 
 def speed_up(module: nn.Module) -> None:
@@ -49,7 +53,7 @@ def _fast_layer() -> Any:
 def _is_simple(layer: Any) -> bool:
     """Whether a layer has one adapter, over frozen weights that are not quantized."""
     base, names = layer.base_layer, layer.active_adapters
-    if layer.disable_adapters or layer.merged or len(names) != 1 or type(base) is not nn.Linear:
+    if layer.disable_adapters or layer.merged or len(names) != 1 or type(base) not in (nn.Linear, PackedLinear):
         return False
     (name,) = names
     if name not in layer.lora_A or name in layer.lora_variant or layer.lora_dropout[name].training:
@@ -65,7 +69,11 @@ def _products(
     tokens, missing = len(x_TI), len(a_RI) - len(x_TI)
     padded = pad(x_TI, (0, 0, 0, missing)) if missing > 0 and x_TI.device.type == "cpu" else x_TI
     low_TR = (padded @ a_RI.t())[:tokens]
-    return linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale), low_TR
+    added_TO = x_TI.new_empty(tokens, len(b_OR)).addmm_(low_TR, b_OR.t(), beta=0, alpha=scale)
+    if packs(weight_OI):
+        return packed_linear(x_TI, weight_OI, bias_O, added_TO), low_TR
+    output_TO = added_TO.addmm_(x_TI, weight_OI.t())
+    return output_TO if bias_O is None else output_TO.add_(bias_O), low_TR
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -87,5 +95,5 @@ class _AdaptedLinear(torch.autograd.Function):
         low_gradient_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
         of_x_TI = None
         if ctx.needs_input_grad[0]:
-            of_x_TI = (gradient_TO @ weight_OI).addmm_(low_gradient_TR, a_RI)
+            of_x_TI = (low_gradient_TR @ a_RI).addmm_(gradient_TO, weight_OI)
         return of_x_TI, None, None, low_gradient_TR.t() @ x_TI, (gradient_TO.t() @ low_TR).mul_(ctx.scale), None

@@ -131,7 +131,7 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
     if cached is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return cached.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+        return cached.attend(module.layer_idx, query, key, value, scale).to(value.dtype), None  # type: ignore[arg-type]
     assert tree is not None
     return _attend_to_tree(query, key, value, tree, scaling), None
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from insitu.algorithms.memory_budget import Workload, memory_budget, model_shape
 from insitu.backend.adapters import speed_up
+from insitu.backend.packed import pack_linears
 from insitu.backend.quantization import quantizer
 from insitu.disk.files import available_memory, readable_bytes
 from insitu.disk.gguf_files import is_gguf, model_location, weights_location
@@ -33,6 +34,7 @@ from insitu.disk.model_files import (
     split_revision,
     stored_model,
 )
+from insitu.disk.processor import cpu_dtype, processor_words
 from insitu.errors import BackendError
 from insitu.formats.templates import chosen_template, template_error
 
@@ -41,9 +43,6 @@ logger = logging.getLogger(__name__)
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone, over keys and values of single tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BFLOAT16_ABOVE, BFLOAT16_FLAG = 100_000_000, "amx_bf16"
-"""Parameters above which frozen weights are loaded in bfloat16 on a CPU with this flag: it is faster then. With
-`avx512_bf16` alone, bfloat16 is slower than float32: 5 s and 3 s for a job of SmolLM2-135M, LoRA of rank 16."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def load_model(
     has_tokenizer = adapter and (Path(source) / "tokenizer.json").exists()
     tokenizer = _tokenizer(source if has_tokenizer else base, chat_template)
     if dtype == "auto" and torch_device.type == "cpu":
-        torch_dtype = cpu_dtype(cpu_flags(), _parameters(base, config) if frozen else 0)
+        torch_dtype = DTYPES[cpu_dtype(processor_words(), _parameters(base, config) if frozen else 0)]
     elif dtype == "auto":
         torch_dtype = getattr(config, "dtype", None) or torch.float32
     elif dtype in DTYPES:
@@ -116,6 +115,8 @@ def load_model(
             raise BackendError(f"the weights of {source} cannot be used: {name} has NaN or infinite values")
     if quantize is not None:
         quantize(module, torch_device)
+    else:
+        pack_linears(module)
     module.eval().requires_grad_(False)
     max_length = _max_length(config, tokenizer)
     return LoadedModel(module, tokenizer, torch_device, torch_dtype, max_length, source, quantization)
@@ -137,18 +138,6 @@ def _check_memory(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> 
         problem = f"the weights of {source} take {readable_bytes(weights)} in {name}"
         free = f"{readable_bytes(machine.available)} of {readable_bytes(machine.total)} of memory are free"
         raise BackendError(f"{problem}, but {free}; use {smaller}")
-
-
-def cpu_dtype(flags: Collection[str], frozen_parameters: int) -> torch.dtype:
-    """The dtype of a model on a CPU with these flags if none is asked for; the same on each such machine."""
-    fast = frozen_parameters > BFLOAT16_ABOVE and BFLOAT16_FLAG in flags
-    return torch.bfloat16 if fast else torch.float32
-
-
-def cpu_flags() -> set[str]:
-    """What this CPU can do, by the names of torch; none if this release of torch cannot say."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return {name for name, value in capabilities.items() if value is True}
 
 
 def _parameters(base: str, config: PreTrainedConfig) -> int:

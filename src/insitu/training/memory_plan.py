@@ -131,6 +131,7 @@ class MemoryPlan:
             ("served versions", budget.served, f"{workload.versions} beside the starting weights"),
             ("activations", budget.activations, "of a micro-batch"),
             ("logits", budget.logits, f"a vocabulary of {self.shape.vocab:,}"),
+            *([("packed weights", budget.packed, "to sample on a CPU")] if budget.packed else []),
             ("process", budget.process, "Python and torch"),
             ("keys and values", budget.kv_request, f"one request of about {workload.request_tokens:,} tokens"),
         ]

@@ -117,15 +117,24 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
     return [result for _, result in sorted(await asyncio.gather(*map(one, order)))]
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["llama", "qwen2", "gpt2"]))
-async def test_what_is_sampled_depends_on_the_request_alone(folders, name):
+SAMPLED = [
+    ("llama", "float32"),
+    ("llama", "bfloat16"),
+    ("qwen2", "float32"),
+    ("qwen2", "bfloat16"),
+    ("gpt2", "float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), slow_after(2, SAMPLED))
+async def test_what_is_sampled_depends_on_the_request_alone(folders, name, dtype):
     """Nor on the room there is for keys and values: the youngest of too many sequences are computed again."""
     load = mixed_load(seed=1, count=12, longest=BLOCK - 20 if name == "llama" else 150)
     results = []
     trials = [(0, 2**28, 1, None), (0.2, 2**28, 2, None), (0.05, 1, 3, None), (0, 2**28, 2, 4 * BLOCK)]
     for trial, (gap, prefix_bytes, threads, kv_tokens) in enumerate(trials):
         room = kv(kv_tokens, 512 if name == "gpt2" else 256)
-        async with running(folders[name], prefix_bytes=prefix_bytes, threads=threads, **room) as engine:
+        async with running(folders[name], dtype, prefix_bytes=prefix_bytes, threads=threads, **room) as engine:
             order = list(range(len(load)))
             random.Random(trial).shuffle(order)
             results.append(await sampled_in_order(engine, load, order, gap, trial))
@@ -228,13 +237,13 @@ def test_mkl_is_asked_for_reproducible_products():
     assert chosen == {"MKL_CBWR": "AVX2", "GOMP_SPINCOUNT": "1"}
 
 
-async def test_prompts_are_padded_together_in_bfloat16(folders):
+async def test_prompts_are_padded_together_in_float16(folders):
     """Of several lengths, some with a block before: their logits are those of each alone, up to rounding."""
     rng = random.Random(4)
     start = [rng.randrange(256) for _ in range(BLOCK)]
     prompts = [[1], [2] * 9, start[:70], [*start, 5], [*start, *start[:40]], start]
     load = asks([], [params(0, 1, temperature=1)])[0].params
-    loaded = load_model(str(folders["llama"]), "cpu", "bfloat16")
+    loaded = load_model(str(folders["llama"]), "cpu", "float16")
     async with running(loaded, prefill_tokens=4096) as engine:
         passes: list[tuple[int, ...]] = []
         loaded.module.register_forward_pre_hook(

@@ -1,9 +1,10 @@
 """Checks at the start: how a model is computed over stored keys and values, and in which batches.
 
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
-MKL's strict reproducibility, which `insitu backend` asks for, they do not. `BatchShapes` checks it once on the model
-itself; where it does not hold, only batch sizes that agree are used, and prompts are computed alone, padded to
-multiples of the smallest of them: what a request samples does not depend on the other requests in its batch.
+MKL's strict reproducibility, which `insitu backend` asks for, they do not, and in bfloat16 not with packed weights (see
+`backend.packed`). `BatchShapes` checks it once on the model itself; where it does not hold, only batch sizes that agree
+are used, and prompts are computed alone, padded to multiples of the smallest of them: what a request samples does not
+depend on the other requests in its batch.
 
 MKL's kernels for AVX2, by experiment: a thread computes four rows at a time, and a remainder of fewer rows by another
 kernel. If a product has more columns than rows, threads split the columns instead, and a thread with fewer than 16 of
@@ -50,12 +51,12 @@ class BatchShapes:
     def __init__(self, module: nn.Module, max_rows: int, attends_here: bool) -> None:
         self.max_rows = max_rows
         self.attends_here = attends_here
-        self.layout: Layout = Runner(module).layout()
+        self.layout: Layout = Runner(module).layout(attends_here=attends_here)
         self.vocab_size = int(text_config(module).vocab_size)
         self.any_size = False
         weight = next(module.parameters())
-        # Kernels of other devices guarantee nothing, and rounding to 16 bits would hide differences from the check.
-        is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
+        # Kernels of other devices guarantee nothing, nor do those for float16.
+        is_exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
         threads = torch.get_num_threads()
         narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
         fewest = max((size for size in narrow if size < 16 * threads), default=1)
@@ -191,7 +192,7 @@ def _cache_error(runner: Runner, length: int) -> float:
     only = {"logits_to_keep": 2} if runner.selects_logits else {}
     input_ids = torch.tensor([prompt], device=runner.device)
     expected_2V = module(input_ids=input_ids, use_cache=False, **only).logits[0, -2:].float()
-    layout, blocks, done = Runner(module).layout(), [], 0
+    layout, blocks, done = Runner(module).layout(attends_here=runner.attends_here), [], 0
     while done < length - 1:
         start, done = next_span(length - 1, done)
         blocks.append(Block(layout, done - start))

@@ -1,8 +1,9 @@
 """What the rows of one forward pass read and write, and their attention: a decoding step, or spans of prompts.
 
-On a CPU in float32 attention is computed here, where no result depends on what else is in the batch: each row attends
-to its own tokens, and a block that several rows share is read once for all of them. On other devices, in 16 bits, and
-for models with sliding windows or modified scores, the model's own attention reads padded keys and values.
+On a CPU attention is computed here, where no result depends on what else is in the batch: each row attends to its own
+tokens, and a block that several rows share is read once for all of them. Decoding steps attend in float32. On other
+devices, in float16, and for models with sliding windows or modified scores, the model's own attention reads padded keys
+and values.
 
 Shapes: B rows of a decoding step, H heads of queries, G heads of keys, R = H / G, T positions, D head size, W positions
 of a window.
@@ -69,15 +70,15 @@ class DecodeBatch:
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.windows.layers[layer]
-        keys[self._slot_B, :, self._offset_B] = key[:, :, 0]
-        values[self._slot_B, :, self._offset_B] = value[:, :, 0]
+        keys[self._slot_B, :, self._offset_B] = key[:, :, 0].to(keys.dtype)
+        values[self._slot_B, :, self._offset_B] = value[:, :, 0].to(values.dtype)
         count = len(self._blocks)
         return keys[:count, :, : self.width], values[:count, :, : self.width]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys_BGWD, values_BGWD = self._store(layer, key, value)
         count, heads = key.shape[:2]
-        query_BGRD = query.view(count, heads, -1, query.shape[-1]) * scale
+        query_BGRD = query.view(count, heads, -1, query.shape[-1]).to(keys_BGWD.dtype) * scale
         scores = _product(query_BGRD.flatten(0, 1), keys_BGWD.flatten(0, 1).transpose(1, 2))
         scores_BGRW = scores.view(*query_BGRD.shape[:3], -1).masked_fill_(self._hidden_B11W, -torch.inf)
         if not self._deep:
@@ -199,7 +200,8 @@ class PrefillBatch:
             self._store(span, layer, keys, values)
             own = causal(query[:, :, part], keys, values, scale)
             if span.before:
-                before = [torch.cat([b.layers[layer][which] for b in span.before], 1)[None] for which in (0, 1)]
+                blocks = [torch.cat([b.layers[layer][which] for b in span.before], 1)[None] for which in (0, 1)]
+                before = [each.to(keys.dtype) for each in blocks]
                 own = merged(own, visible(query[:, :, part], before[0], before[1], scale))
             results.append(own[0])
         padding = query.shape[2] - self._parts[-1].stop

@@ -99,16 +99,16 @@ class Runner:
     @property
     def can_attend_here(self) -> bool:
         """Whether `attends_here` may be tried: its results are checked."""
-        exact = self.device.type == "cpu" and self._dtype == torch.float32
-        return exact and self._masks_of == ["full_attention"] and not self._by_layer_type
+        can_be_exact = self.device.type == "cpu" and self._dtype in (torch.float32, torch.bfloat16)
+        return can_be_exact and self._masks_of == ["full_attention"] and not self._by_layer_type
 
-    def layout(self) -> Layout:
-        """What the model stores for each token, as a forward pass shows."""
+    def layout(self, *, attends_here: bool = False) -> Layout:
+        """What the model stores for each token, as a forward pass shows; with `attends_here` in float32."""
         shapes = _Shapes()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._forward(shapes, zero, zero, zero)
         layers = tuple(shapes.layers[number] for number in range(self._num_layers))
-        return Layout(layers, shapes.dtype, self.device)
+        return Layout(layers, torch.float32 if attends_here else shapes.dtype, self.device)
 
     def prefill(self, spans: Sequence[Span], rows: int = 1) -> torch.Tensor:
         """Computes spans into their blocks; returns the logits after the last token of each.

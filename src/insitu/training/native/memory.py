@@ -8,6 +8,7 @@ from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import stored_model
+from insitu.disk.processor import cpu_dtype, processor_words
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
@@ -39,8 +40,13 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     longest = min(block.max_length or shape.max_length, shape.max_length)
     staleness = trainer.epochs_ahead if trainer is not None else 0
     saved = training.lora.modules_to_save if training.lora is not None else []
+    dtype: str = block.dtype
+    if dtype == "auto" and on_gpu:
+        dtype = shape.dtype or "float32"
+    elif dtype == "auto":
+        dtype = cpu_dtype(processor_words(), shape.parameters if training.lora is not None else 0)
     workload = Workload(
-        dtype=block.dtype if block.dtype != "auto" else (shape.dtype or "float32") if on_gpu else "float32",
+        dtype=dtype,
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
         whole_embeddings=sum(name.rpartition(".")[2] in _EMBEDDINGS for name in saved),
         quantization=block.quantization,
@@ -52,6 +58,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
         prompt_tokens=0 if on_gpu or training.attention == "padded" else prompt,
         kv_memory=block.kv_memory,
         versions=1 + staleness,
+        on_gpu=on_gpu,
     )
     finetuning = config.finetuning
     kept = kept_versions(block.keep, finetuning.num_epochs, staleness, keeps_best=finetuning.validation is not None)
