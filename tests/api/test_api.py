@@ -341,6 +341,18 @@ REFUSED = [
         "ConfigError: the keyword 'epoch' does not exist (did you mean 'epochs'?); available: agent, score, train",
     ),
     (
+        "finetune(answer, score, train=ROWS, model=MODEL, lora={'rank': 4})",
+        'ConfigError: lora is a key of training, not a keyword; give finetuning={"training": {"lora": ...}}',
+    ),
+    (
+        "finetune(answer, score, train=ROWS, model=MODEL, finetuning={'training': {'lora': {'rank': 0}}})",
+        "ConfigError: trainer_adapters.backend.training.lora.rank: Input should be greater",
+    ),
+    (
+        "finetune(answer, score, train=ROWS, finetuning={'model': MODEL, 'training': {'lora': {'rank': 0}}})",
+        "ConfigError: trainer_adapters.backend.training.lora.rank: Input should be greater",
+    ),
+    (
         "evaluate(answer, score, ROWS, model=MODEL, repetition=3)",
         "ConfigError: the keyword 'repetition' does not exist (did you mean 'repetitions'?)",
     ),

@@ -652,8 +652,16 @@ print(*filter(os.path.exists, ('/home', '/var', '/srv', '/boot', '/work/shared')
 
 async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -> None:
     (project / "helper.py").touch()
-    with pytest.raises(WorkflowError, match=r"No module named 'helper'.*\n.*\n.*those that workspace.readable names"):
+    told = (
+        r"\(it sees only files that it runs with, and those that workspace.readable names; helper.py lies in "
+        rf"{project}: workspace\.readable: \[helper\.py\] shows it there, as its whole path in the command does\) "
+    )
+    with pytest.raises(WorkflowError, match=rf"No module named 'helper'\n{told}"):
         await outcome(project, server, "import helper")
+    with pytest.raises(WorkflowError, match=rf"can't open file .*helper\.py.*\n{told}"):
+        await outcome(project, server, "", command=["python", "helper.py"])
+    with pytest.raises(WorkflowError, match=r"No module named 'nothing'\n\(it sees .* workspace\.readable names\) "):
+        await outcome(project, server, "import nothing")
     (project / "helper.py").write_text("#!/usr/bin/env python3\nprint('helped')")
     (project / "helper.py").chmod(0o755)
     assert await outcome(project, server, "", command=["task/../helper.py"]) == "helped"
@@ -722,7 +730,7 @@ async def test_a_verifier_that_misses_a_file_is_told_once(
     assert len(said) == 1
     assert "judge ended with exit code 1: " in said[0]
     assert "No module named 'helper_of_the_judge'" in said[0]
-    assert "(it sees only files that it runs with, and those that workspace.readable names)" in said[0]
+    assert "(it sees only files that it runs with, verify_files, and those that workspace.readable names)" in said[0]
 
 
 async def test_an_agent_does_not_speak_to_the_terminal(project: Path, server: FakeOpenAI) -> None:

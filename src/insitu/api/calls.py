@@ -35,6 +35,7 @@ from insitu.runs.resume import check_same_run, find_run
 from insitu.runs.store import OUTPUT_DIR, set_aside
 from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.training_jobs import TrainingSettings
 from insitu.starter import tiny_training
 from insitu.training.runtime import check_run, evaluation_main, finetuning_main
 from insitu.wire.redaction import remember_environment, results_console
@@ -90,6 +91,7 @@ def finetune(
     """
     project, output = _project(finetune, locals(), "train", "finetuning.output_dir", "runs")
     project.set("finetuning.enabled", True)
+    sections = dict(project.long_form(sections))
     set_tiny_training(project, config, sections)
     train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))  # read twice
     checked = partial(checked_settings, project, ("train", train), held_out, sections)
@@ -179,6 +181,9 @@ def _check_keywords(function: Callable[..., Any], sections: Mapping[str, Any]) -
     """Raises ConfigError for a keyword that is neither a parameter nor a section of a file."""
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
     for name in sections:
+        if name in TrainingSettings.model_fields:
+            example = f'finetuning={{"training": {{"{name}": ...}}}}'
+            raise ConfigError(f"{name} is a key of training, not a keyword; give {example}")
         if name not in SECTIONS:
             raise ConfigError(not_found("the keyword", name, [*known, *SECTIONS]))
 
@@ -189,7 +194,8 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
     blocks = [each for each in adapters.values() if isinstance(each, Mapping)] if isinstance(adapters, Mapping) else []
     present = {
         "an agent": url is not None or "workflow" in sections,
-        "model": any(not each.keys().isdisjoint(("model", "url", "_type")) for each in blocks),
+        "model": any(not each.keys().isdisjoint(("model", "url", "_type")) for each in blocks)
+        or nested(sections, "finetuning.model") is not None,
     }
     missing = [name for name, value in arguments.items() if value is None and not present.get(name)]
     if config is None and missing:

@@ -17,7 +17,7 @@ from insitu.collect.datasets import file_format
 from insitu.config import read_settings
 from insitu.config.code import place_of
 from insitu.config.resolved import nested, without_secrets
-from insitu.config.short_form import PARTS, expanded, merged
+from insitu.config.short_form import OF_ADAPTER, PARTS, expanded, merged
 from insitu.config.yaml_loader import dump_yaml, override
 from insitu.disk.files import write_file
 from insitu.errors import ConfigError, a_type
@@ -112,8 +112,18 @@ class Project:
 
     def merge(self, sections: Mapping[str, Any]) -> None:
         """Adds sections of a file; their keys take precedence."""
-        for name, values in sections.items():
+        for name, values in self.long_form(sections).items():
             self.settings[name] = merged(self.settings.get(name), values)
+
+    def long_form(self, sections: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The sections, with the adapter's keys that the short form has in `finetuning` in the adapter's block."""
+        finetuning = sections.get("finetuning")
+        if not isinstance(finetuning, Mapping) or finetuning.keys().isdisjoint(OF_ADAPTER):
+            return sections
+        kind, name = self.block("trainer_adapter").split(".", 1)
+        given = {key: finetuning[key] for key in OF_ADAPTER if key in finetuning}
+        others = {key: value for key, value in finetuning.items() if key not in given}
+        return {**sections, "finetuning": others, kind: merged({name: given}, sections.get(kind) or {})}
 
     def code(self, code: Any, caller: Mapping[str, Any]) -> CodeRef:
         """A function or object, with the name by which a file can import it."""

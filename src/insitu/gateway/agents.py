@@ -31,7 +31,7 @@ from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
 from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
-from insitu.gateway.visible import HINT
+from insitu.gateway.visible import misses_file, missing_note
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
 from insitu.schemas.components import Block, FunctionBaseConfig, LLMRef
@@ -287,10 +287,10 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
         if code := done.exit_code:
             message = f"{name} {describe_exit(code)}: {done.stderr_tail}"
-            if withheld := sorted(os.environ.keys() - variables.keys()):
+            if workspace is not None and workspace.address is not None and misses_file(done.stderr_tail):
+                message += f"\n({missing_note(done.stderr_tail, folder)})"
+            elif withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"
-            if workspace is not None and workspace.address is not None:
-                message += f"\n({HINT})"
             raise endpoint.error(message)
         return done
 

@@ -1,6 +1,7 @@
 """What confined programs see of this machine besides the system's folders: what they run with, and what is named."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,11 +13,26 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc"
 PRIVATE = ("/tmp", "/run", "/dev", "/proc")
 """Folders that are other ones for confined programs."""
 HINT = "it sees only files that it runs with, and those that workspace.readable names"
+_MISSING = ("No such file or directory", "No module named", "Cannot find module", "not found")
+"""What programs say if they do not find a file."""
 _PROGRAMS = ("bin", "sbin", "shims", ".bin", "condabin")
 """Names of folders of programs, which belong to the installation around them."""
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 """Variables that inherited_environment passes on; clients fail if they do not find these files."""
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj", ".dvc")
+
+
+def misses_file(said: str) -> bool:
+    return any(text in said for text in _MISSING)
+
+
+def missing_note(said: str, folder: Path) -> str:
+    """What a confined program that says that it misses a file can be told; `folder` is that of the YAML file."""
+    words = {word for line in said.splitlines() if misses_file(line) for word in re.findall(r"[\w./-]+", line)}
+    names = {name for word in words for name in (os.path.basename(word), f"{word.split('.')[0]}.py")}
+    beside = sorted(name for name in names if name.strip(".") and (folder / name).is_file())
+    shown = f"workspace.readable: [{', '.join(beside)}] shows it there, as its whole path in the command does"
+    return HINT + (f"; {beside[0]} lies in {folder}: {shown}" if beside else "")
 
 
 def has_any(folder: Path, paths: Iterable[str | Path]) -> bool:

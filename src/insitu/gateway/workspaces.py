@@ -30,7 +30,17 @@ from insitu.gateway.sandbox import unpack
 from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
-from insitu.gateway.visible import HINT, PRIVATE, has_any, named, own_python, repositories, searched, with_targets
+from insitu.gateway.visible import (
+    HINT,
+    PRIVATE,
+    has_any,
+    misses_file,
+    named,
+    own_python,
+    repositories,
+    searched,
+    with_targets,
+)
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspace_files import REWARD_FILE, read_outcome
 from insitu.wire.child_process import describe_exit
@@ -53,8 +63,6 @@ _JUDGES = {
 }
 """Environment variables of verifiers. Python does not add the current folder or the script's folder to `sys.path`, and
 Git ignores bare repositories and hooks."""
-_MISSING = ("No such file or directory", "No module named", "Cannot find module", "not found")
-"""What programs say if they do not find a file."""
 _ISOLATED_VARIABLE = "INSITU_ISOLATED"
 _KEPT = "workspaces"
 """The folder of a run with the workspaces that are kept."""
@@ -143,7 +151,7 @@ class Workspaces:
     def warn_of_missing(self, said: str) -> None:
         """Says what the first verifier said that may have missed a file."""
         if not self._warned:
-            logger.warning("workflow.verify: %s (%s)", said, HINT)
+            logger.warning("workflow.verify: %s (%s)", said, HINT.replace("with,", "with, verify_files,"))
         self._warned = True
 
     def named(self, command: Sequence[str]) -> set[Path]:
@@ -346,7 +354,7 @@ class Workspace:
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
             problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)
             raise WorkflowError(f"workflow.verify: {verify[0]} {problem}: {done.stderr_tail}")
-        if code and self._all.place.isolated and any(text in done.stderr_tail for text in _MISSING):
+        if code and self._all.place.isolated and misses_file(done.stderr_tail):
             self._all.warn_of_missing(f"{verify[0]} {describe_exit(code)}: {done.stderr_tail}")
         outcome = await asyncio.to_thread(read_outcome, written, answer, float(code == 0))
         return outcome.model_dump()
