@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -23,9 +24,28 @@ def config(tmp_path: Path) -> Config:
 
 
 def started_with(folder: Path, config: Config, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     settings = {"config": resolved_config(config), **changes}
     (folder / "run.json").write_text(json.dumps(settings, default=str))
     return folder
+
+
+def test_a_run_that_is_moved_aside_can_be_continued(tmp_path: Path, config: Config, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    builder, said = Builder(config), []
+    for status, epoch in (("failed", 1), ("completed", config.finetuning.num_epochs)):
+        started_with(Path("run"), config)
+        progress = RunProgress(run_id="r", status=status, epoch=epoch, policy_version=epoch)
+        Path("run/progress.json").write_text(progress.model_dump_json())
+        Path("run/episodes.jsonl.gz").touch()
+        run = ResumableRun("r2")
+        said += run.open_folder(Path("run"), builder, {})
+        run.store.close()
+        rmtree("run")
+    assert said == [
+        "moved the earlier run in run, which was not complete, to run.1: --resume run.1 continues it",
+        "moved the earlier run in run to run.2",
+    ]
 
 
 @pytest.mark.parametrize(("changed", "more"), [(10, ""), (12, "; and 2 more")])
