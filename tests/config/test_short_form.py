@@ -163,6 +163,15 @@ def test_what_was_refused_still_is(write: Write) -> None:
         ({"finetuning.model": 3}, "finetuning.model: Input should be a valid string (got 3)"),
         ({"trainers": ["grpo"]}, "trainers must be a mapping, not a list"),
         ({"trainers": {"grpo": 3}}, "trainers.grpo must be a mapping with the key _type"),
+        (
+            {"llms.studnet.temperature": 0.5},
+            "llms.studnet must be a mapping with the key _type (the name of a registered component) "
+            "(did you mean 'student'?)",
+        ),
+        (
+            {"eval.evaluators": {"_type": "exact_match"}},
+            "eval.evaluators has a block for each name: {NAME: {_type: exact_match}}",
+        ),
         ({"trainer_adapters": 3}, "trainer_adapters must be a mapping, not a number"),
         ({"eval": 3}, "eval must be a mapping, not a number"),
         ({"finetuning.trainer": "nobody"}, "finetuning.trainer: 'nobody' does not exist"),

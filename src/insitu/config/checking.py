@@ -17,7 +17,7 @@ from insitu.config.code import import_module, load_code
 from insitu.config.keys import holds_secret, key_names, references, secret_values, takes_reward, unknown_keys
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded
 from insitu.config.yaml_loader import expand, value_type
-from insitu.errors import ConfigError, key_of, not_found
+from insitu.errors import ConfigError, did_you_mean, key_of, not_found
 from insitu.registry import frameworks, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
 from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, file_name_problem, matching_llms, warn_once
@@ -182,7 +182,13 @@ class Validator:
 
     def _component(self, kind: Kind, block: Any, where: str) -> TypedBaseModel | None:
         if not isinstance(block, dict) or not isinstance(block.get("_type"), str):
-            self.problems.append(f"{where} must be a mapping with the key _type (the name of a registered component)")
+            section, _, name = where.rpartition(".")
+            if name == "_type":
+                self.problems.append(f"{section} has a block for each name: {{NAME: {{_type: {block}}}}}")
+                return None
+            near = did_you_mean(name, [each for at, each in self.blocks if at == kind.section])
+            problem = f"{where} must be a mapping with the key _type (the name of a registered component)"
+            self.problems.append(problem + near)
             return None
         registration = registry.find(kind, block["_type"])
         if registration is None:
