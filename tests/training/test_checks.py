@@ -60,6 +60,23 @@ def test_a_server_that_does_not_answer_yet(tmp_path: Path) -> None:
     asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml")))
 
 
+def test_a_score_that_no_row_has_an_answer_for(tmp_path: Path) -> None:
+    folder = digits_project(tmp_path)
+    path = folder / "config.yml"
+    write_rows(folder, [{"say": "a"}])
+    config = yaml.safe_load(path.read_text())
+    for block, is_refused in (("exact_match", True), ("regex", False)):
+        config["eval"]["evaluators"]["other"] = {"_type": block} | ({} if is_refused else {"pattern": "a"})
+        path.write_text(yaml.safe_dump(config))
+        if not is_refused:
+            asyncio.run(check_run(FinetuneRunConfig(config_file=path)))
+            continue
+        assert refusal(folder) == (
+            "eval.evaluators.other: no row has an expected answer; eval.general.dataset.structure.answer_key names its "
+            "column, of id, question"
+        )
+
+
 def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:
     """It is no error in a service, nor if the service's is the only one."""
     folder = digits_project(tmp_path, workflow={"_type": "python", "function": "alone.py:answer"})

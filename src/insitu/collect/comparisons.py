@@ -3,14 +3,14 @@
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from insitu.builder import Builder
 from insitu.collect.scores import FunctionEvaluator
-from insitu.errors import WorkflowError
+from insitu.errors import ConfigError, WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorBaseConfig, EvaluatorInfo
 from insitu.workflow.functions import convert
@@ -33,7 +33,21 @@ def _alternatives(expected: Any) -> list[Any]:
     return expected if isinstance(expected, list) else [expected]
 
 
-class TextConfig(EvaluatorBaseConfig):
+class ComparisonConfig(EvaluatorBaseConfig):
+    """What is compared with the row's expected answer."""
+
+    @property
+    def needs_expected(self) -> bool:
+        return True
+
+    def check_rows(self, where: str, rows: Sequence[EvalInputItem]) -> None:
+        if self.needs_expected and rows and all(row.expected_output_obj is None for row in rows):
+            columns = dict.fromkeys(column for row in rows for column in row.full_dataset_entry)
+            key = "eval.general.dataset.structure.answer_key names its column"
+            raise ConfigError(f"{where}: no row has an expected answer; {key}, of {', '.join(columns)}")
+
+
+class TextConfig(ComparisonConfig):
     """What counts as the same text."""
 
     ignore_case: bool = False
@@ -70,7 +84,7 @@ class ContainsConfig(TextConfig, name="contains"):
         return float(enough), f"missing: {', '.join(missing) or 'nothing'}"
 
 
-class RegexConfig(EvaluatorBaseConfig, name="regex"):
+class RegexConfig(ComparisonConfig, name="regex"):
     """1 if the answer matches a regular expression, otherwise 0; with `group`, if that part is the expected answer."""
 
     pattern: str
@@ -79,6 +93,10 @@ class RegexConfig(EvaluatorBaseConfig, name="regex"):
     """Number or name of a group, whose text must be the expected answer."""
     ignore_case: bool = False
     """Whether upper and lower case are the same."""
+
+    @property
+    def needs_expected(self) -> bool:
+        return self.group is not None
 
     @field_validator("pattern")
     @classmethod
@@ -109,7 +127,7 @@ class RegexConfig(EvaluatorBaseConfig, name="regex"):
         return float(same), f"found {found!r:.200}, expected {wanted!r:.200}"
 
 
-class JsonFieldsConfig(EvaluatorBaseConfig, name="json_fields"):
+class JsonFieldsConfig(ComparisonConfig, name="json_fields"):
     """The share of fields of a JSON answer that equal those of the expected one; an answer that is not JSON has 0."""
 
     fields: list[str] | None = None
@@ -131,7 +149,7 @@ class JsonFieldsConfig(EvaluatorBaseConfig, name="json_fields"):
         return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
 
 
-class NumericConfig(EvaluatorBaseConfig, name="numeric"):
+class NumericConfig(ComparisonConfig, name="numeric"):
     """1 if the last number of the answer is close to the expected one, otherwise 0, or less the farther it is."""
 
     tolerance: float = Field(default=0.0, ge=0)

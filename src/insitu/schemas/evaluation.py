@@ -38,6 +38,9 @@ class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     def check_code(self, where: str, folder: Path) -> None:
         """Raises ConfigError if the code that the block names cannot score; `folder` is that of the file."""
 
+    def check_rows(self, where: str, rows: Sequence["EvalInputItem"]) -> None:
+        """Raises ConfigError if none of the rows of a run can be scored."""
+
 
 class EvalInputItem(BaseModel):
     """A dataset row and, after the workflow has run, its answer and steps.

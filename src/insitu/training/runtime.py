@@ -262,6 +262,9 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     rows: list[EvalInputItem] = []
     if not isinstance(builder, TrajectoryBuilderConfig) or builder.needs_dataset:
         rows = load_dataset(config, request.dataset)
+    for name in config.names(EVALUATOR):
+        if isinstance(block := config.block(EVALUATOR, name), EvaluatorBaseConfig):
+            block.check_rows(f"eval.evaluators.{name}", rows)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
         try:
