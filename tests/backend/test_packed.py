@@ -5,21 +5,18 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import with_bfloat16_kernels
 from torch import Tensor, nn
 
 from insitu.backend.adapters import speed_up
 from insitu.backend.packed import PackedLinear, pack_linears, packed_linear
-
-with_kernels = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not multiply bfloat16"
-)
 
 
 def random(*sizes: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).bfloat16()
 
 
-@with_kernels
+@with_bfloat16_kernels
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 200), (100, 37), (576, 1536), (1536, 576), (4864, 896)])
 def test_a_row_does_not_depend_on_the_others(inputs: int, outputs: int) -> None:
     x, weight, bias, added = random(300, inputs), random(outputs, inputs), random(outputs), random(300, outputs)
@@ -31,7 +28,7 @@ def test_a_row_does_not_depend_on_the_others(inputs: int, outputs: int) -> None:
                 assert torch.equal(packed_linear(x[:count], weight, bias, added_to_some), together[:count])
 
 
-@with_kernels
+@with_bfloat16_kernels
 def test_a_result_is_rounded_once() -> None:
     x, weight, bias, added = random(40, 576), random(192, 576), random(192), random(40, 192)
     exact = torch.addmm(bias.double(), x.double(), weight.double().t()) + added.double()
@@ -40,7 +37,7 @@ def test_a_result_is_rounded_once() -> None:
     assert ((result.double() - exact).abs() <= 0.51 * 2.0**-7 * exact.abs() + 1e-4).all()
 
 
-@with_kernels
+@with_bfloat16_kernels
 def test_copies_of_a_model_share_packed_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16().requires_grad_(False)
     x, plain = random(5, 64), copy.deepcopy(model)

@@ -653,8 +653,9 @@ print(*filter(os.path.exists, ('/home', '/var', '/srv', '/boot', '/work/shared')
 async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -> None:
     (project / "helper.py").touch()
     told = (
-        r"\(it sees only files that it runs with, and those that workspace.readable names; helper.py lies in "
-        rf"{project}: workspace\.readable: \[helper\.py\] shows it there, as its whole path in the command does\) "
+        r"\(it sees only files that it runs with, and those that workspace.readable names; helper.py is in "
+        rf"{project}, not in the workspace: give the command its whole path, or let workspace\.readable: "
+        r"\[helper\.py\] show it there\) "
     )
     with pytest.raises(WorkflowError, match=rf"No module named 'helper'\n{told}"):
         await outcome(project, server, "import helper")

@@ -33,7 +33,7 @@ def started_with(folder: Path, config: Config, **changes: Any) -> Path:
 def test_a_run_that_is_moved_aside_can_be_continued(tmp_path: Path, config: Config, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     builder, said = Builder(config), []
-    for status, epoch in (("failed", 1), ("completed", config.finetuning.num_epochs)):
+    for status, epoch in (("running", 1), ("completed", config.finetuning.num_epochs - 1)):
         started_with(Path("run"), config)
         progress = RunProgress(run_id="r", status=status, epoch=epoch, policy_version=epoch)
         Path("run/progress.json").write_text(progress.model_dump_json())

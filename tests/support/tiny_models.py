@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from model_families import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,6 +17,10 @@ CHAT_TEMPLATE = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{%- endfor %}<|im_end|>\n{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+with_bfloat16_kernels = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="this CPU does not multiply bfloat16, and loads it only if a file asks for it",
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

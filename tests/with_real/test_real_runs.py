@@ -17,6 +17,7 @@ from real_model import real_model
 from real_project import EPOCHS, GENERATIONS, METHODS, QUESTION, ROWS, Recorded, Runs, project
 from safetensors.torch import load_file
 from test_resume import outcome
+from tiny_models import with_bfloat16_kernels
 from transformers import AutoModelForCausalLM
 
 import insitu
@@ -133,12 +134,10 @@ def test_a_project_is_validated_and_examined(tmp_path: Path) -> None:
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["all weights", "LoRA", "bfloat16 LoRA"])
+@pytest.mark.parametrize("method", ["all weights", "LoRA", pytest.param("bfloat16 LoRA", marks=with_bfloat16_kernels)])
 @pytest.mark.parametrize("moment", ["while it collects", "while it trains"])
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(runs: Runs, method: str, moment: str, tmp_path: Path) -> None:
     """In its second epoch, to the bit."""
-    if "bfloat16" in method and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU does not multiply bfloat16")
     expected = outcome(runs(method).run)
     folder = project(tmp_path, method)
     with start_project(folder) as process:

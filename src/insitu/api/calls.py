@@ -91,7 +91,6 @@ def finetune(
     """
     project, output = _project(finetune, locals(), "train", "finetuning.output_dir", "runs")
     project.set("finetuning.enabled", True)
-    sections = dict(project.long_form(sections))
     set_tiny_training(project, config, sections)
     train, held_out = (list(rows) if isinstance(rows, Iterator) else rows for rows in (train, held_out))  # read twice
     checked = partial(checked_settings, project, ("train", train), held_out, sections)
@@ -181,7 +180,7 @@ def _check_keywords(function: Callable[..., Any], sections: Mapping[str, Any]) -
     """Raises ConfigError for a keyword that is neither a parameter nor a section of a file."""
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_KEYWORD]
     for name in sections:
-        if name in TrainingSettings.model_fields:
+        if function is finetune and name in TrainingSettings.model_fields:
             example = f'finetuning={{"training": {{"{name}": ...}}}}'
             raise ConfigError(f"{name} is a key of training, not a keyword; give {example}")
         if name not in SECTIONS:
@@ -250,8 +249,8 @@ def _set_scores(project: Project, score: Any, reward: str | None, caller: Mappin
 def set_tiny_training(project: Project, config: Any, sections: Mapping[str, Any]) -> None:
     """Sets how a tiny model is trained, if no file and no other setting says it."""
     block = project.block("trainer_adapter")
-    model, key = project.get(f"{block}.model"), f"{block}.training"
-    if config is None and isinstance(model, str) and project.get(key) is None and nested(sections, key) is None:
+    model, key, given = project.get(f"{block}.model"), f"{block}.training", project.long_form(sections)
+    if config is None and isinstance(model, str) and project.get(key) is None and nested(given, key) is None:
         places = (Path(model).expanduser(), project.folder / model)
         project.set(key, tiny_training(str(next((place for place in places if place.exists()), model))))
 

@@ -2,9 +2,9 @@
 
 With plain weights, oneDNN changes their layout for each product, and chooses a kernel by the number of rows, on which a
 row's last bits depend then. Weights that were packed for a single row are multiplied by one kernel for many numbers of
-rows: with AMX 1 to 128 for up to 2,048 inputs, up to 64 or 32 for more. Which, is found for each size of weights, and
-more rows are computed in parts, so that a row's bits do not depend on the others. A product of 64 rows takes two thirds
-of the time.
+rows: with AMX 1 to 128 for up to 2,048 inputs, up to 64 or 32 for more. Which, is found for each size of weights, by
+numbers around the borders of kernels, and more rows are computed in parts, so that a row's bits do not depend on the
+others. A product of 64 rows takes two thirds of the time.
 
 Shapes: T rows, I inputs, O outputs.
 """
@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 _PART = 16
-MOST_ROWS = 128
+_MOST_ROWS = 128
 _NUMBERS_OF_ROWS = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48),
-    *(56, 63, 64, 65, 72, 80, 96, 97, 112, 127, MOST_ROWS),
+    *(56, 63, 64, 65, 72, 80, 96, 97, 112, 127, _MOST_ROWS),
 )
 _ENOUGH = 256
 """Sums, of which some show that they are computed in another order."""
@@ -102,9 +102,9 @@ def _agreeing(packed: Tensor, inputs: int, seed: int) -> tuple[int, int]:
     What is left of a sum once its rounded value is subtracted, and what is left then, shows the bits that rounding
     hides.
     """
-    x_TI = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16().repeat(MOST_ROWS, 1)
+    x_TI = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16().repeat(_MOST_ROWS, 1)
     first_TO = -_product(x_TI[:_PART], packed, None, None)
-    second_TO = -_product(x_TI[:_PART], packed, None, first_TO)[:1].repeat(MOST_ROWS, 1)
+    second_TO = -_product(x_TI[:_PART], packed, None, first_TO)[:1].repeat(_MOST_ROWS, 1)
 
     def hidden(count: int) -> Tensor:
         return _product(x_TI[:count], packed, first_TO[0], second_TO[:count])
@@ -112,6 +112,7 @@ def _agreeing(packed: Tensor, inputs: int, seed: int) -> tuple[int, int]:
     expected_O = hidden(_PART)[0]
     # Largest first: what a product gives back has room for the next one.
     agrees = {count: bool((hidden(count) == expected_O).all()) for count in reversed(_NUMBERS_OF_ROWS)}
-    fewer, more = ([count for count in agrees if (count < _PART) == is_less] for is_less in (True, False))
-    least = [_PART, *itertools.takewhile(agrees.__getitem__, fewer)][-1]
-    return least, [_PART, *itertools.takewhile(agrees.__getitem__, reversed(more))][-1]
+    fewer = (count for count in agrees if count < _PART)
+    more = (count for count in _NUMBERS_OF_ROWS if count > _PART)
+    least, most = ([_PART, *itertools.takewhile(agrees.__getitem__, counts)][-1] for counts in (fewer, more))
+    return least, most

@@ -157,7 +157,7 @@ def confined(
 
 
 def confined_again(size: int | None, visible: Iterable[Path], files: Iterable[Path]) -> list[str]:
-    """The command, without its end, by which a confined verifier, with `files` of its own, runs programs of the agent.
+    """The bwrap command by which a confined verifier with these `files` runs a program of the agent, which follows.
 
     These see no other processes and none of the verifier's files, and can write only to their own `/tmp`.
     """

@@ -12,7 +12,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc"
 """What every confined program sees of the machine's files."""
 PRIVATE = ("/tmp", "/run", "/dev", "/proc")
 """Folders that are other ones for confined programs."""
-HINT = "it sees only files that it runs with, and those that workspace.readable names"
+_SEES = "it sees only files that it runs with{}, and those that workspace.readable names"
+HINT, VERIFIER_HINT = _SEES.format(""), _SEES.format(", verify_files")
 _MISSING = ("No such file or directory", "No module named", "Cannot find module", "not found")
 """What programs say if they do not find a file."""
 _PROGRAMS = ("bin", "sbin", "shims", ".bin", "condabin")
@@ -27,12 +28,14 @@ def misses_file(said: str) -> bool:
 
 
 def missing_note(said: str, folder: Path) -> str:
-    """What a confined program that says that it misses a file can be told; `folder` is that of the YAML file."""
+    """The hint for a confined program that reports a missing file; `folder` is that of the YAML file."""
     words = {word for line in said.splitlines() if misses_file(line) for word in re.findall(r"[\w./-]+", line)}
     names = {name for word in words for name in (os.path.basename(word), f"{word.split('.')[0]}.py")}
     beside = sorted(name for name in names if name.strip(".") and (folder / name).is_file())
-    shown = f"workspace.readable: [{', '.join(beside)}] shows it there, as its whole path in the command does"
-    return HINT + (f"; {beside[0]} lies in {folder}: {shown}" if beside else "")
+    if not beside:
+        return HINT
+    shown = f"or let workspace.readable: [{', '.join(beside)}] show it there"
+    return f"{HINT}; {beside[0]} is in {folder}, not in the workspace: give the command its whole path, {shown}"
 
 
 def has_any(folder: Path, paths: Iterable[str | Path]) -> bool:
@@ -106,7 +109,7 @@ def _interpreter(program: Path) -> list[Path]:
 
 
 def with_targets(paths: Iterable[Path]) -> set[Path]:
-    """Those that exist and have no private folder in them, without `..`, and where the links among them lead."""
+    """The absolute forms of the paths that exist, and the targets of links; none that contains a private folder."""
     places = {
         Path(form(path)) for path in paths if os.path.exists(path) for form in (os.path.abspath, os.path.realpath)
     }

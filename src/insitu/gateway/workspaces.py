@@ -31,8 +31,8 @@ from insitu.gateway.sandboxed import Place, Sandboxed
 from insitu.gateway.server import Gateway
 from insitu.gateway.templates import filled_text
 from insitu.gateway.visible import (
-    HINT,
     PRIVATE,
+    VERIFIER_HINT,
     has_any,
     misses_file,
     named,
@@ -151,7 +151,7 @@ class Workspaces:
     def warn_of_missing(self, said: str) -> None:
         """Says what the first verifier said that may have missed a file."""
         if not self._warned:
-            logger.warning("workflow.verify: %s (%s)", said, HINT.replace("with,", "with, verify_files,"))
+            logger.warning("workflow.verify: %s (%s)", said, VERIFIER_HINT)
         self._warned = True
 
     def named(self, command: Sequence[str]) -> set[Path]:

@@ -83,12 +83,12 @@ def _content(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "file"}
 
 
-def _moved(folder: Path, moved: Path, config: Config) -> str:
+def _moved(folder: Path, moved: Path) -> str:
     """What to report of an earlier run in `folder` that was moved."""
     place, earlier = folder.with_name(moved.name), None
     with suppress(ConfigError):  # its file cannot be used
         earlier = RunReader(moved).progress()
-    if earlier is None or earlier.is_complete(config.finetuning.num_epochs, config.finetuning.validation):
+    if earlier is None or earlier.status == "completed":
         return f"moved the earlier run in {folder} to {place}"
     return f"moved the earlier run in {folder}, which was not complete, to {place}: --resume {place} continues it"
 
@@ -131,7 +131,7 @@ class ResumableRun:
             if moved is not None:
                 builder.moved[folder.resolve()] = moved  # the paths of the file follow it
             self._store = RunStore(folder)
-            return [_moved(folder, moved, config)] if moved is not None else []
+            return [_moved(folder, moved)] if moved is not None else []
         self._forced = request.force
         changes = check_same_run(folder, config, origin, force=request.force)
         self._store = RunStore(folder)

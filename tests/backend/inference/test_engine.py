@@ -18,7 +18,7 @@ import torch
 from marks import slow_after, slow_but
 from model_families import FAMILIES
 from processes import HANGS
-from tiny_models import byte_tokenizer, save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model, with_bfloat16_kernels
 from transformers import T5Config
 from waiting import turns, until
 
@@ -117,16 +117,8 @@ async def sampled_in_order(engine: Engine, load, order: list[int], gap: float, s
     return [result for _, result in sorted(await asyncio.gather(*map(one, order)))]
 
 
-SAMPLED = [
-    ("llama", "float32"),
-    ("llama", "bfloat16"),
-    ("qwen2", "float32"),
-    ("qwen2", "bfloat16"),
-    ("gpt2", "float32"),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype"), slow_after(2, SAMPLED))
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16_kernels)])
+@pytest.mark.parametrize("name", slow_after(1, ["llama", "qwen2", "gpt2"]))
 async def test_what_is_sampled_depends_on_the_request_alone(folders, name, dtype):
     """Nor on the room there is for keys and values: the youngest of too many sequences are computed again."""
     load = mixed_load(seed=1, count=12, longest=BLOCK - 20 if name == "llama" else 150)
