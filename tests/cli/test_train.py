@@ -209,7 +209,7 @@ REFUSED = [
     ({"--rows": "empty.jsonl"}, "empty.jsonl has no rows"),
     ({"--rows": "no_question.jsonl"}, "no_question.jsonl, row 1: the question key 'question' does not exist"),
     ({"--rows": "no_question.jsonl"}, "; eval.general.dataset.structure.question_key names the column"),
-    ({"--rows": "broken.jsonl"}, "broken.jsonl, line 1 is not valid JSON"),
+    ({"--rows": "broken.jsonl"}, "broken.jsonl, line 1 is not valid JSON: Expecting"),
     ({"--model": "org/nowhere"}, "--model: org/nowhere is neither a folder or file here nor in the cache"),
     ({"--model": "./nowhere"}, "--model: 'nowhere' does not exist"),
     ({"--held_out": "1"}, "--held_out is 1; a fraction must be at least 0 and below 1"),

@@ -321,6 +321,34 @@ def test_a_secret_in_place_of_a_section_is_not_shown(write: Any) -> None:
     assert SECRET not in complaint(write({"llms": SECRET, "functions": {"f": SECRET}, "eval": [SECRET]}))
 
 
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"finetuning": {"num_epochs": True}}, "finetuning.num_epochs must be a number, not a truth value (got True)"),
+        ({"llms": {"m": {"_type": "policy", "top_p": False}}}, "llms.m.top_p must be a number, not a truth value"),
+        (
+            {"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": "m", "training": {"lora": True}}}},
+            "trainer_adapters.a.training.lora must be a mapping ({} takes its defaults), not a truth value",
+        ),
+        (
+            {"trajectory_builders": {"b": {"_type": "insitu_traj_builder", "budget": [1]}}},
+            "trajectory_builders.b.budget must be a mapping ({} takes its defaults), not a list",
+        ),
+        ({"general": {"plugins": 3}}, "general.plugins must be a list, not a number"),
+    ],
+)
+def test_values_of_another_structure_and_truth_values_for_numbers(
+    write: Any, sections: dict[str, Any], problem: str
+) -> None:
+    assert problem in complaint(write(sections))
+
+
+def test_truth_values_where_they_belong(write: Any) -> None:
+    block = {"_type": "insitu_trainer_adapter", "model": "m", "training": {"gradient_checkpointing": True}}
+    blocks = load_config(write({"trainer_adapters": {"a": block}})).blocks
+    assert blocks["trainer_adapters", "a"].training.gradient_checkpointing is True
+
+
 def test_a_plain_wrong_value_is_shown(write: Any) -> None:
     assert "llms.m.max_tokens" in (
         message := complaint(write({"llms": {"m": {"_type": "policy", "max_tokens": "many", "temperature": -1}}}))

@@ -159,7 +159,7 @@ def test_what_was_refused_still_is(write: Write) -> None:
         ),
         ({"finetuning.modell": "x", "finetuning.model": None, "finetuning.training": None}, "did you mean 'model'?"),
         ({"finetuning.training": {"learning_rat": 1}}, "finetuning.training: key 'learning_rat' does not exist"),
-        ({"finetuning.training": 3}, "finetuning.training: "),
+        ({"finetuning.training": 3}, "finetuning.training must be a mapping ({} takes its defaults), not a number"),
         ({"finetuning.model": 3}, "finetuning.model: Input should be a valid string (got 3)"),
         ({"trainers": ["grpo"]}, "trainers must be a mapping, not a list"),
         ({"trainers": {"grpo": 3}}, "trainers.grpo must be a mapping with the key _type"),

@@ -95,3 +95,23 @@ def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:
             asyncio.run(check_run(FinetuneRunConfig(config_file=path, endpoint=endpoint)))
         path.write_text(yaml.safe_dump({key: value for key, value in config.items() if key != "workflow"}))
     asyncio.run(check_run(FinetuneRunConfig(config_file=path)))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Nothing is created to find out."""
+    folder, (path, text) = digits_project(tmp_path), (tmp_path / "config.yml", "")
+    write_rows(folder, [{"say": "a"}])
+    text = path.read_text()
+    for target, said in (
+        ("/proc/new/run", "cannot write to /proc/new/run: "),
+        ("taken", "taken is a file, not a folder"),
+    ):
+        (folder / "taken").write_text("")
+        config = yaml.safe_load(text)
+        config["finetuning"]["output_dir"] = target if target.startswith("/") else str(folder / target)
+        path.write_text(yaml.safe_dump(config))
+        assert said in refusal(folder)
+    path.write_text(text)
+    before = sorted(folder.rglob("*"))
+    asyncio.run(check_run(FinetuneRunConfig(config_file=path)))
+    assert sorted(folder.rglob("*")) == before

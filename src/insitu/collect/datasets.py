@@ -112,8 +112,7 @@ class FileDatasetConfig(DatasetConfig):
 def loads(data: bytes) -> Any:
     """Parses JSON in UTF-8: integers of any size, also with a byte order mark or lone surrogates.
 
-    Raises ValueError for what is no JSON, and for what a row would lose: a number that is not finite, a key that an
-    object has twice.
+    Raises ValueError for what is no JSON, and for what a row would lose: a number that is not finite, a key twice.
     """
     text = data.decode("utf-8-sig", errors="strict")
     try:
@@ -169,7 +168,8 @@ def _jsonl_rows(path: Path) -> Rows:
                 try:
                     yield loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {error}") from error
+                    said = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                    raise ConfigError(f"dataset {path}, line {number} is not valid JSON: {said}") from error
 
 
 def _csv_rows(path: Path) -> Rows:

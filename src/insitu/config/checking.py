@@ -14,7 +14,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from insitu.config.code import import_module, load_code
-from insitu.config.keys import holds_secret, key_names, references, secret_values, takes_reward, unknown_keys
+from insitu.config.keys import (
+    holds_secret,
+    key_names,
+    key_problems,
+    may_be_empty,
+    references,
+    secret_values,
+    takes_reward,
+)
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded
 from insitu.config.yaml_loader import expand, value_type
 from insitu.errors import ConfigError, did_you_mean, key_of, not_found
@@ -44,6 +52,13 @@ _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,
 )
+_STRUCTURES = {
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+    "list_type": "a list",
+}
+"""What pydantic's errors of these types ask for."""
 _UNRECOGNISED = (
     "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
     "it cannot be recognised in logs, files and messages. Use a longer one"
@@ -213,12 +228,12 @@ class Validator:
         if not isinstance(node, dict):
             self.problems.append(f"{where} must be a mapping, not {value_type(node)}")
             return None
-        self.problems.extend(unknown_keys(model, self._known(model, node, where), where))
+        self.problems.extend(key_problems(model, self._known(model, node, where), where))
         try:
             return model.model_validate(node)
         except ValidationError as error:
             self.problems.extend(
-                self._sentence(where, e, holds_secret(model, e["loc"]))
+                self._sentence(where, e, model)
                 for e in error.errors(include_url=False)
                 if e["type"] != "extra_forbidden"
             )
@@ -230,21 +245,24 @@ class Validator:
             return node
         ignored = {}
         for key in node:
-            problem = next(unknown_keys(model, {key: None}, where), None)
+            problem = next(key_problems(model, {key: None}, where), None)
             if problem is not None and not get_close_matches(str(key), key_names(model), n=1, cutoff=_MISSPELT):
                 logger.warning("%s: %s; it is ignored", self.path, problem)
                 ignored[key] = problem
         return {key: value for key, value in node.items() if key not in ignored}
 
-    def _sentence(self, where: str, error: Any, secret: bool) -> str:
+    def _sentence(self, where: str, error: Any, model: type[BaseModel]) -> str:
         key = key_of([where, *error["loc"]])
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "missing":
             return f"{key} is missing"
+        if error["type"] in _STRUCTURES:
+            hint = " ({} takes its defaults)" if may_be_empty(model, error["loc"]) else ""
+            return f"{key} must be {_STRUCTURES[error['type']]}{hint}, not {value_type(error['input'])}"
         for taken, variable in self.from_environment.items():
             if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
                 return f"{key}: {message} (the value of ${{{variable}}})"
-        if secret or _SECRET.search(key) or isinstance(error["input"], dict | list):
+        if holds_secret(model, error["loc"]) or _SECRET.search(key) or isinstance(error["input"], dict | list):
             return f"{key}: {message}"
         return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, AliasPath, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -13,13 +13,14 @@ from insitu.schemas.components import MAY_CHANGE, ComponentRef
 from insitu.schemas.finetuning import RewardFunctionConfig
 
 
-def unknown_keys(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
-    """An error message for every key of `node` that `model`, or a model inside it, does not have."""
+def key_problems(model: type[BaseModel], node: Mapping[str, Any], where: str) -> Iterator[str]:
+    """An error message for every key of `node` that `model`, or a model inside it, does not have, and for every truth
+    value in place of a number, which pydantic takes for 0 or 1."""
     fields = _fields(model)
     allows_more = model.model_config.get("extra") == "allow"
     for key, value in node.items():
         if key in fields:
-            yield from _unknown_in(fields[key].annotation, value, f"{where}.{key}")
+            yield from _problems_in(fields[key].annotation, value, f"{where}.{key}")
         elif not allows_more:
             yield not_found(f"{where}: key", str(key), key_names(model))
 
@@ -55,21 +56,35 @@ def _keys(model: type[BaseModel], name: str, field: FieldInfo) -> list[str]:
     return [*keys, name] if config.get("populate_by_name") or config.get("validate_by_name") else keys
 
 
-def _unknown_in(annotation: Any, value: Any, where: str) -> list[str]:
-    """Unknown keys in the value of a field; of a union of models, in the member that fits best."""
+def _problems_in(annotation: Any, value: Any, where: str) -> list[str]:
+    """Problems of the value of a field; of a union of models, those of the member that fits best."""
+    if isinstance(value, bool):
+        kinds = {*_kinds(annotation)}
+        takes_it = not kinds & {int, float} or kinds & {bool, str, Any, object}
+        return [] if takes_it else [f"{where} must be a number, not a truth value (got {value})"]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return list(unknown_keys(annotation, value, where)) if isinstance(value, dict) else []
+        return list(key_problems(annotation, value, where)) if isinstance(value, dict) else []
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _unknown_in(arguments[0], value, where)
+        return _problems_in(arguments[0], value, where)
     if origin in (Union, UnionType):
         candidates = [a for a in arguments if _accepts(a, value)]
-        return min((_unknown_in(a, value, where) for a in candidates), key=len, default=[])
+        return min((_problems_in(a, value, where) for a in candidates), key=len, default=[])
     if origin in (list, tuple, Sequence) and isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in _unknown_in(arguments[0], item, f"{where}.{i}")]
+        return [p for i, item in enumerate(value) for p in _problems_in(arguments[0], item, f"{where}.{i}")]
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return [p for key, item in value.items() for p in _unknown_in(arguments[1], item, f"{where}.{key}")]
+        return [p for key, item in value.items() for p in _problems_in(arguments[1], item, f"{where}.{key}")]
     return []
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a field's type is made of."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType, Annotated):
+        for part in arguments[:1] if origin is Annotated else arguments:
+            yield from _kinds(part)
+    else:
+        yield type(arguments[0]) if origin is Literal else origin or annotation
 
 
 def _accepts(annotation: Any, value: Any) -> bool:
@@ -98,6 +113,13 @@ def _fields_on(model: type[BaseModel], path: Sequence[int | str]) -> Iterator[Fi
         yield field
         for inner, start in product(models_of(field.annotation), range(1, len(path))):
             yield from _fields_on(inner, path[start:])
+
+
+def may_be_empty(model: type[BaseModel], path: Sequence[int | str]) -> bool:
+    """Whether the field at `path` can be a mapping without keys, which takes the defaults of all."""
+    fields = [*_fields_on(model, path)][-1:]
+    blocks = [block for field in fields for block in models_of(field.annotation)]
+    return bool(blocks) and not any(field.is_required() for block in blocks for field in block.model_fields.values())
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:

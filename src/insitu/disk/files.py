@@ -109,17 +109,30 @@ def writable_folder(folder: Path, key: str) -> Path:
 
     Raises ConfigError naming its `key` if it is not writable.
     """
-    try:
+    check_writable(folder, key)
+    with _naming_key(folder, key):
         resolved = folder.resolve()
-        if resolved.exists() and not resolved.is_dir():
-            raise ConfigError(f"{key}: {folder} is a file, not a folder")
         resolved.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=resolved):
+        check_writable(resolved, key)
+        return resolved
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raises ConfigError naming `key` unless files can be created in a folder, or in the parent where it is to be."""
+    with _naming_key(folder, key):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{key}: {folder} is a file, not a folder")
+        with tempfile.TemporaryFile(dir=nearest_folder(folder.resolve())):
             pass
+
+
+@contextlib.contextmanager
+def _naming_key(folder: Path, key: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"{key}: cannot write to {folder}: {reason}") from error
-    return resolved
 
 
 def write_file(path: Path, content: bytes) -> Path:

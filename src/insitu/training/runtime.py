@@ -17,6 +17,7 @@ from insitu.collect.episodes import LocalExecutor, executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
+from insitu.disk.files import check_writable
 from insitu.errors import (
     ConfigError,
     InsituError,
@@ -31,6 +32,7 @@ from insitu.runs.checkpoints import find_checkpoint
 from insitu.runs.files import holds_run
 from insitu.runs.monitor import MonitorPort
 from insitu.runs.reader import RunReader
+from insitu.runs.store import OUTPUT_DIR
 from insitu.schemas.components import writable
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig, EvaluationRunOutput, EvaluatorBaseConfig
 from insitu.schemas.finetuning import (
@@ -180,6 +182,7 @@ async def prepared(request: FinetuneRunConfig, config: Config | None = None) -> 
     if isinstance(request.resume, Path) and not holds_run(request.resume):
         raise ConfigError(f"--resume: {request.resume} holds no run that can continue")
     completed = _with_validation(request, config)
+    check_writable(config.run_dir, OUTPUT_DIR)
     raise_file_limit()
     await check_inputs(config, request)
     return config, completed
