@@ -2,6 +2,8 @@
 
 import io
 import re
+from contextlib import closing
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 from rich.console import Console
 from waiting import turns, until
 
+from insitu.runs.files import VALIDATION_SCORES
+from insitu.runs.reader import RowScores
+from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.training.metrics import collected_metrics, likely_causes, one_answer, without_variance
@@ -156,11 +161,30 @@ def test_the_line_of_an_epoch() -> None:
     first, scores, second = file.getvalue().splitlines()
     assert first.startswith(
         "epoch 1/2  reward 0.5 std 0.25  8 episodes  variance in 75 % of groups  length 7.5 (12 % cut off)  "
-        "GREEDY: 1 of 4 groups at temperature 0  1.0+2.0+0.0 s  "
+        "GREEDY: 1 of 4 groups at temperature 0  collect 1.0 s, train 2.0 s  "
     )
     assert first.endswith(" s left")
     assert scores == "  scores: right 0.5, short -"
-    assert second == "epoch 2/2  reward 1  8 preference pairs  length 8 (100 % cut off)  0.0+0.0+0.0 s"
+    assert second == "epoch 2/2  reward 1  8 preference pairs  length 8 (100 % cut off)"
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([0.0] * 8, "not changed (95 % CI +0.000 to +0.000, paired by 8 rows)"),
+        ([1.0] * 7 + [0.0], "changed by +0.875 (95 % CI +0.500 to +1.000, paired by 8 rows)"),
+        ([1.0] + [0.0] * 7, "changed by +0.125 (95 % CI +0.000 to +0.500, paired by 8 rows); this may be chance"),
+    ],
+)
+def test_the_change_of_a_held_out_score(tmp_path: Path, after: list[float], said: str) -> None:
+    console, file = printed()
+    with closing(RunStore(tmp_path)) as store:
+        for epoch, scores in enumerate(([0.0] * 8, after)):
+            rows = RowScores(epoch, epoch, "right", "digest", {str(row): [score] for row, score in enumerate(scores)})
+            store.append(VALIDATION_SCORES, [rows._asdict()])
+        validation = {"policy_version": 0, "avg_reward": 0.0, "ci95": [0.0, 0.0], "num_examples": 8, "dropped": {}}
+        Report(console).summary([{"epoch": 0, **validation}, {"epoch": 1, **validation}], None, store)
+    assert f"\n{said}\n" in file.getvalue()
 
 
 async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() -> None:

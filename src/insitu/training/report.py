@@ -173,12 +173,13 @@ class Report:
             parts.append(", ".join(budget))
         if m["dropped"]:
             parts.append(f"dropped: {counts(m['dropped'])}")
-        parts.append("+".join(f"{seconds.get(k, 0.0):.1f}" for k in ("collect", "train", "validate")) + " s")
+        phases = {name: seconds.get(name, 0.0) for name in ("collect", "train", "validate")}
+        parts.append(", ".join(f"{name} {taken:.1f} s" for name, taken in phases.items() if taken))
         parts += _overlap(m.get("age") or {}, seconds)
         if self._run is not None and number < last:  # if the other epochs take as long as those of this process
             left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
             parts.append(f"run: about {readable_seconds(left)} left")
-        self.note("  ".join(parts))
+        self.note("  ".join(filter(None, parts)))
         if len(scores := m.get("scores") or {}) > 1:
             self.note(f"  scores: {', '.join(f'{name} {_number(mean)}' for name, mean in scores.items())}")
         if len(functions := m["credit_by_function"]) > 1:
@@ -221,8 +222,10 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunS
     if len(rows) < fewest_rows(_CONFIDENCE):
         return None
     found = compare_paired([first[row] for row in rows], [last[row] for row in rows], _CONFIDENCE)
-    unclear = "; this may be chance" * (found.low <= 0 <= found.high)
     interval = f"95 % CI {found.low:+.3f} to {found.high:+.3f}, paired by {found.rows} rows"
+    if found.difference == 0:
+        return f"not changed ({interval})"
+    unclear = "; this may be chance" * (found.low <= 0 <= found.high)
     return f"changed by {found.difference:+.3f} ({interval}){unclear}"
 
 
