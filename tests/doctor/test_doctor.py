@@ -103,6 +103,17 @@ async def test_a_trajectory_builder_whose_name_has_a_dot(tmp_path: Path, backend
     assert (await diagnose(tmp_path, backend, *named)).budget["episodes_played"] == 16
 
 
+async def test_workspaces_of_agents_that_fail_are_not_kept(tmp_path: Path, backend: str) -> None:
+    """They would be in the folder of the run."""
+    command = ["sh", "-c", "echo left > left.txt; exit 3"]
+    workflow = {"_type": "command", "llm": "player", "command": command, "workspace": {"copy": "task"}}
+    (tmp_path / "task").mkdir()
+    diagnosis = await diagnose(tmp_path, backend, ("workflow", workflow))
+    assert diagnosis.played["failed_episodes"] == 16
+    assert "exit code 3" in "".join(finding.what for finding in diagnosis.findings)
+    assert not (tmp_path / "run").exists()
+
+
 STOPS, HARMS = Severity.STOPS_LEARNING, Severity.HARMS
 
 

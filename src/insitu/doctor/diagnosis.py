@@ -27,9 +27,11 @@ from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, wors
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
+from insitu.gateway.workspace_config import WorkspaceConfig
 from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS, GROUPS
 from insitu.runs.records import new_run_id
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
@@ -328,8 +330,16 @@ def _limited(
     """The file and request with which its trajectory builder plays few rows and generations, and how many.
 
     A plugin's gets a dataset with a few rows, which it plays as often as it does. The files of its evaluations
-    are written to `scratch`, too.
+    are written to `scratch`, too. No workspaces of agents are kept, which would be in the folder of the run.
     """
+    config = changed_config(
+        config,
+        {
+            (*(("workflow",) if name == WORKFLOW else (section, name)), "workspace", "keep"): "none"
+            for (section, name), part in config.blocks.items()
+            if isinstance(getattr(part, "workspace", None), WorkspaceConfig)
+        },
+    )
     name = str(config.finetuning.trajectory_builder)
     block = config.block(TRAJECTORY_BUILDER, name)
     if isinstance(block, CollectingBuilderConfig):
