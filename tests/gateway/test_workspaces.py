@@ -1202,6 +1202,7 @@ def test_what_is_missing_is_found_before_anything_is_started(
         ("verify_files: checks", "verify_files: x", "workflow.verify_files: 'x' does not exist; looked for {}/x"),
         ("[./agent.py,", "[./agint.py,", "workflow.command: {}/agint.py does not exist"),
         ("[./agent.py,", "[./rows.jsonl,", "workflow.command: {}/rows.jsonl is not executable"),
+        ("check.py,", "chek.py,", "workflow.verify: chek.py is not in {}/task or {}/checks"),
         ("[python, -B,", "[pithon, -B,", "workflow.verify: there is no program 'pithon' in the folders of PATH"),
     ],
 )
@@ -1211,7 +1212,7 @@ def test_a_path_that_leads_nowhere_is_found_before_anything_is_started(
     text = (example / "grpo.yml").read_text()
     assert before in text
     (example / "grpo.yml").write_text(text.replace(before, after))
-    assert refusal(example, file="grpo.yml").startswith(message.format(example))
+    assert refusal(example, file="grpo.yml").startswith(message.replace("{}", str(example)))
 
 
 async def test_a_service_has_its_own_workspaces(project: Path, server: FakeOpenAI) -> None:

@@ -1,6 +1,6 @@
 """The settings of workspaces: keys of `_type: command`."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
@@ -10,6 +10,9 @@ from insitu.errors import ConfigError
 from insitu.gateway.templates import check_placeholders, template_texts
 from insitu.gateway.visible import PRIVATE, has_any
 from insitu.schemas.components import Block
+
+_SCRIPTS = {".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl"}
+"""Suffixes of what a program runs, not writes."""
 
 
 class WorkspaceConfig(Block):
@@ -115,13 +118,30 @@ class WorkspaceKeys(BaseModel):
         """As FunctionBaseConfig's; what has placeholders is found when a row fills them."""
         if self.workspace is None:
             return
+        folders = []
         for key, path in (("workspace.copy", self.workspace.source), ("verify_files", self.verify_files)):
-            if path is not None and "{" not in path and not (folder := find(path, f"{where}.{key}")).is_dir():
-                raise ConfigError(f"{where}.{key}: {folder} is not a folder")
+            if path is not None and "{" not in path:
+                folders.append(folder := find(path, f"{where}.{key}"))
+                if not folder.is_dir():
+                    raise ConfigError(f"{where}.{key}: {folder} is not a folder")
         for path in self.workspace.readable:
             if has_any(found := find(path, f"{where}.workspace.readable").resolve(), PRIVATE):
                 without = f"paths without {', '.join(PRIVATE)} in them"
                 raise ConfigError(f"{where}.workspace.readable has {found}; allowed: {without}")
+
+        if len(folders) == sum(path is not None for path in (self.workspace.source, self.verify_files)):
+            self._check_script(f"{where}.verify", folders)
+
+    def _check_script(self, key: str, folders: Sequence[Path]) -> None:
+        """Raises ConfigError if the first file that `verify` names is in none of the folders that it is made of, nor
+        can be the agent's."""
+        assert self.workspace is not None
+        script = next((each for each in (self.verify or [])[1:] if not each.startswith("-")), "")
+        if "{" in script or PurePath(script).suffix not in _SCRIPTS or self.workspace.git is not None:
+            return
+        agents = any("{" in path or PurePath(script).is_relative_to(path) for path in self.workspace.result or ())
+        if not agents and not any((folder / script).exists() for folder in folders):
+            raise ConfigError(f"{key}: {script} is not in {' or '.join(map(str, folders))}")
 
     def check_columns(self, columns: Collection[str]) -> None:
         for where, text in self._templates():
