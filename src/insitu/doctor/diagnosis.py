@@ -27,7 +27,7 @@ from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, wors
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
 from insitu.doctor.plan import Plan
 from insitu.errors import BackendError, ConfigError, InsituError, PluginError, TrajectoryError
-from insitu.gateway.workspace_config import WorkspaceConfig
+from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS, GROUPS
 from insitu.runs.records import new_run_id
@@ -337,7 +337,7 @@ def _limited(
         {
             (*(("workflow",) if name == WORKFLOW else (section, name)), "workspace", "keep"): "none"
             for (section, name), part in config.blocks.items()
-            if isinstance(getattr(part, "workspace", None), WorkspaceConfig)
+            if isinstance(part, WorkspaceKeys) and part.workspace is not None
         },
     )
     name = str(config.finetuning.trajectory_builder)
