@@ -127,6 +127,25 @@ def test_a_plot_is_drawn_while_a_run_goes_on_unless_it_is_short(tmp_path: Path) 
     assert asyncio.run(times_drawn(delay=600)) == [2]
 
 
+def test_a_plot_is_drawn_by_one_thread_which_ends_with_it(tmp_path: Path) -> None:
+    """Whatever threads agents block: matplotlib opens its fonts in each that draws."""
+    threads, plot = [], RewardPlot(tmp_path / "x.png", lambda *_: threads.append(threading.current_thread()), delay=0)
+    may_end = threading.Event()
+
+    async def drawn() -> None:
+        for epochs in range(1, 6):
+            blocked = asyncio.create_task(asyncio.to_thread(may_end.wait))
+            await plot.finish([{"epoch": epoch} for epoch in range(epochs)], [])
+        may_end.set()
+        await blocked
+
+    asyncio.run(drawn())
+    plot.close()
+    (thread,) = {*threads}
+    thread.join(10)
+    assert (len(threads), thread.is_alive()) == (5, False)
+
+
 def test_a_plot_is_not_drawn_twice_at_the_same_time(tmp_path: Path) -> None:
     """A run that is interrupted while its plot is drawn draws it again at its end."""
     drawing, begun, may_end = [], threading.Event(), threading.Event()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -196,6 +197,11 @@ class RewardPlot:
         self._drawn = (0, 0)
         self._due = time.monotonic() + delay
         self._drawing: asyncio.Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "insitu plot")
+        """One, as matplotlib opens its fonts again for each thread that draws."""
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
 
     async def update(self, rewards: Records, validations: Records) -> None:
         """Draws the plot, unless that was done a moment ago; `finish` then draws what is missing."""
@@ -210,7 +216,8 @@ class RewardPlot:
         if counts == self._drawn:
             return
         started = time.monotonic()
-        self._drawing = asyncio.ensure_future(asyncio.to_thread(self._draw, self._path, [*rewards], [*validations]))
+        loop, given = asyncio.get_running_loop(), (self._path, [*rewards], [*validations])
+        self._drawing = asyncio.ensure_future(loop.run_in_executor(self._thread, self._draw, *given))
         try:
             await asyncio.shield(self._drawing)
         finally:

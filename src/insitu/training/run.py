@@ -247,6 +247,8 @@ class Run(ResumableRun):
         try:
             await self.draw(last=True)
         finally:
+            if self._plot is not None:
+                self._plot.close()
             self.unlock()
 
 
