@@ -114,11 +114,16 @@ def small_group() -> Iterator[Path]:
     group.rmdir()
 
 
+def end_for_memory(group: Path) -> None:
+    """Has the kernel end a process."""
+    command = f'echo $$ > {group}/cgroup.procs && exec tail /dev/zero'  # which has no lines
+    assert subprocess.run(command, shell=True, check=False).returncode == -signal.SIGKILL
+
+
 def test_the_kernel_counts_what_it_ends(small_group: Path) -> None:
     before = memory_kills()
     assert before is not None
-    command = f'echo $$ > {small_group}/cgroup.procs && exec {sys.executable} -c "held = bytearray(10**9)"'
-    assert subprocess.run(command, shell=True, check=False).returncode == -signal.SIGKILL
+    end_for_memory(small_group)
     after = memory_kills()
     assert after is not None
     assert after > before
@@ -129,6 +134,9 @@ REASON = (
     r"machine|the limit of \S+) is \S+ GB; it needs less with training\.lora, dtype, quantization, max_length, "
     r"kv_memory, eval\.general\.max_concurrency \(insitu validate lists what needs how much; log: \S+/backend\.log\)"
 )
+
+
+OTHER = r"process was ended by SIGKILL; the end of its log"
 
 
 async def test_a_backend_that_is_ended_while_it_loads(small_group: Path, tmp_path: Path) -> None:
@@ -174,6 +182,24 @@ async def test_another_sigkill_is_not_taken_for_it(forked_backends: None, tmp_pa
     await process.start(300)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(BackendUnavailable, match=r"process was ended by SIGKILL; the end of its log"):
+    with pytest.raises(BackendUnavailable, match=OTHER):
         await process.keep_running()
+    await process.stop()
+
+
+async def test_what_the_kernel_ended_before_or_after_is_not_taken_for_it(
+    forked_backends: None, small_group: Path, tmp_path: Path
+) -> None:
+    """Such as agents at the limit of their episodes."""
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 0, {})
+    await process.start(300)
+    assert process.pid is not None
+    watched = asyncio.create_task(process.keep_running())
+    end_for_memory(small_group)
+    await asyncio.sleep(3)  # it counts every second
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(BackendUnavailable, match=OTHER):
+        await watched
+    end_for_memory(small_group)
+    assert re.search(OTHER, str(process.exit_report()))
     await process.stop()

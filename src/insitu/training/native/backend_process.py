@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _READY_LINE = re.compile(r"insitu backend ready at (http://\S+)\s")
 _LOOK_SECONDS = 0.02
 """How often the log of a backend that is starting is read."""
+_COUNT_SECONDS = 1.0
+"""How often it is counted what the kernel has ended for lack of memory, while a backend runs."""
 _END_SECONDS = 5.0
 """Between SIGTERM and SIGKILL."""
 
@@ -67,8 +70,11 @@ class BackendProcess:
         self.ready = asyncio.Event()
         """Set while it runs, and clear while it is started again."""
         self._process: ChildProcess | None = None
-        self._kills: int | None = None
-        """Processes that the kernel had ended for lack of memory when this one was started."""
+        self._kills: deque[int | None] = deque(maxlen=2)
+        """Processes that the kernel had ended for lack of memory a moment ago, and the moment before: in days it ends
+        others, such as agents at the limit of their episode."""
+        self._reason: str | None = None
+        """What `_memory_reason` has found when it was first asked, if it was; others may be ended later."""
         self._peak = 0
         """Bytes of the largest child process that had ended by then."""
 
@@ -80,7 +86,9 @@ class BackendProcess:
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--port", str(self._port)]
         command += ["--parent_pid", str(os.getpid())]
         environment = {**os.environ, **self._secret_variables, "INSITU_BACKEND_TOKEN": self.token}
-        self._kills, self._peak = memory_kills(), _peak_of_children()
+        self._kills.clear()
+        self._kills.append(memory_kills())
+        self._reason, self._peak = None, _peak_of_children()
         self._process = ChildProcess(command, self._log_path, environment, append=True)
         try:
             async with asyncio.timeout(startup_timeout):
@@ -116,7 +124,10 @@ class BackendProcess:
         self._kept_running = True
         try:
             while self._process is not None:
-                await self._process.end()
+                while not self._process.ended:
+                    await self._process.end(_COUNT_SECONDS)
+                    if not self._process.ended:
+                        self._kills.append(memory_kills())
                 self.ready.clear()
                 report = str(self.exit_report())
                 if self._restarts >= (most := self._restarts_allowed()):
@@ -133,7 +144,7 @@ class BackendProcess:
         return None if self._kept_running and self._restarts < self._restarts_allowed() else self.exit_report()
 
     def _restarts_allowed(self) -> int:
-        limit = _MEMORY_RESTARTS if self._memory_reason() is not None else self._max_restarts
+        limit = _MEMORY_RESTARTS if self._memory_reason() else self._max_restarts
         return min(limit, self._max_restarts)
 
     def exit_report(self) -> str | None:
@@ -142,13 +153,16 @@ class BackendProcess:
             return None
         return f"the backend process {self._process.outcome()}; {self._memory_reason() or end_of_log(self._log_path)}"
 
-    def _memory_reason(self) -> str | None:
-        """A sentence if the kernel has ended the process for lack of memory, as its counters say."""
-        if self._process is None or self._process.code != -signal.SIGKILL:
-            return None
+    def _memory_reason(self) -> str:
+        """A sentence if the kernel has ended the process for lack of memory, as its counters say; otherwise empty."""
+        if self._reason is None and self._process is not None and self._process.ended:
+            self._reason = self._find_memory_reason() if self._process.code == -signal.SIGKILL else ""
+        return self._reason or ""
+
+    def _find_memory_reason(self) -> str:
         kills, memory, peak = memory_kills(), machine_memory(), _peak_of_children()
-        if kills is None or kills <= (self._kills or 0):
-            return None
+        if kills is None or kills <= (self._kills[0] or 0):
+            return ""
         held = f", when it held {readable_bytes(peak)}" if peak > self._peak else ""
         limit = ""
         if memory is not None:
