@@ -483,6 +483,17 @@ def test_changed_inputs_are_noticed_when_a_run_continues(tmp_path: Path) -> None
     started = json.loads((project / "run/run.json").read_text())
     assert started["starting_model"]["file"] == str(project / "model")
 
+    weights = project / "run/backend/checkpoints/step_000001/model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    code, _, err = run_project(project, *VALIDATION, "--resume")
+    assert code == 1, err
+    progress = json.loads((project / "run/progress.json").read_text())
+    assert (progress["status"], progress["epoch"]) == ("failed", 1)
+    assert "model.safetensors is damaged" in progress["error"]
+    assert events_of(project)[-2:] == ["completed", "failed"]
+    weights.write_bytes(content)
+
     config = project / "model/tokenizer.json"
     config.write_text(config.read_text() + "\n")
     write_rows(project, [{"say": "another row"}], "validation.jsonl")
@@ -490,6 +501,7 @@ def test_changed_inputs_are_noticed_when_a_run_continues(tmp_path: Path) -> None
     assert code == 2
     assert re.search("the held-out dataset .*validation.jsonl has changed", err)
     assert f"the starting model {project / 'model'} has changed" in err
+    assert "resumed" not in events_of(project)
 
     shutil.copytree(MODEL, tmp_path / "other")
     other = ("-o", "trainer_adapters.backend.model", "other")

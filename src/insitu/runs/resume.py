@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ class ResumableRun:
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
         self._versions: dict[int, int | None] = {}
+        self._resumed: dict[str, Any] = {}
+        """The event of a run that continues."""
 
     @property
     def next_epoch(self) -> int:
@@ -139,8 +142,7 @@ class ResumableRun:
         files = RunReader(folder)
         progress = files.progress() or progress  # again, as an earlier process may have ended before the lock
         self._store.cut_to(progress.sizes)
-        epochs = config.finetuning.num_epochs
-        self._store.record_event("resumed", epoch=progress.epoch, epochs=epochs, changes=changes)
+        self._resumed = {"epoch": progress.epoch, "epochs": config.finetuning.num_epochs, "changes": changes}
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
         self._versions = {epoch: state.policy_version for epoch, state in files.history(progress).items()}
@@ -262,11 +264,25 @@ class ResumableRun:
         if self._store is not None:
             self._store.close()
 
+    def continue_run(self) -> None:
+        """Records that the run goes on, once nothing has refused it."""
+        self.store.record_event("resumed", **self._resumed)
+        self.write_progress()
+
     @contextmanager
     def recorded_end(self) -> Iterator[None]:
         """Records how the body, which is the run, has ended; the point from which it continues stays the same."""
+        with self.recorded_failure():
+            yield
+        self._end("completed")
+
+    @contextmanager
+    def recorded_failure(self, *passing: type[BaseException]) -> Iterator[None]:
+        """Records how the body has failed, but not by the errors that pass."""
         try:
             yield
+        except passing:
+            raise
         except asyncio.CancelledError:
             lost = self._builder.lost if self._builder is not None else None
             self._end("interrupted" if lost is None else "failed", lost)
@@ -274,13 +290,13 @@ class ResumableRun:
         except BaseException as error:  # recorded, then re-raised
             self._end("failed" if isinstance(error, Exception) else "interrupted", error)
             raise
-        self._end("completed")
 
     def _end(self, status: RunStatus, error: BaseException | None = None) -> None:
         message = None if error is None else describe_error(error)
         self.progress = self.progress.model_copy(update={"status": status, "error": message})
-        try:
-            self.write_progress()
-            self.store.record_event(status, epoch=self.progress.epoch, error=message)
-        except InsituError as problem:  # must not mask what ended the run
-            logger.error("%s", problem)
+        event = partial(self.store.record_event, status, epoch=self.progress.epoch, error=message)
+        for record in (self.write_progress, event):
+            try:
+                record()
+            except InsituError as problem:  # must not mask what ended the run
+                logger.error("%s", problem)

@@ -1,11 +1,13 @@
 """The loop of the built-in trainers, read downwards: collect, select, submit, wait, validate, record."""
 
 import time
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder
+from insitu.errors import ConfigError
 from insitu.schemas.finetuning import (
     FinetuneConfig,
     TrainerConfig,
@@ -43,15 +45,17 @@ class LoopTrainer(EstimatingTrainer):
         run, adapter = self._run, self.trainer_adapter
         await run.open(self, self._builder, run_config)
         run.draws_plot()
-        await super().initialize(run_config)
-        await adapter.check_settings()
-        await self._schedule.prepare(adapter)
-        run.check_code(self._settings(run_config.num_epochs))
-        fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
-        self._curriculum_state = dict(run.progress.curriculum or fresh)
-        if run_config.validation is not None:
-            self.validation = await Validation.opened(run_config, self._builder, adapter, run)
-        await run.check_served(adapter, trains_before=bool(self._stages), epochs_ahead=self._schedule.pinned_epochs)
+        with run.recorded_failure(ConfigError) if run.continues else nullcontext():
+            await super().initialize(run_config)
+            await adapter.check_settings()
+            await self._schedule.prepare(adapter)
+            run.check_code(self._settings(run_config.num_epochs))
+            fresh = CurriculumState(current_percentile=self.curriculum_config.initial_percentile)
+            self._curriculum_state = dict(run.progress.curriculum or fresh)
+            if run_config.validation is not None:
+                self.validation = await Validation.opened(run_config, self._builder, adapter, run)
+            ahead = self._schedule.pinned_epochs
+            await run.check_served(adapter, trains_before=bool(self._stages), epochs_ahead=ahead)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Returns the job status of each epoch that trained.

@@ -132,7 +132,7 @@ class Run(ResumableRun):
         """Records that the run has started or continues, and how the body, which is the run, has ended."""
         with self.recorded_end():
             if self.continues:
-                self.write_progress()
+                self.continue_run()
             else:
                 await self.start(trainer, builder, settings)
             yield
