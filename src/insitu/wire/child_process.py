@@ -7,6 +7,7 @@ the descriptor of the command's standard input.
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from concurrent.futures import TimeoutError as StillRuns
 from pathlib import Path
 
 _TAIL_BYTES, _TAIL_LINES = 2**16, 8
+_LITTLE_SPACE = 2**20
+"""Bytes that are free on a disk from which on it may be why a process has ended."""
 
 
 class ChildProcess:
@@ -111,8 +114,16 @@ class ChildProcess:
             return file.read().decode(errors="replace")
         return ""
 
+    def last_lines(self) -> list[str]:
+        return last_lines(self.log, self._start)
+
     def end_of_log(self) -> str:
-        return end_of_log(self.log)
+        """What the message about its end says of what it has printed."""
+        lines = self.last_lines() or ["(empty)"]
+        with contextlib.suppress(OSError):  # its folder may be gone
+            if (free := shutil.disk_usage(self.log.parent).free) < _LITTLE_SPACE:
+                lines.append(f"({free} bytes are free on the disk of this log)")
+        return f"the end of its log ({self.log}):\n  " + "\n  ".join(lines)
 
     def outcome(self) -> str:
         """How it ended, such as "was ended by SIGKILL"."""
@@ -129,15 +140,10 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def end_of_log(log: Path) -> str:
-    """What the message about a command's end says of its log."""
-    return f"the end of its log ({log}):\n  " + "\n  ".join(last_lines(log) or ["(empty)"])
-
-
-def last_lines(log: Path) -> list[str]:
-    """The last lines of a log; an empty list if it has none or cannot be read."""
+def last_lines(log: Path, start: int = 0) -> list[str]:
+    """The last lines of a log from a byte on; an empty list if it has none or cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        file.seek(max(start, log.stat().st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
     return []
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +115,7 @@ def small_group() -> Iterator[Path]:
 
 def end_for_memory(group: Path) -> None:
     """Has the kernel end a process."""
-    command = f'echo $$ > {group}/cgroup.procs && exec tail /dev/zero'  # which has no lines
+    command = f"echo $$ > {group}/cgroup.procs && exec tail /dev/zero"  # which has no lines
     assert subprocess.run(command, shell=True, check=False).returncode == -signal.SIGKILL
 
 

@@ -267,8 +267,28 @@ def test_how_a_command_ended_and_what_it_printed_last(tmp_path: Path) -> None:
     again = ChildProcess([sys.executable, "-c", "print('three')"], tmp_path / "log", os.environ, append=True)
     again.wait(60)
     assert again.output() == "three\n"
+    assert again.end_of_log() == f"the end of its log ({tmp_path / 'log'}):\n  three"
     assert last_lines(again.log) == ["one", "two", "three"]
     assert last_lines(tmp_path / "none") == []
+
+
+def test_a_log_on_a_full_disk_says_so(tmp_path: Path) -> None:
+    """A command there cannot say itself why it ends."""
+    code = """
+import os, sys
+from pathlib import Path
+from insitu.wire.child_process import ChildProcess
+process = ChildProcess([sys.executable, "-c", "print('.' * 2**20)"], Path("log"), os.environ)
+process.wait(60)
+print(process.end_of_log()[-60:])
+"""
+    (tmp_path / "code.py").write_text(code)
+    (tmp_path / "disk").mkdir()
+    inside = f"mount -t tmpfs -o size=64k none disk && cd disk && {sys.executable} ../code.py"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    assert done.stdout.endswith("\n  (0 bytes are free on the disk of this log)\n"), done
 
 
 async def test_a_command_that_ignores_sigterm_is_killed_after_a_while(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from insitu.disk.files import readable_bytes
 from insitu.disk.memory import machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
-from insitu.wire.child_process import ChildProcess, end_of_log, last_lines
+from insitu.wire.child_process import ChildProcess
 from insitu.wire.redaction import remember_secret
 
 logger = logging.getLogger(__name__)
@@ -89,18 +89,18 @@ class BackendProcess:
         self._kills.clear()
         self._kills.append(memory_kills())
         self._reason, self._peak = None, _peak_of_children()
-        self._process = ChildProcess(command, self._log_path, environment, append=True)
+        self._process = process = ChildProcess(command, self._log_path, environment, append=True)
         try:
             async with asyncio.timeout(startup_timeout):
-                while (match := _READY_LINE.search(self._process.output())) is None:
-                    if self._process.ended:
-                        problem = f"insitu backend {self._process.outcome()} before it was ready"
-                        reason = self._own_reason() or f"; {self._memory_reason() or end_of_log(self._log_path)}"
+                while (match := _READY_LINE.search(process.output())) is None:
+                    if process.ended:
+                        problem = f"insitu backend {process.outcome()} before it was ready"
+                        reason = self._own_reason(process) or f"; {self._memory_reason() or process.end_of_log()}"
                         raise BackendUnavailable(f"{problem}{reason}")
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             await self.stop()
-            problem = f"insitu backend was not ready after {startup_timeout:g} s; {end_of_log(self._log_path)}"
+            problem = f"insitu backend was not ready after {startup_timeout:g} s; {process.end_of_log()}"
             raise BackendUnavailable(problem) from None
         except BaseException:  # the process must not outlive a failed start
             await self.stop()
@@ -123,10 +123,10 @@ class BackendProcess:
         """
         self._kept_running = True
         try:
-            while self._process is not None:
-                while not self._process.ended:
-                    await self._process.end(_COUNT_SECONDS)
-                    if not self._process.ended:
+            while (process := self._process) is not None:
+                while not process.ended:
+                    await process.end(_COUNT_SECONDS)
+                    if not process.ended:
                         self._kills.append(memory_kills())
                 self.ready.clear()
                 report = str(self.exit_report())
@@ -151,7 +151,7 @@ class BackendProcess:
         """How the process has ended on its own, and the end of its log; None while it runs."""
         if self._process is None or not self._process.ended:
             return None
-        return f"the backend process {self._process.outcome()}; {self._memory_reason() or end_of_log(self._log_path)}"
+        return f"the backend process {self._process.outcome()}; {self._memory_reason() or self._process.end_of_log()}"
 
     def _memory_reason(self) -> str:
         """A sentence if the kernel has ended the process for lack of memory, as its counters say; otherwise empty."""
@@ -173,9 +173,9 @@ class BackendProcess:
             f"lists what needs how much; log: {self._log_path})"
         )
 
-    def _own_reason(self) -> str | None:
+    def _own_reason(self, process: ChildProcess) -> str | None:
         """The sentence with which a backend that cannot start ends its log; None if it ended otherwise."""
-        last = (last_lines(self._log_path) or [""])[-1]
+        last = (process.last_lines() or [""])[-1]
         return f": {last.removeprefix(_OWN_PREFIX)} (log: {self._log_path})" if last.startswith(_OWN_PREFIX) else None
 
     async def stop(self) -> None:
