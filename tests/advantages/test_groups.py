@@ -238,7 +238,8 @@ def test_a_function_gives_advantages_of_episodes_calls_or_tokens() -> None:
         ([[[1.0], [1.0]]], "call 0: the function returned 1 values for 2 tokens"),
         ([float("inf")], "an advantage is inf"),
         ([[["1", 2.0], 1.0]], "an advantage is '1'"),
-        (None, "TypeError"),
+        (None, "None was returned; allowed: advantages, as a list"),
+        (["ab"], "episode e: 'ab' was returned; allowed: advantages, as a list"),
     ],
 )
 def test_what_a_function_returns_is_checked(returned: Any, problem: str) -> None:

@@ -2,12 +2,20 @@
 
 import math
 import random
+import re
 from typing import Any
 
 import pytest
 from marks import slow_after
 
-from insitu.algorithms.selection import CurriculumState, apply_curriculum, drop_reasons, included_fraction, subsample
+from insitu.algorithms.selection import (
+    CurriculumState,
+    apply_curriculum,
+    apply_selection,
+    drop_reasons,
+    included_fraction,
+    subsample,
+)
 from insitu.errors import TrajectoryError
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
@@ -243,3 +251,29 @@ def test_without_a_curriculum_nothing_is_left_out_or_remembered() -> None:
 
 
 # the state's file
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (None, "selection.0: a NoneType was returned; allowed: a list of 2 verdicts"),
+        ("small", "selection.0: a str was returned; allowed: a list of 2 verdicts"),
+        ([None], "selection.0: 1 verdicts were returned for 2"),
+        (
+            [True, True],
+            "selection.0, group 0: a verdict is a bool; allowed: None to keep, or a text, the reason to drop",
+        ),
+        ([None, [True]], "selection.0, group 1: a verdict is a bool; allowed: None to keep, or a text"),
+        ([None, [None, None]], "selection.0, group 1: 2 verdicts were returned for 1"),
+    ],
+)
+def test_what_a_selection_returns_is_checked(returned: Any, problem: str) -> None:
+    groups = [[Trajectory(id=name, reward=1.0)] for name in "ab"]
+    with pytest.raises(TrajectoryError, match=re.escape(problem)):
+        apply_selection(TrajectoryCollection(trajectories=groups, run_id="r"), lambda groups: returned, "selection.0")
+
+
+def test_a_selection_that_returns_the_groups_to_keep_is_told_what_a_verdict_is() -> None:
+    groups = [[Trajectory(id=name, reward=1.0)] for name in "ab"]
+    with pytest.raises(TrajectoryError, match="group 0: a verdict is a Trajectory; allowed: None to keep"):
+        apply_selection(TrajectoryCollection(trajectories=groups, run_id="r"), lambda groups: groups, "selection.0")

@@ -13,9 +13,10 @@ from typing import Any
 import openai
 import pytest
 import yaml
-from factories import MODEL, ROOT, pip_install, read_lines
+from factories import MODEL, ROOT, digits_project, pip_install, read_lines
 from marks import slow_after
 from processes import run, serving
+from refusals import refusal
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.algorithms.reward_shapes import overlong
@@ -264,3 +265,70 @@ def test_a_loss_that_cannot_be_trained_is_refused_before_the_first_episode(
     assert ended.returncode == 2
     assert problem in ended.stderr
     assert not (tmp_path / "run/groups.jsonl").exists() or len(read_lines(tmp_path / "run/groups.jsonl")) <= 1
+
+
+PARTS = """
+def advantages(rewards):
+    return [0.0 for reward in rewards]
+
+async def later(rewards, episodes):
+    return rewards
+
+def select(groups, epoch):
+    return [None for group in groups]
+
+def shape(score, rows):
+    return score
+"""
+GETS = "row=, expected=, question=, answer=, scores=, calls=, and what arguments sets"
+"""By name."""
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "problem"),
+    [
+        (
+            "trainers.grpo.advantages",
+            "{_type: python, function: 'own_parts:advantages'}",
+            "advantages(rewards): too many positional arguments; it gets rewards, episodes, and what arguments sets",
+        ),
+        (
+            "trainers.grpo.advantages",
+            "{_type: python, function: 'own_parts:later'}",
+            "later is asynchronous; it must return its result",
+        ),
+        (
+            "trainers.grpo.selection",
+            "[{_type: python, function: 'own_parts:select', arguments: {share: 1}}]",
+            "select(groups, epoch): got an unexpected keyword argument 'share'; it gets groups, epoch=, seed=, and",
+        ),
+        (
+            "trainers.grpo.selection",
+            "[{_type: random_subsample, arguments: {frac: 0.5}}]",
+            "random_subsample(groups, fraction, epoch, seed): missing a required argument: 'fraction'; it gets groups",
+        ),
+        (
+            "trainers.grpo.selection",
+            "[{_type: no_variance}, {_type: random_subsample, arguments: {fraction: 7}}]",
+            "selection.1.arguments.fraction is 7: Input should be less than or equal to 1",
+        ),
+        (
+            "finetuning.reward_function.shape",
+            "{_type: python, function: 'own_parts:shape'}",
+            f"shape: shape(score, rows): missing a required argument: 'rows'; it gets score, {GETS}",
+        ),
+        (
+            "finetuning.reward_function.shape",
+            "{_type: overlong, arguments: {buffer: 3}}",
+            f"overlong(score, calls, max_tokens, buffer, penalty): missing a required argument: 'max_tokens'; it gets "
+            f"score, {GETS}",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_called_is_refused_before_anything_is_started(
+    tmp_path: Path, key: str, part: str, problem: str
+) -> None:
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    said = refusal(digits_project(tmp_path, rows=2), "-o", key, part)
+    assert said.startswith(key)
+    assert problem in said

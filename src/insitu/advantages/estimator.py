@@ -128,7 +128,7 @@ class FunctionEstimator(AdvantageEstimator):
             return estimated_by_backend(group)
         where = f"advantages of row {(group[0].metadata or {}).get('row_id', group[0].id)!r}"
         try:
-            returned = [*self._function([t.reward for t in group], group)]
+            returned = _values(self._function([t.reward for t in group], group), where)
             _check_count(where, len(returned), len(group), "episodes")
             estimated = [_of_calls(a, t, f"{where}, episode {t.id}") for a, t in zip(returned, group, strict=True)]
         except InsituError:
@@ -159,14 +159,14 @@ def _of_calls(value: Any, trajectory: Trajectory, where: str) -> dict[int, float
     trained = trajectory.trained_calls
     if isinstance(value, Real):
         return dict.fromkeys(trained, _number(value, where))
-    of_calls = [*value]
+    of_calls = _values(value, where)
     _check_count(where, len(of_calls), len(trained), "trained calls")
     result: dict[int, float | list[float]] = {}
     for index, of_call in zip(trained, of_calls, strict=True):
         if isinstance(of_call, Real):
             result[index] = _number(of_call, where)
             continue
-        tokens = [_number(each, where) for each in of_call]
+        tokens = [_number(each, where) for each in _values(of_call, where)]
         _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
         result[index] = tokens
     return result
@@ -176,6 +176,12 @@ def _number(value: Any, where: str) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise TrajectoryError(f"{where}: an advantage is {value!r:.80}; allowed: finite numbers")
     return float(value)
+
+
+def _values(returned: Any, where: str) -> list[Any]:
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes):
+        raise TrajectoryError(f"{where}: {returned!r:.80} was returned; allowed: advantages, as a list")
+    return [*returned]
 
 
 def _check_count(where: str, count: int, expected: int, what: str) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
-from insitu.errors import TrajectoryError, foreign_errors
+from insitu.errors import TrajectoryError, a_type, foreign_errors
 from insitu.schemas.episodes import GROUP_KEY, DropReason
 from insitu.schemas.finetuning import CurriculumLearningConfig, Trajectory, TrajectoryCollection
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Groups = Sequence[Sequence[Trajectory]]
 
 
-def no_variance(groups: Groups, min_reward_diff: float = 1e-9) -> list[str | None]:
+def no_variance(groups: Groups, min_reward_diff: Annotated[float, Field(ge=0)] = 1e-9) -> list[str | None]:
     """Drops groups whose best and worst reward differ by less than `min_reward_diff`."""
     small = (has_small_range([t.reward for t in group], min_reward_diff) for group in groups)
     return [DropReason.NO_VARIANCE if is_small else None for is_small in small]
@@ -37,7 +37,9 @@ def has_small_range(rewards: Sequence[float], min_reward_diff: float) -> bool:
     return round(max(rewards) - min(rewards), 9) < min_reward_diff
 
 
-def random_subsample(groups: Groups, fraction: float, epoch: int, seed: int) -> list[str | None]:
+def random_subsample(
+    groups: Groups, fraction: Annotated[float, Field(gt=0, le=1)], epoch: int, seed: int
+) -> list[str | None]:
     """Keeps a random fraction of the groups, at least one, which depends on epoch and seed only."""
     names = [f"{index:09d}" for index in range(len(groups))]
     kept = {*subsample(names, fraction, epoch, seed)}
@@ -57,15 +59,25 @@ def apply_selection(
         result = select(groups)
         verdicts, metrics = result if isinstance(result, tuple) else (result, {})
         for number, (group, verdict) in enumerate(_of_each(groups, verdicts, name)):
-            whole = verdict is None or isinstance(verdict, str)
-            of_group = [verdict] * len(group) if whole else verdict
+            of_group = (
+                verdict if isinstance(verdict, Iterable) and not isinstance(verdict, str) else [verdict] * len(group)
+            )
             for trajectory, reason in _of_each(group, of_group, f"{name}, group {number}"):
                 if reason is not None:
-                    reasons[id(trajectory)] = str(reason)
+                    reasons[id(trajectory)] = _reason(reason, f"{name}, group {number}")
     return collection.without(reasons), metrics
 
 
-def _of_each(items: Sequence[Any], verdicts: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
+def _reason(verdict: Any, where: str) -> str:
+    if not isinstance(verdict, str):
+        allowed = "None to keep, or a text, the reason to drop"
+        raise TrajectoryError(f"{where}: a verdict is {a_type(verdict)}; allowed: {allowed}")
+    return verdict
+
+
+def _of_each(items: Sequence[Any], verdicts: Any, where: str) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(verdicts, Iterable) or isinstance(verdicts, str):
+        raise TrajectoryError(f"{where}: {a_type(verdicts)} was returned; allowed: a list of {len(items)} verdicts")
     entries = [*verdicts]
     if len(entries) != len(items):
         raise TrajectoryError(f"{where}: {len(entries)} verdicts were returned for {len(items)}")

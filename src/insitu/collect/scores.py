@@ -92,8 +92,9 @@ class FunctionEvaluator(BaseEvaluator):
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         result = await self._score(item)
         score = Score(*result) if isinstance(result, tuple) and len(result) in (2, 3) else Score(result)
-        steps = None if score.steps is None else [_number(step) for step in score.steps]
-        return EvalOutputItem(id=item.id, score=_number(score.score), reasoning=score.reasoning, step_scores=steps)
+        steps = None if score.steps is None else [_number(each, "score of a step", "a number") for each in score.steps]
+        number = _number(score.score, "score", "a number, or a number and a text")
+        return EvalOutputItem(id=item.id, score=number, reasoning=score.reasoning, step_scores=steps)
 
 
 async def shaped(function: Callable[..., Any], reward: float, episode: Episode, item: EvalInputItem) -> float:
@@ -102,14 +103,14 @@ async def shaped(function: Callable[..., Any], reward: float, episode: Episode, 
     """
     offered = {name: of(item) for name, of in _FROM_ITEM.items()}
     offered |= {"answer": episode.output, "scores": episode.scores, "calls": episode.calls}
-    return _number(await called(partial(call_with, function), reward, **offered))
+    return _number(await called(partial(call_with, function), reward, **offered), "reward", "a number")
 
 
-def _number(score: Any) -> float:
+def _number(value: Any, what: str, allowed: str) -> float:
     """Also a number of another library, such as numpy. Raises WorkflowError for anything else."""
-    if score is None or isinstance(score, str) or not hasattr(score, "__float__"):
-        raise WorkflowError(f"the score is {score!r:.80}; it must be a number, or a number and a text")
-    return float(score)
+    if value is None or isinstance(value, str) or not hasattr(value, "__float__"):
+        raise WorkflowError(f"the {what} is {value!r:.80}; it must be {allowed}")
+    return float(value)
 
 
 @register_evaluator(config_type=PythonScoreConfig)

@@ -11,9 +11,20 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from insitu.errors import ConfigError, PluginError, WorkflowError, a_type, describe_error, did_you_mean, not_found
+from pydantic import TypeAdapter, ValidationError
+
+from insitu.errors import (
+    ConfigError,
+    PluginError,
+    WorkflowError,
+    a_type,
+    describe_error,
+    did_you_mean,
+    first_problem,
+    not_found,
+)
 from insitu.schemas.components import CodeRef
 from insitu.schemas.parts import LocalPart, load_named, with_arguments
 
@@ -119,7 +130,7 @@ class LoadedPart(NamedTuple):
 def load_part(part: LocalPart, key: str, folder: Path) -> LoadedPart:
     """Loads a function, and records the digest of its file if it is Python code.
 
-    Raises ConfigError if `part` has another digest, and like `load_code`.
+    Raises ConfigError if `part` has another digest, or it cannot be called with its arguments, and like `load_code`.
     """
     if part.function is None:
         function = load_named(part.kind, part.type)
@@ -130,7 +141,30 @@ def load_part(part: LocalPart, key: str, folder: Path) -> LoadedPart:
         if part.sha256 not in (None, digest):
             raise ConfigError(f"{key}.sha256 is {part.sha256}, but that of {file} is {digest}")
         part = part.model_copy(update={"sha256": digest})
+    _check_arguments(function, part, key)
     return LoadedPart(with_arguments(function, part), part.model_dump(mode="json", exclude_defaults=True))
+
+
+def _check_arguments(function: Callable[..., Any], part: LocalPart, key: str) -> None:
+    """Raises ConfigError if a part cannot be called with what it gets, or has an argument out of the declared range."""
+    if not part.may_wait and not is_blocking(function):
+        raise ConfigError(f"{key}: {name_of(function)} is asynchronous; it must return its result")
+    signature = inspect.signature(function)
+    given = {name: None for name in part.by_name if name in signature.parameters} | part.arguments
+    try:
+        signature.bind(*part.by_position, **given)
+    except TypeError as error:
+        named = f"{name_of(function)}({', '.join(signature.parameters)})"
+        gets = ", ".join([*part.by_position, *(f"{name}=" for name in part.by_name)])
+        raise ConfigError(f"{key}: {named}: {error}; it gets {gets}, and what arguments sets") from None
+    if part.function is not None:  # what it asks of its values is its own affair
+        return
+    kinds = get_type_hints(function, include_extras=True)
+    for name, value in part.arguments.items():
+        try:
+            TypeAdapter(kinds.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{key}.arguments.{name} is {value!r:.80}: {first_problem(error)}") from None
 
 
 def is_blocking(function: Any) -> bool:

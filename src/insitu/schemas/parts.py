@@ -88,6 +88,12 @@ class LocalPart(Part):
     """A part that runs in the process of the command, whose code is checked with the file."""
 
     model_config = ConfigDict(frozen=True)
+    by_position: ClassVar[tuple[str, ...]] = ()
+    """What its function gets."""
+    by_name: ClassVar[tuple[str, ...]] = ()
+    """What it gets if it has such a parameter."""
+    may_wait: ClassVar[bool] = False
+    """Whether it may be asynchronous."""
 
     function: CodeRef | None = None
     """With `_type: python`, the function as MODULE:NAME or FILE.py:NAME. Files are relative to the folder of the YAML
@@ -98,18 +104,22 @@ class AdvantagesPart(LocalPart):
     """A function that computes the advantages of a group."""
 
     kind = "advantages"
+    by_position = ("rewards", "episodes")
 
 
 class SelectionPart(LocalPart):
     """A function that leaves out groups or episodes."""
 
     kind = "selections"
+    by_position, by_name = ("groups",), ("epoch", "seed")
 
 
 class ShapePart(LocalPart):
     """A function that turns a score into a reward."""
 
     kind = "reward_shapes"
+    by_position, by_name = ("score",), ("row", "expected", "question", "answer", "scores", "calls")
+    may_wait = True
 
 
 def _tag(value: Any) -> str:

@@ -33,7 +33,7 @@ def configure_logging(level: int, log_format: str | None) -> None:
         _formatter = formatter
         logging.captureWarnings(True)
         hub = logging.getLogger("huggingface_hub")  # which would also write its records itself
-        hub.addHandler = lambda handler: None  # type: ignore[method-assign]
+        hub.addHandler = lambda hdlr: None  # type: ignore[method-assign]
         _progress.setLevel(min(level, logging.INFO))
 
 

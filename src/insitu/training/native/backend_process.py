@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from insitu.disk.files import readable_bytes
 from insitu.disk.memory import machine_memory, memory_kills
@@ -124,10 +125,7 @@ class BackendProcess:
         self._kept_running = True
         try:
             while (process := self._process) is not None:
-                while not process.ended:
-                    await process.end(_COUNT_SECONDS)
-                    if not process.ended:
-                        self._kills.append(memory_kills())
+                await self._counted(process.end())
                 self.ready.clear()
                 report = str(self.exit_report())
                 if self._restarts >= (most := self._restarts_allowed()):
@@ -138,6 +136,15 @@ class BackendProcess:
                 self.restarted_at = time.monotonic()
         finally:
             self._kept_running = False
+
+    async def _counted(self, end: Coroutine[Any, Any, None]) -> None:
+        """Waits for the end of the process; notes meanwhile, every second, what the kernel has ended."""
+        waiting = asyncio.ensure_future(end)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_COUNT_SECONDS))[0]:
+                self._kills.append(memory_kills())
+        finally:
+            waiting.cancel()
 
     def final_report(self) -> str | None:
         """The report of the ended process, unless it will be started again."""
