@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,36 @@ def test_a_loss_that_cannot_be_trained_is_refused_before_the_first_episode(
     assert ended.returncode == 2
     assert problem in ended.stderr
     assert not (tmp_path / "run/groups.jsonl").exists() or len(read_lines(tmp_path / "run/groups.jsonl")) <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "problem"),
+    [
+        ("optimizer", "return None", "optimizer: a NoneType was returned; allowed: a torch.optim.Optimizer"),
+        ("optimizer", "import torch; return torch.optim.SGD(given, lr=1)", "optimizer: it cannot be made: "),
+        ("schedule", "return None if given else 1", "schedule: it returned None for 0.5; allowed: finite numbers from"),
+        ("schedule", "return 0.5 - given", "schedule: it returned -0.5 for 1; allowed: finite numbers from 0"),
+        ("schedule", "return given.rate", "schedule: for 0 it raised AttributeError"),
+    ],
+)
+def test_an_optimizer_or_schedule_that_cannot_be_used_is_refused_before_the_first_episode(
+    steps_backend: tuple[Path, str], key: str, body: str, problem: str
+) -> None:
+    folder, url = steps_backend
+    (folder / "mine.py").write_text(f"def part(given, settings=None):\n    {body}\n")
+    part = "{_type: python, function: 'mine:part'}"
+    write_project(folder, f"trainer_adapters: {{backend: {{training: {{{key}: {part}}}}}}}", model=None, url=url)
+    ended = finetune(folder)
+    assert ended.returncode == 2
+    assert problem in ended.stderr
+    assert not (folder / "run/groups.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def steps_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    folder = tmp_path_factory.mktemp("steps")
+    with serving("backend", "--model", MODEL, "--allow_code", folder, folder=folder) as (_, url):
+        yield folder, url
 
 
 PARTS = """

@@ -77,8 +77,12 @@ def test_the_statistics_of_an_epoch() -> None:
             [[episode(0.25, answer(text)) for text in "ab"], [episode(1.0, answer(text)) for text in "ab"]],
             ["the episodes of a row score the same, from 0.25 to 1 by row"],
         ),
+        (
+            [[episode(reward, answer(str(reward))) for reward in (0.0, 1.0)], [episode(0.5, answer(t)) for t in "ab"]],
+            ["rewards differ in 1 of 2 groups, but not what is compared in their place: with credit: step"],
+        ),
     ],
-    ids=["none", "greedy", "same answers", "cut off", "coarse"],
+    ids=["none", "greedy", "same answers", "cut off", "coarse", "equal steps"],
 )
 def test_the_likely_causes_of_no_variance(groups: list[list[Trajectory]], causes: list[str]) -> None:
     found = likely_causes(groups)
@@ -171,7 +175,7 @@ def test_the_line_of_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        ([0.0] * 8, "not changed (95 % CI +0.000 to +0.000, paired by 8 rows)"),
+        ([0.0] * 8, "changed by +0.000 (95 % CI +0.000 to +0.000, paired by 8 rows)"),
         ([1.0] * 7 + [0.0], "changed by +0.875 (95 % CI +0.500 to +1.000, paired by 8 rows)"),
         ([1.0] + [0.0] * 7, "changed by +0.125 (95 % CI +0.000 to +0.500, paired by 8 rows); this may be chance"),
     ],

@@ -244,6 +244,7 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
         temperature, scores = plan.llm("temperature"), f"{plan.evaluator}, {plan.dataset}"
         places = {"greedy_sampling": temperature, "same_answers": temperature, "cut_off": plan.llm("max_tokens")}
         places |= {"one_answer": temperature, "constant_reward": plan.evaluator, "same_reward_in_groups": scores}
+        places["same_returns"] = plan.evaluator
         causes = likely_causes(alike)
         for cause in causes:
             follows = cause.code == "constant_reward" and causes[0].code in ("greedy_sampling", "same_answers")

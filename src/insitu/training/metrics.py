@@ -240,6 +240,10 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
             change = "lower learning_rate, and begin again, or from an epoch before (`insitu runs fork`); kl and "
             change += "reference_gap of earlier epochs show where it left"
         causes.append(Cause("constant_reward", what, change))
+    elif not causes and (other := sum(len({t.reward for t in group}) > 1 for group in groups)):
+        what = f"rewards differ in {share_of(other, len(groups), 'groups')}, but not what is compared in their place"
+        change = "with credit: step check the step scores, which are equal in a group, or use credit: episode; with a "
+        causes.append(Cause("same_returns", what, change + "function of advantages, what it returns"))
     elif not causes:
         what = f"the episodes of a row score the same, from {min(rewards):g} to {max(rewards):g} by row"
         change = "use rows that are neither too easy nor too hard, or a finer score"

@@ -223,9 +223,7 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunS
         return None
     found = compare_paired([first[row] for row in rows], [last[row] for row in rows], _CONFIDENCE)
     interval = f"95 % CI {found.low:+.3f} to {found.high:+.3f}, paired by {found.rows} rows"
-    if found.difference == 0:
-        return f"not changed ({interval})"
-    unclear = "; this may be chance" * (found.low <= 0 <= found.high)
+    unclear = "; this may be chance" * (found.difference != 0 and found.low <= 0 <= found.high)
     return f"changed by {found.difference:+.3f} ({interval}){unclear}"
 
 

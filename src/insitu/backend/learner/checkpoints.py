@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.model import LoadedModel, wrap_errors
 from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
-from insitu.errors import BackendError, JobFailed
+from insitu.errors import BackendError, JobFailed, a_type
 from insitu.schemas.parts import Part
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -87,8 +87,8 @@ class TrainState:
         """A new one, without state."""
         wait = self.before_step
         wait()
-        make = self.code.function("optimizer", settings.optimizer or "adamw")
-        self.optimizer, self.optimizer_part = make(self.policy.trainable, settings), settings.optimizer
+        self.optimizer = make_optimizer(self.code, self.policy.trainable, settings)
+        self.optimizer_part = settings.optimizer
         self.optimizer.register_step_pre_hook(lambda *_: wait())
 
     def prepare(self, settings: TrainingSettings) -> None:
@@ -107,6 +107,18 @@ class TrainState:
         part = self.optimizer_part
         name = part if part is None or isinstance(part, str) else part.function or part.type
         return "" if name in (None, "adamw") else f"{name}/".replace(".", "_")
+
+
+def make_optimizer(
+    code: CodeFolder, trainable: Mapping[str, nn.Parameter], settings: TrainingSettings
+) -> torch.optim.Optimizer:
+    """The optimizer of a job. Raises BackendError if the function that the job names makes none."""
+    make = code.function("optimizer", settings.optimizer or "adamw")
+    with wrap_errors("optimizer: it cannot be made"):
+        optimizer = make(trainable, settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BackendError(f"optimizer: {a_type(optimizer)} was returned; allowed: a torch.optim.Optimizer")
+    return optimizer
 
 
 def optimizer_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -199,9 +211,10 @@ class SavedOptimizer:
 def open_optimizer(folder: Path) -> Iterator[SavedOptimizer]:
     """The optimizer state of a checkpoint. Raises BackendError if it cannot be read."""
     path = folder / OPTIMIZER_FILE
-    with wrap_errors(f"{path} cannot be read"):
-        with safe_open(path, framework="pt") if path.is_file() else nullcontext() as file:
-            yield SavedOptimizer(file)
+    with ExitStack() as stack:
+        with wrap_errors(f"{path} cannot be read"):
+            saved = SavedOptimizer(stack.enter_context(safe_open(path, framework="pt")) if path.is_file() else None)
+        yield saved
 
 
 def check_optimizer(folder: Path, *, required: bool) -> None:

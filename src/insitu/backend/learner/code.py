@@ -6,8 +6,10 @@ A client must not choose what this process runs: without `insitu backend --allow
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,6 +100,18 @@ class CodeFolder:
             raise BackendError(f"{key}: {path} could not be imported: {describe_error(error)}") from error
         self._modules[path] = (digest, module)
         return module
+
+
+def scheduled(schedule: Callable[[float], Any], part: float) -> float:
+    """The factor of the learning rate when this part of the training is over. Raises BackendError."""
+    try:
+        factor = schedule(part)
+    except Exception as error:  # code of the user may raise anything
+        raise BackendError(f"schedule: for {part:g} it raised {describe_error(error)}") from error
+    number = float(factor) if isinstance(factor, Real) else math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise BackendError(f"schedule: it returned {factor!r:.80} for {part:g}; allowed: finite numbers from 0")
+    return number
 
 
 def _refused(key: str, problem: str, *, status: int = 400, code: str = "invalid_code") -> RequestRefused:

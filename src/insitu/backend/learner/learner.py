@@ -17,8 +17,8 @@ from torch import nn
 from insitu.backend.compute import Parked, in_another_thread
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.learner.batches import ALONE, Ranks, Row, TrainsJobs
-from insitu.backend.learner.checkpoints import TrainState
-from insitu.backend.learner.code import NO_CODE, CodeFolder
+from insitu.backend.learner.checkpoints import TrainState, make_optimizer
+from insitu.backend.learner.code import NO_CODE, CodeFolder, scheduled
 from insitu.backend.learner.optimizer_loop import Progress, reference_module
 from insitu.backend.learner.parts import PartedRows, train_parts, wait_until_closed
 from insitu.backend.learner.policy import build_policy, check_finite, fingerprint, loaded_adapter, same_adapters
@@ -30,7 +30,7 @@ from insitu.disk.files import delete_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, JobRecord, TrainingRecord, check_model, read_record, weights_digest
 from insitu.errors import BackendError, RequestRefused
 from insitu.schemas.lora import LoRASettings
-from insitu.schemas.parts import load_named
+from insitu.schemas.parts import Part, load_named
 from insitu.schemas.training_jobs import Retention, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,12 @@ class Learner:
                 build_policy(self.loaded, lora, settings.seed).prepare_layers(settings)
             reference_module(self.code, settings, self._states.references)
             load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self.code)
-            self.code.function("schedule", settings.schedule)
-            self.code.function("optimizer", settings.optimizer or "adamw")
+            for part in (0.0, 0.5, 1.0):
+                scheduled(self.code.function("schedule", settings.schedule), part)
+            if isinstance(settings.optimizer, Part):
+                state = self._state
+                policy = build_policy(self.loaded, lora, settings.seed) if state is None else state.policy
+                make_optimizer(self.code, policy.trainable, settings)
             if self._state is None:  # else the next job continues from memory
                 self._states.check_files(weights=False)
         except BackendError as error:

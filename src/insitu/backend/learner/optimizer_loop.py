@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from insitu.algorithms.memory_budget import ACTIVATION_BYTES, CPU_MICRO_BATCH, LEAST_MICRO_BATCH
 from insitu.backend.learner.batches import MicroBatch, Row, group_rows, optimizer_steps, whole
 from insitu.backend.learner.checkpoints import TrainState
-from insitu.backend.learner.code import CodeFolder
+from insitu.backend.learner.code import CodeFolder, scheduled
 from insitu.backend.learner.logprobs import FixedLogprobs
 from insitu.backend.learner.losses import kl_estimate, mean_of_clusters
 from insitu.backend.learner.objectives import KnownSums, LossOfRows, Objective, RowLogprobs, StepResult
@@ -69,10 +69,7 @@ def learning_rate(settings: TrainingSettings, schedule: Callable[[float], float]
     if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
         return settings.learning_rate * min(1.0, end / settings.warmup)
     part = (start - settings.warmup) / (1 - settings.warmup)
-    factor = schedule(part)
-    if not (math.isfinite(factor) and factor >= 0):
-        raise BackendError(f"schedule: it returned {factor!r} for {part:g}; allowed: finite numbers from 0")
-    return settings.learning_rate * factor
+    return settings.learning_rate * scheduled(schedule, part)
 
 
 def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
