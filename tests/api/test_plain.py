@@ -1,5 +1,6 @@
 """Plain Python functions as agents and scores, and the evaluators for common cases."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from factories import digits_project, read_lines
 from fake_openai import FakeOpenAI
 from marks import slow_after, slow_but_at
 from processes import run_project
+from refusals import refusal
 
 from insitu.builder import Builder
 from insitu.config import load_config
@@ -397,9 +399,20 @@ def test_a_model_does_not_grade_itself(tmp_path: Path) -> None:
     config = yaml.safe_load(text)
     config["eval"]["evaluators"]["judge"] = {"_type": "llm_judge", "llm": "player", "rubric": "?"}
     (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
-    code, _, err = run_project(tmp_path)
-    assert code != 0
-    assert "eval.evaluators.judge.llm is 'player', which is trained: a model must not grade itself" in err
+    said = refusal(tmp_path)
+    assert "eval.evaluators.judge.llm is 'player', which is trained: a model must not grade itself" in said
+
+
+def test_scores_that_need_each_other(tmp_path: Path) -> None:
+    project(tmp_path, ANSWER, SCORE)
+    config = yaml.safe_load((tmp_path / "config.yml").read_text())
+    config["eval"]["evaluators"] |= {
+        name: {"_type": "weighted_sum", "weights": {other: 1}} for name, other in (("one", "two"), ("two", "one"))
+    }
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    assert re.search(
+        r"eval\.evaluators\.(one|two) -> .* -> eval\.evaluators\.\1: each needs the next", refusal(tmp_path)
+    )
 
 
 async def test_a_weighted_sum_needs_all_its_scores(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ def score(answer: str, row: dict) -> float:
 
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -150,6 +150,11 @@ class JudgeConfig(EvaluatorBaseConfig, name="llm_judge"):
             raise ValueError(f"scale is {list(self.scale)}; the second number must be above the first")
         return self
 
+    def check_trained(self, where: str, trained: Collection[str]) -> None:
+        if self.llm in trained:
+            problem = "which is trained: a model must not grade itself; name another one"
+            raise ConfigError(f"{where}.llm is {self.llm!r}, {problem}")
+
     def messages(self, item: EvalInputItem) -> list[dict[str, Any]]:
         lowest, highest = self.scale
         parts = {"question": item.input_obj, "answer": item.output_obj}
@@ -171,9 +176,6 @@ class JudgeConfig(EvaluatorBaseConfig, name="llm_judge"):
 
 @register_evaluator(config_type=JudgeConfig)
 async def llm_judge(config: JudgeConfig, builder: Builder) -> AsyncIterator[EvaluatorInfo]:
-    if builder.config.finetuning.enabled and config.llm in builder.config.trained_llms():
-        key = f"eval.evaluators.{name_being_built()}.llm"
-        raise ConfigError(f"{key} is {config.llm!r}, which is trained: a model must not grade itself; name another one")
     judge = await builder.get_llm(config.llm)
     defaults = {} if "temperature" in judge.params else {"temperature": 0.0}
 

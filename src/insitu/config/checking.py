@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,7 @@ from insitu.errors import ConfigError, did_you_mean, key_of, not_found
 from insitu.registry import frameworks, registry
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel, frozen
 from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig, file_name_problem, matching_llms, warn_once
+from insitu.schemas.evaluation import EvaluatorBaseConfig
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.kinds import DATASET, EVALUATOR, EXECUTOR, FUNCTION, FUNCTION_GROUP, KINDS, Kind
 from insitu.wire.redaction import hide_url_secrets, remember_environment, remember_secret, remember_settings
@@ -127,6 +129,7 @@ class Validator:
         sections = general, settings, finetuning, MappingProxyType(blocks)
         config = Config(*sections, folder, str(self.path), contents, variables, self.working_dir)
         self._references(config)
+        self._evaluators(config)
         self._fail_if_any()
         return config
 
@@ -290,6 +293,20 @@ class Validator:
         if target is not None and not matching_llms(target, models):
             names = dict.fromkeys([*models, *(m for m in models.values() if m)])
             self.problems.append(not_found("finetuning.target_model:", target, names))
+
+    def _evaluators(self, config: Config) -> None:
+        """That none grades the model that it trains, or needs its own score."""
+        trained = config.trained_llms() if config.finetuning.enabled else ()
+        needed: dict[str, set[str]] = {}
+        for name in config.names(EVALUATOR):
+            block, where = config.block(EVALUATOR, name), f"eval.evaluators.{name}"
+            needed[where] = {f"{ref.section}.{ref}" for _, ref in references(block, "")}
+            if isinstance(block, EvaluatorBaseConfig):
+                self._import(partial(block.check_trained, where, trained))
+        try:
+            TopologicalSorter(needed).prepare()
+        except CycleError as error:
+            self.problems.append(f"{' -> '.join(reversed(error.args[1]))}: each needs the next")
 
     def _exists(self, where: str, section: str, name: str | None) -> None:
         minus = "-" * (section == "eval.evaluators" and str(name).startswith("-"))

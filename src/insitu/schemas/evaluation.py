@@ -5,7 +5,7 @@ EvalOutputItem(id="7", score=1.0, reasoning="exact match")
 EvalOutputItem(id="8", score=None, error="ValueError: no number in the answer")     # unscored is not zero
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -37,6 +37,9 @@ class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
 
     def check_code(self, where: str, folder: Path) -> None:
         """Raises ConfigError if the code that the block names cannot score; `folder` is that of the file."""
+
+    def check_trained(self, where: str, trained: Collection[str]) -> None:
+        """Raises ConfigError if it cannot score what a run trains, the models of these keys of `llms`."""
 
     def check_rows(self, where: str, rows: Sequence["EvalInputItem"]) -> None:
         """Raises ConfigError if none of the rows of a run can be scored."""
