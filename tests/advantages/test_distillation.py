@@ -340,6 +340,16 @@ def test_a_model_that_sees_the_expected_answer_is_its_own_teacher(tmp_path: Path
     assert [line["dropped"] for line in metrics] == [{"no_teacher_context": GENERATIONS}] * 2
 
 
+def test_a_context_that_the_chat_template_leaves_out_is_an_error(tmp_path: Path) -> None:
+    """The teacher would say what the policy says, and training follow rounding."""
+    folder = project(tmp_path, {"adapter": "self", "context": "It is 7."})
+    first_line = "{% for message in messages %}{{ message.content.split('\\n')[0] }}{% endfor %}"
+    (folder / "template.jinja").write_text(first_line)
+    code, _, err = run_project(folder, "-o", "trainer_adapters.backend.chat_template", "template.jinja")
+    assert code == 1
+    assert "teacher_error: trainers.grpo.teacher.context: the chat template leaves it out" in err
+
+
 @pytest.mark.slow
 def test_the_starting_weights_as_teacher_hold_the_policy_back(tmp_path: Path) -> None:
     run = finished(project(tmp_path, {"adapter": "self", "version": "initial", "reward_coefficient": 1.0}))

@@ -256,7 +256,12 @@ class Teacher:
             if await self._rendered(first, first.messages) != first.prompt_token_ids:
                 problem = "its chat template does not give the prompt that the agent sent (is it a text completion?)"
                 raise TrajectoryError(f"{self.key}.context: {problem}")
-        return [await self._rendered(call, _with_context(call.messages, context)) for call in calls]
+        prompts = [await self._rendered(call, _with_context(call.messages, context)) for call in calls]
+        if self.config.adapter is not None and prompts == [call.prompt_token_ids for call in calls]:
+            raise TrajectoryError(
+                f"{self.key}.context: the chat template leaves it out, so the teacher says nothing new"
+            )
+        return prompts
 
     async def _rendered(self, call: ModelCall, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         options = {key: call.sampling[key] for key in _TEMPLATE_KEYS if call.sampling.get(key) is not None}
