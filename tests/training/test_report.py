@@ -16,7 +16,13 @@ from insitu.runs.reader import RowScores
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
-from insitu.training.metrics import collected_metrics, likely_causes, one_answer, without_variance
+from insitu.training.metrics import (
+    collected_metrics,
+    likely_causes,
+    missing_step_rewards,
+    one_answer,
+    without_variance,
+)
 from insitu.training.observers import FirstRewards
 from insitu.training.report import Report
 
@@ -262,3 +268,12 @@ def test_a_long_first_epoch_says_early_that_its_rewards_are_equal(
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
         assert "sampled 3 tokens; its answer: 'I do not know'. If the others go on like this, stop (Ctrl-C)" in line
+
+
+def test_step_rewards_that_are_not_those_of_the_trained_calls_are_counted() -> None:
+    group = [Trajectory(id=name, reward=0.0, trained_calls=[0, 1], shaped_rewards=[1.0] * 4) for name in "ab"]
+    (cause,) = missing_step_rewards([group], {"a": "no_step_rewards"})
+    assert str(cause).startswith(
+        "1 of 2 episodes have no step reward for each trained call: the first has 4 for 2: report one for each answer"
+    )
+    assert [*missing_step_rewards([group], {"a": "curriculum"})] == []

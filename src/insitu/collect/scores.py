@@ -9,7 +9,7 @@ def score(answer: str, row: dict) -> float:
 
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -92,6 +92,8 @@ class FunctionEvaluator(BaseEvaluator):
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         result = await self._score(item)
         score = Score(*result) if isinstance(result, tuple) and len(result) in (2, 3) else Score(result)
+        if score.steps is not None and not isinstance(score.steps, Iterable):
+            raise WorkflowError(f"the steps of the score are {score.steps!r:.80}; they must be a list of numbers")
         steps = None if score.steps is None else [_number(each, "score of a step", "a number") for each in score.steps]
         number = _number(score.score, "score", "a number, or a number and a text")
         return EvalOutputItem(id=item.id, score=number, reasoning=score.reasoning, step_scores=steps)

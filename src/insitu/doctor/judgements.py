@@ -13,7 +13,7 @@ from insitu.formats.registry import format_of
 from insitu.schemas.episodes import DropReason, Episode, ModelCall
 from insitu.schemas.finetuning import Trajectory
 from insitu.training.jobs import AGAINST_STALE_GAP, STALE_GAP
-from insitu.training.metrics import cut_off, likely_causes, one_answer, share_of, without_variance
+from insitu.training.metrics import cut_off, likely_causes, missing_step_rewards, one_answer, share_of, without_variance
 from insitu.training.report import counts
 from insitu.wire.addresses import is_same_server
 
@@ -257,12 +257,10 @@ def _rewards(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
             yield _few_with_variance(plan, groups, len(groups) - len(alike))
         else:
             yield from _small_differences(plan, groups)
-    if missing := evidence.selected.dropped.get(DropReason.NO_STEP_REWARDS):
-        total = sum(map(len, evidence.groups))
-        severity = Severity.STOPS_LEARNING if missing == total else Severity.HARMS
-        what = f"{share_of(missing, total, 'episodes')} have no step reward for each trained call"
-        change = "report step rewards with Context.get().reward(...), or set credit: episode"
-        yield Finding("no_step_rewards", severity, what, f"{plan.trainer}.credit", change)
+    for cause in missing_step_rewards(evidence.collection.trajectories, evidence.selected.drop_reasons):
+        every = evidence.selected.dropped[DropReason.NO_STEP_REWARDS] == sum(map(len, evidence.groups))
+        severity = Severity.STOPS_LEARNING if every else Severity.HARMS
+        yield Finding(cause.code, severity, cause.what, f"{plan.trainer}.credit", cause.change)
 
 
 def _few_with_variance(plan: Plan, groups: Sequence[Sequence[Trajectory]], varied: int) -> Finding:

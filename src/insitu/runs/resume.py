@@ -203,9 +203,12 @@ class ResumableRun:
             return
         submitted = self._submitted or (warms_up and not self.progress.warmed_up)
         if version != expected + 1 or not submitted:
+            why = "it has lost weights of this run, or another run has trained it"
+            if own_backend:
+                why = "checkpoints of this run are missing; `insitu runs fork --epoch N` makes a run from another one"
             raise BackendError(
                 f"--resume: the run in {self.store.folder} was at policy version {expected}, but the backend serves "
-                f"version {version}: it has lost weights of this run, or another run has trained it"
+                f"version {version}: {why}"
             )
 
     def served_before(self, epoch: int, endpoint: PolicyEndpoint | None) -> PolicyEndpoint | None:

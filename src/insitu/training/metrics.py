@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from statistics import fmean, stdev
@@ -287,6 +287,16 @@ def _is_above(line: Mapping[str, Any], reward: float) -> bool:
     """Whether an epoch's mean is above a reward by more than a tenth of what its best episode is."""
     average, best = line["avg_reward"], line["max_reward"]
     return average is not None and best is not None and average - reward > 0.1 * (best - reward)
+
+
+def missing_step_rewards(groups: Iterable[Group], drop_reasons: Mapping[str, str]) -> Iterator[Cause]:
+    """A cause if episodes were dropped as their step rewards are not those of their trained calls."""
+    episodes = [trajectory for group in groups for trajectory in group]
+    if dropped := [t for t in episodes if drop_reasons.get(str(t.id)) == DropReason.NO_STEP_REWARDS]:
+        found, calls = (len(each or ()) for each in (dropped[0].shaped_rewards, dropped[0].trained_calls))
+        what = f"{share_of(len(dropped), len(episodes), 'episodes')} have no step reward for each trained call"
+        change = "report one for each answer of the model (steps of insitu.Score, Context.get().reward(...)), or set "
+        yield Cause("no_step_rewards", f"{what}: the first has {found} for {calls}", f"{change}credit: episode")
 
 
 def untrained_causes(reported: Mapping[str, Any]) -> list[Cause]:

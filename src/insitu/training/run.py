@@ -48,6 +48,7 @@ from insitu.training.metrics import (
     EpochResult,
     epoch_metrics,
     likely_causes,
+    missing_step_rewards,
     one_answer,
     untrained_causes,
     without_variance,
@@ -180,7 +181,8 @@ class Run(ResumableRun):
         self._says_one_answer = same is not None
         if not any(collection.trajectories):
             causes = likely_causes(without_variance(collected.collection, collection.drop_reasons), earlier)
-            self._causes = [*map(str, (*causes, *untrained))]
+            steps = missing_step_rewards(collected.collection.trajectories, collection.drop_reasons)
+            self._causes = [*map(str, (*causes, *steps, *untrained))]
             dropped = f"nothing to train on; every group was dropped: {counts(collection.dropped)}"
             self.warn(epoch, "; ".join([dropped, *self._causes]))
 

@@ -14,7 +14,7 @@ from insitu.capture.ledger import Activity, calls_in_flight
 from insitu.collect.collector import Observer, Plan, Teach, collect_epoch, stray_completions
 from insitu.collect.recovery import with_recovered_calls
 from insitu.collect.shared_run import RunState
-from insitu.errors import BackendError, ConfigError, TrajectoryError
+from insitu.errors import BackendError, ConfigError, PluginError, TrajectoryError, a_type
 from insitu.runs import files
 from insitu.runs.records import journal_record
 from insitu.schemas.episodes import DropReason, Episode
@@ -292,7 +292,11 @@ async def collected(
         trajectories.expect(plan, observers)
     meta = {"epoch": epoch}
     await trajectories.start_run(run_id, meta)
-    return with_recovered_calls(await trajectories.finalize(run_id, meta), run_id, epoch)
+    collection = await trajectories.finalize(run_id, meta)
+    if not isinstance(collection, TrajectoryCollection):
+        name = type(trajectories).__name__
+        raise PluginError(f"{name}.finalize returned {a_type(collection)}; allowed: a TrajectoryCollection")
+    return with_recovered_calls(collection, run_id, epoch)
 
 
 def _is_planned(episode: Episode, plan: Plan, served: PolicyEndpoint | None) -> bool:
