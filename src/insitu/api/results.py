@@ -160,6 +160,8 @@ class Run(AbstractContextManager["Run"]):
         """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
         from insitu.runs.replay import StoredRun
 
+        if not isinstance(epoch, int | None):
+            raise ConfigError(f"epoch is {epoch!r}; it must be a number")
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
         return Episodes(stored, [group for group in stored.selected if row is None or group.row_id == str(row)])
 
