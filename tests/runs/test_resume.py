@@ -440,6 +440,11 @@ def damage(project: Path) -> None:
     os.truncate(project / "run/episodes.jsonl.gz", 13)
 
 
+def tear_groups(project: Path) -> None:
+    path = project / "run/groups.jsonl"
+    os.truncate(path, path.stat().st_size - 10)
+
+
 RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
 
 
@@ -450,19 +455,21 @@ RATE = ("-o", "trainer_adapters.backend.training.learning_rate", "0.5")
         (change_rows, (), "the dataset .*rows.jsonl has changed. Set them as they were, or give --force"),
         (lose_progress, (), "the run in run has no progress.json: a trainer without epochs recorded it"),
         (damage, (), "episodes.jsonl.gz has 13 bytes, but [0-9]+ were written: the file is damaged"),
+        (tear_groups, (), "groups.jsonl has [0-9]+ bytes, but [0-9]+ were written: the file is damaged"),
         (lose_weights, (), "the run in run was at policy version 1, but the backend serves version 0"),
     ],
-    ids=["settings", "dataset", "release", "damage", "backend"],
+    ids=["settings", "dataset", "release", "damage", "torn", "backend"],
 )
 def test_a_run_that_cannot_continue_says_why(project: Path, prepare: Any, options: Any, problem: str) -> None:
     if prepare is not None:
         prepare(project)
-    before = (project / "run/training_metrics.jsonl").read_bytes()
+    lines = {path for path in (project / "run").glob("*.jsonl*") if path.name != "events.jsonl"}
+    before = {path: path.read_bytes() for path in lines}
     code, _, err = run_project(project, *options, "--resume")
     assert code != 0
     assert re.search(problem, err), err
     assert len(err.strip().splitlines()) == 1
-    assert (project / "run/training_metrics.jsonl").read_bytes() == before
+    assert {path: path.read_bytes() for path in lines} == before
     assert not (project / "run.1").exists()
 
 

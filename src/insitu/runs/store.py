@@ -12,7 +12,7 @@ from typing import Any
 
 from insitu.disk.files import new_file, writable_folder, writing
 from insitu.disk.folder_lock import LOCK_FILE, FolderLock
-from insitu.disk.json_files import Block, LineFile, dump_lines, write_json
+from insitu.disk.json_files import Block, LineFile, dump_lines, shorter_than_written, write_json
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.records import call_records, episode_record, row_record, sides_of
@@ -119,6 +119,9 @@ class RunStore:
     def cut_to(self, sizes: Mapping[str, int]) -> None:
         """Removes the lines that were written after the files had these sizes. Raises InsituError if one is shorter."""
         before = {name: (self.path / name).stat().st_size for name in files.BY_EPOCH if (self.path / name).exists()}
+        for name, size in sizes.items():
+            if before.get(name, 0) < size:  # before any of them is changed
+                raise InsituError(shorter_than_written(self.path / name, before.get(name, 0), size))
         for name in files.BY_EPOCH:
             if name in sizes or name in before:
                 self._open(name, sizes.get(name, 0)).truncate(sizes.get(name, 0))
