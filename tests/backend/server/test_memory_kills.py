@@ -19,6 +19,7 @@ from insitu.disk.files import available_memory
 from insitu.disk.memory import MachineMemory, machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
 from insitu.training.native.backend_process import BackendProcess
+from insitu.wire.endings import end_tasks
 
 GIB = 2**30
 
@@ -202,3 +203,18 @@ async def test_what_the_kernel_ended_before_or_after_is_not_taken_for_it(
     end_for_memory(small_group)
     assert re.search(OTHER, str(process.exit_report()))
     await process.stop()
+
+
+async def test_a_restart_that_is_given_up_is_reported(
+    forked_backends: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The backend was killed when the run ended, which does not wait for it to answer."""
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 3, {})
+    await process.start(300)
+    watched = asyncio.create_task(process.keep_running())
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await until(lambda: "starting it again (1 of 3)" in caplog.text)
+    assert process.final_report() is None
+    await end_tasks(watched)
+    assert process.final_report() == "the backend process was stopped"

@@ -155,8 +155,10 @@ class BackendProcess:
         return min(limit, self._max_restarts)
 
     def exit_report(self) -> str | None:
-        """How the process has ended on its own, and the end of its log; None while it runs."""
-        if self._process is None or not self._process.ended:
+        """How the process has ended, and the end of its log if it did on its own; None while it runs."""
+        if self._process is None:  # also if a restart was given up, as the run had ended: nothing will answer
+            return "the backend process was stopped" if self._port else None
+        if not self._process.ended:
             return None
         return f"the backend process {self._process.outcome()}; {self._memory_reason() or self._process.end_of_log()}"
 
