@@ -327,6 +327,10 @@ def test_a_secret_in_place_of_a_section_is_not_shown(write: Any) -> None:
         ({"finetuning": {"num_epochs": True}}, "finetuning.num_epochs must be a number, not a truth value (got True)"),
         ({"llms": {"m": {"_type": "policy", "top_p": False}}}, "llms.m.top_p must be a number, not a truth value"),
         (
+            {"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": "m", "max_length": True}}},
+            "trainer_adapters.a.max_length must be a number, not a truth value",
+        ),
+        (
             {"trainer_adapters": {"a": {"_type": "insitu_trainer_adapter", "model": "m", "training": {"lora": True}}}},
             "trainer_adapters.a.training.lora must be a mapping ({} takes its defaults), not a truth value",
         ),

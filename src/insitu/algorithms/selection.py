@@ -59,9 +59,8 @@ def apply_selection(
         result = select(groups)
         verdicts, metrics = result if isinstance(result, tuple) else (result, {})
         for number, (group, verdict) in enumerate(_of_each(groups, verdicts, name)):
-            of_group = (
-                verdict if isinstance(verdict, Iterable) and not isinstance(verdict, str) else [verdict] * len(group)
-            )
+            whole = isinstance(verdict, str) or not isinstance(verdict, Iterable)
+            of_group = [verdict] * len(group) if whole else verdict
             for trajectory, reason in _of_each(group, of_group, f"{name}, group {number}"):
                 if reason is not None:
                     reasons[id(trajectory)] = _reason(reason, f"{name}, group {number}")

@@ -149,7 +149,10 @@ def _check_arguments(function: Callable[..., Any], part: LocalPart, key: str) ->
     """Raises ConfigError if a part cannot be called with what it gets, or has an argument out of the declared range."""
     if not part.may_wait and not is_blocking(function):
         raise ConfigError(f"{key}: {name_of(function)} is asynchronous; it must return its result")
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
     given = {name: None for name in part.by_name if name in signature.parameters} | part.arguments
     try:
         signature.bind(*part.by_position, **given)
@@ -159,7 +162,10 @@ def _check_arguments(function: Callable[..., Any], part: LocalPart, key: str) ->
         raise ConfigError(f"{key}: {named}: {error}; it gets {gets}, and what arguments sets") from None
     if part.function is not None:  # what it asks of its values is its own affair
         return
-    kinds = get_type_hints(function, include_extras=True)
+    try:
+        kinds = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):  # of a package: names for type checkers only, or an object that is called
+        return
     for name, value in part.arguments.items():
         try:
             TypeAdapter(kinds.get(name, Any)).validate_python(value)

@@ -60,7 +60,7 @@ def _problems_in(annotation: Any, value: Any, where: str) -> list[str]:
     """Problems of the value of a field; of a union of models, those of the member that fits best."""
     if isinstance(value, bool):
         kinds = {*_kinds(annotation)}
-        takes_it = not kinds & {int, float} or kinds & {bool, str, Any, object}
+        takes_it = not kinds & {int, float} or kinds & {bool, Any, object}
         return [] if takes_it else [f"{where} must be a number, not a truth value (got {value})"]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return list(key_problems(annotation, value, where)) if isinstance(value, dict) else []
