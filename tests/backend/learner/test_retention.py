@@ -142,22 +142,22 @@ async def test_a_job_says_how_many_optimizer_states_are_kept(
 
 
 async def test_a_version_in_use_is_not_deleted(loaded: LoadedModel, tmp_path: Path) -> None:
-    """A job takes a few of the compute thread's turns, and each turn samples one of 200 tokens."""
+    """A job takes a few of the compute thread's turns, and waits for the disk; each turn samples one of 200 tokens of
+    64 texts."""
     settings, keep = TrainingSettings(learning_rate=0.01), Retention(last=1)
     row = Row(np.array([1, 5, 7, 2], np.int32), np.array([2, 3]), np.full(2, -1.0), np.ones(2), "e")
     async with running(loaded, tmp_path) as (backend, client):
         for _ in range(2):
             await train(client)
         request = GenerationRequest([1, 2, 3], SamplingParams(seed=0, max_tokens=200, ignore_eos=True))
-        sampling = asyncio.create_task(backend.sampler.complete([request], WeightVersion(1)))
+        sampling = asyncio.create_task(backend.sampler.complete([request] * 64, WeightVersion(1)))
         await turns(1)
         job = backend.jobs.submit(None, settings, [row], keep=keep)
         assert job.task is not None
         await job.task
         assert not sampling.done()
         assert kept(tmp_path) == [1, 3]
-        (output,) = await sampling
-        assert len(output.tokens) == 200
+        assert {len(output.tokens) for output in await sampling} == {200}
         job = backend.jobs.submit(None, settings, [row], keep=keep)
         assert job.task is not None
         await job.task
