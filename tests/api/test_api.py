@@ -68,6 +68,10 @@ with run.model("latest") as model:
     told = model.ask("Row 0"), model.complete("Row 0").choices[0].message.content, model.client.models.list().data[0].id
 episodes = list(run.episodes(epoch=2, row=1))
 every = run.episodes()
+try:
+    run.episodes(epoch="2")
+except insitu.InsituError as error:
+    show(no_number=str(error))
 names = [e.key.text() for e in every]
 show(
     sliced=[len(every), [e.key.text() for e in every[1:4]] == names[1:4], every[-1].key.text() == names[-1]],
@@ -100,6 +104,7 @@ def test_a_script_trains(trained: tuple[Path, dict[str, Any]]) -> None:
 def test_results_are_short_and_read_when_they_are_used(trained: tuple[Path, dict[str, Any]]) -> None:
     _, shown = trained
     assert shown["sliced"] == [16, True, True]
+    assert shown["no_number"] == "epoch is '2'; it must be a number"
     assert re.fullmatch(r"Table\(2 rows: epoch, (\w+, ){7}\.\.\.; last avg_reward [\d.]+\)", shown["table"])
 
 

@@ -310,6 +310,11 @@ def select(groups, epoch):
 
 def shape(score, rows):
     return score
+
+class Shape:
+    pass
+
+instance = Shape()
 """
 GETS = "row=, expected=, question=, answer=, scores=, calls=, and what arguments sets"
 """By name."""
@@ -347,6 +352,11 @@ GETS = "row=, expected=, question=, answer=, scores=, calls=, and what arguments
             "finetuning.reward_function.shape",
             "{_type: python, function: 'own_parts:shape'}",
             f"shape: shape(score, rows): missing a required argument: 'rows'; it gets score, {GETS}",
+        ),
+        (
+            "finetuning.reward_function.shape",
+            "{_type: python, function: 'own_parts:instance'}",
+            "shape.function: own_parts:instance is a Shape; it must be a function",
         ),
         (
             "finetuning.reward_function.shape",

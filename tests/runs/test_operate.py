@@ -291,6 +291,21 @@ def test_the_reason_for_an_end_is_one_line_of_json(tmp_path: Path, arguments: An
         assert ("--nothing" in arguments) is ("--nothing" in line["message"])
 
 
+def test_a_warning_of_the_hub_library_is_one_line_of_json() -> None:
+    """It has a handler of its own."""
+    code = """
+import logging, sys
+from insitu.wire.log_lines import configure_logging, write_json_lines
+write_json_lines(sys.stderr)
+configure_logging(logging.WARNING, "json")
+from huggingface_hub.utils import logging as hub
+hub.get_logger("huggingface_hub.utils._http").warning("no connection")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (line["level"], line["message"]) == ("WARNING", "no connection")
+
+
 def test_notes_and_the_end_by_a_signal_are_lines_of_json(tmp_path: Path) -> None:
     project = digits_project(tmp_path, rows=2)
     best = recorded_run(project / "earlier", [0.0] * 2, [1.0] * 2)

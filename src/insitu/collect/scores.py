@@ -18,8 +18,8 @@ from pydantic import Field, model_validator
 
 from insitu.builder import Builder, name_being_built
 from insitu.collect.evaluators import BaseEvaluator, parse_score, score
-from insitu.config.code import call_with, called, load_code, parameters
-from insitu.errors import ConfigError, WorkflowError, a_type
+from insitu.config.code import call_with, called, load_function, parameters
+from insitu.errors import ConfigError, WorkflowError
 from insitu.registry import register_evaluator
 from insitu.schemas.components import CodeRef, EvaluatorRef, LLMRef
 from insitu.schemas.episodes import Episode
@@ -66,9 +66,7 @@ class PythonScoreConfig(EvaluatorBaseConfig, name="python"):
 
     def loaded(self, where: str, folder: Path) -> tuple[Callable[..., Any], str | None, list[str]]:
         """The function, its parameter for the answer, and those for parts of the row. Raises ConfigError."""
-        function = load_code(self.function, f"{where}.function", folder)
-        if not callable(function):
-            raise ConfigError(f"{where}.function: {self.function} is {a_type(function)}; it must be a function")
+        function = load_function(self.function, f"{where}.function", folder)
         return function, *parameters(function, f"{where} ({self.function})", self.arguments, _FROM_ITEM)
 
 

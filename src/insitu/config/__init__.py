@@ -45,8 +45,11 @@ def requested_config(request: RunRequest) -> Config:
     return check_config(data, path)
 
 
-def changed_config(config: Config, values: Mapping[str, Any] | Mapping[tuple[str, str, str], Any]) -> Config:
-    """Returns the file with other values, by dotted key, or by section, name and key of a block, checked anew."""
+def changed_config(
+    config: Config,
+    values: Mapping[str, Any] | Mapping[tuple[str, str, str], Any] | Mapping[tuple[str, ...], Any],
+) -> Config:
+    """Returns the file with other values, by dotted key, or by the parts of one, which may have dots, checked anew."""
     assert config.data is not None, "only what was read can be changed"
     data = copy.deepcopy(dict(config.data))
     for key, value in values.items():

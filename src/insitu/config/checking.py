@@ -259,12 +259,12 @@ class Validator:
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "missing":
             return f"{key} is missing"
-        if error["type"] in _STRUCTURES:
-            hint = " ({} takes its defaults)" if may_be_empty(model, error["loc"]) else ""
-            return f"{key} must be {_STRUCTURES[error['type']]}{hint}, not {value_type(error['input'])}"
         for taken, variable in self.from_environment.items():
             if f"{key}.".startswith(f"{taken}."):  # pydantic appends the member of a union to the key
                 return f"{key}: {message} (the value of ${{{variable}}})"
+        if error["type"] in _STRUCTURES:
+            hint = " ({} takes its defaults)" if may_be_empty(model, error["loc"]) else ""
+            return f"{key} must be {_STRUCTURES[error['type']]}{hint}, not {value_type(error['input'])}"
         if holds_secret(model, error["loc"]) or _SECRET.search(key) or isinstance(error["input"], dict | list):
             return f"{key}: {message}"
         return f"{key}: {message} (got {hide_url_secrets(repr(error['input'])):.200})"
@@ -295,7 +295,7 @@ class Validator:
             self.problems.append(not_found("finetuning.target_model:", target, names))
 
     def _evaluators(self, config: Config) -> None:
-        """That none grades the model that it trains, or needs its own score."""
+        """Checks that the model under training does not grade itself, and that no score depends on itself."""
         trained = config.trained_llms() if config.finetuning.enabled else ()
         needed: dict[str, set[str]] = {}
         for name in config.names(EVALUATOR):

@@ -11,7 +11,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -120,6 +120,14 @@ def load_code(ref: str, key: str, folder: Path) -> Any:
     return code
 
 
+def load_function(ref: str, key: str, folder: Path) -> Callable[..., Any]:
+    """As `load_code`, of what can be called."""
+    function = load_code(ref, key, folder)
+    if not callable(function):
+        raise ConfigError(f"{key}: {ref} is {a_type(function)}; it must be a function")
+    return cast(Callable[..., Any], function)
+
+
 class LoadedPart(NamedTuple):
     """The function of a part, with its arguments, and the part as the run records it."""
 
@@ -135,7 +143,7 @@ def load_part(part: LocalPart, key: str, folder: Path) -> LoadedPart:
     if part.function is None:
         function = load_named(part.kind, part.type)
     else:
-        function = load_code(part.function, f"{key}.function", folder)
+        function = load_function(part.function, f"{key}.function", folder)
         file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else None
         if part.sha256 not in (None, digest):

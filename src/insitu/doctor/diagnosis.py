@@ -332,14 +332,11 @@ def _limited(
     A plugin's gets a dataset with a few rows, which it plays as often as it does. The files of its evaluations
     are written to `scratch`, too. No workspaces of agents are kept, which would be in the folder of the run.
     """
-    config = changed_config(
-        config,
-        {
-            (*(("workflow",) if name == WORKFLOW else (section, name)), "workspace", "keep"): "none"
-            for (section, name), part in config.blocks.items()
-            if isinstance(part, WorkspaceKeys) and part.workspace is not None
-        },
-    )
+    changes: dict[tuple[str, ...], Any] = {
+        (*(("workflow",) if name == WORKFLOW else (section, name)), "workspace", "keep"): "none"
+        for (section, name), part in config.blocks.items()
+        if isinstance(part, WorkspaceKeys) and part.workspace is not None
+    }
     name = str(config.finetuning.trajectory_builder)
     block = config.block(TRAJECTORY_BUILDER, name)
     if isinstance(block, CollectingBuilderConfig):
@@ -347,12 +344,12 @@ def _limited(
         rows = min(rows, plan.rows_per_epoch) or rows
         limits = {"rows_per_epoch": rows, "num_generations": generations}
         section = TRAJECTORY_BUILDER.section
-        limited = changed_config(config, {(section, name, key): value for key, value in limits.items()})
+        limited = changed_config(config, changes | {(section, name, key): value for key, value in limits.items()})
         return limited, request, rows, generations
     rows = min(budget.rows_and_generations(1)[0], len(plan.rows))
     few = scratch / "rows.json"
     write_json(few, [row.full_dataset_entry for row in plan.rows[:rows]])
-    limited = changed_config(config, {"eval.general.output_dir": str(scratch / "eval")})
+    limited = changed_config(config, changes | {("eval", "general", "output_dir"): str(scratch / "eval")})
     return limited, request.model_copy(update={"dataset": few}), rows, None
 
 

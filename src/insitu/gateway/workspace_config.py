@@ -118,8 +118,8 @@ class WorkspaceKeys(BaseModel):
         """As FunctionBaseConfig's; what has placeholders is found when a row fills them."""
         if self.workspace is None:
             return
-        folders = []
-        for key, path in (("workspace.copy", self.workspace.source), ("verify_files", self.verify_files)):
+        paths, folders = {"workspace.copy": self.workspace.source, "verify_files": self.verify_files}, []
+        for key, path in paths.items():
             if path is not None and "{" not in path:
                 folders.append(folder := find(path, f"{where}.{key}"))
                 if not folder.is_dir():
@@ -128,8 +128,7 @@ class WorkspaceKeys(BaseModel):
             if has_any(found := find(path, f"{where}.workspace.readable").resolve(), PRIVATE):
                 without = f"paths without {', '.join(PRIVATE)} in them"
                 raise ConfigError(f"{where}.workspace.readable has {found}; allowed: {without}")
-
-        if len(folders) == sum(path is not None for path in (self.workspace.source, self.verify_files)):
+        if not any("{" in path for path in paths.values() if path is not None):
             self._check_script(f"{where}.verify", folders)
 
     def _check_script(self, key: str, folders: Sequence[Path]) -> None:

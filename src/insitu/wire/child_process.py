@@ -19,7 +19,7 @@ from pathlib import Path
 
 _TAIL_BYTES, _TAIL_LINES = 2**16, 8
 _LITTLE_SPACE = 2**20
-"""Bytes that are free on a disk from which on it may be why a process has ended."""
+"""With fewer bytes free, a full disk may be why a process has ended."""
 
 
 class ChildProcess:

@@ -158,16 +158,17 @@ class Learner:
             is_new = (lora is not None and not self._lora_fixed) or self.loaded.quantization is not None
             if settings.compile and self.group is not None:
                 raise BackendError("compile is true, but several processes train; allowed: compile: false")
-            if is_new or settings.gradient_checkpointing or settings.compile:
-                build_policy(self.loaded, lora, settings.seed).prepare_layers(settings)
+            own_optimizer = isinstance(settings.optimizer, Part)
+            if is_new or settings.gradient_checkpointing or settings.compile or own_optimizer:
+                policy = build_policy(self.loaded, lora, settings.seed)
+                policy.prepare_layers(settings)
+                if own_optimizer:
+                    make_optimizer(self.code, policy.trainable, settings)
             reference_module(self.code, settings, self._states.references)
             load_named("methods", settings.method)(settings, [], [], self.loaded.max_length, self.code)
+            schedule = self.code.function("schedule", settings.schedule)
             for part in (0.0, 0.5, 1.0):
-                scheduled(self.code.function("schedule", settings.schedule), part)
-            if isinstance(settings.optimizer, Part):
-                state = self._state
-                policy = build_policy(self.loaded, lora, settings.seed) if state is None else state.policy
-                make_optimizer(self.code, policy.trainable, settings)
+                scheduled(schedule, part)
             if self._state is None:  # else the next job continues from memory
                 self._states.check_files(weights=False)
         except BackendError as error:
