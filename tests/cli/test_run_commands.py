@@ -255,7 +255,7 @@ def test_a_fork_has_what_was_known_after_its_epoch(project: Path) -> None:
     assert not (fork / "journal.jsonl").exists()
     done = run("runs", "fork", fork, project / "again", "--epoch", 2)
     assert done.returncode == 0, done.stderr
-    checkpoint = json.loads((project / "again/progress.json").read_text())["jobs"][-1]["metadata"]["checkpoint"]
+    checkpoint = read_lines(project / "again/progress_history.jsonl")[-1]["job"]["metadata"]["checkpoint"]
     assert checkpoint == str(project / "again/backend/checkpoints/step_000002")
 
 

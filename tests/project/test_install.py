@@ -65,6 +65,13 @@ def test_import_insitu_imports_nothing_else() -> None:
     assert done.stdout.split() == ["insitu"]
 
 
+def test_a_project_is_written_without_the_libraries_that_it_needs_later() -> None:
+    """Its schema is of all built-in components; to import openai takes longer than everything else together."""
+    code = "import sys; from insitu.config.json_schema import json_schema; json_schema(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"openai", "torch", "transformers", "numpy"} & {*done.stdout.split()}
+
+
 WITHOUT = """
 import sys
 from insitu.cli import main

@@ -88,6 +88,10 @@ def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
                 record.pop(key, None)
         return records
 
+    def served(job: dict[str, Any] | None) -> Any:
+        made = job and job["metadata"]
+        return made and (made["policy_version"], made["checkpoint"].removeprefix(f"FOLDER/{folder.name}/"))
+
     metrics = lines("training_metrics.jsonl", "timestamp", "seconds")
     files = sorted((folder / "backend/checkpoints").glob("step_*/*.safetensors"))
     return Outcome(
@@ -98,7 +102,7 @@ def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
         calls={json.dumps({**record, "seconds": 0}) for record in lines("calls.jsonl.gz", "started", "ended")},
         weights={f"{f.parent.name}/{f.name}": hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
         curriculum=json.loads((folder / "curriculum_state.json").read_text()),
-        history=lines("progress_history.jsonl", "sizes"),
+        history=[state | {"job": served(state.get("job"))} for state in lines("progress_history.jsonl", "sizes")],
     )
 
 

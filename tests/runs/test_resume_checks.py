@@ -14,6 +14,7 @@ from insitu.config.resolved import leaves, resolved_config
 from insitu.errors import BackendError, ConfigError
 from insitu.runs.records import RunProgress
 from insitu.runs.resume import ResumableRun, check_same_run
+from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus
 
 OLD, NEW = {"file": "held_out.jsonl", "sha256": "1"}, {"file": "moved.jsonl", "sha256": "2"}
 
@@ -85,6 +86,30 @@ def test_inputs_are_compared_by_content(
         return
     with pytest.raises(ConfigError, match=f"dataset {(now or {}).get('file')} has changed"):
         check_same_run(run, config, {name: now}, force=False)
+
+
+async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, config: Config) -> None:
+    """The file that is written again after every epoch does not grow with them."""
+    folder, run, sizes = tmp_path / "run", ResumableRun("r"), []
+    builder = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True))
+    run.open_folder(folder, builder, {})
+    started_with(folder, config)
+    await run.commit(policy_version=0)
+    for epoch in range(1, 8):
+        run.rewards.append({"epoch": epoch, "avg_reward": epoch / 8})
+        run.store.write("reward_history.json", run.rewards)
+        job = TrainingJobStatus(run_id="r", backend="b", status="completed", message=str(epoch)) if epoch != 2 else None
+        await run.commit(epoch=epoch, policy_version=epoch, job=job)
+        sizes.append((folder / "progress.json").stat().st_size)
+    run.store.write("reward_history.json", [*run.rewards, {"epoch": 8, "avg_reward": 1.0}])  # of an epoch that was cut
+    run.unlock()
+    assert max(sizes) - min(sizes) <= 5 * len(run.progress.sizes), "digits of sizes"
+    continued = ResumableRun("other")
+    continued.open_folder(folder, builder, {})
+    continued.unlock()
+    assert (continued.jobs, continued.rewards) == (run.jobs, run.rewards)
+    assert [job.message for job in continued.jobs] == ["1", "3", "4", "5", "6", "7"]
+    assert continued.version_after(2) == 2
 
 
 async def test_which_versions_a_backend_may_serve(tmp_path: Path, config: Config) -> None:

@@ -17,7 +17,7 @@ from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, ch
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EpochState, RunProgress, best_validation, new_run_id
+from insitu.runs.records import EpochState, RunProgress, best_validation, checkpoints_of, new_run_id
 from insitu.runs.resume import find_run
 from insitu.runs.store import RunStore
 from insitu.runs.summary import read_summary
@@ -75,15 +75,17 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
     origin = _Origin(run)
     state = _state_after(origin, epoch)
     settings = origin.reader.settings(required=True)
-    progress = _progress_of(origin, state, target)
+    changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0}
+    progress = state.restore(origin.progress).model_copy(update=changes)
     target = writable_folder(target.absolute().parent, KEY) / target.name
+    states = _states_until(origin, epoch, target)
     try:
         with new_folder(target) as draft:
             _copy_backend(origin, state.policy_version or 0, draft / files.BACKEND_FOLDER)
             for name in state.sizes:
                 shutil.copyfile(run / name, draft / name)
             with closing(RunStore(draft, KEY)) as store:
-                _write_files(origin, store, progress, settings)
+                _write_files(origin, store, progress, states, settings)
     except OSError as error:
         raise cannot_write(target, error) from error
     return Fork(progress.run_id, origin.progress.run_id, str(settings.get("source")))
@@ -103,17 +105,16 @@ def _state_after(origin: _Origin, epoch: int) -> EpochState:
     raise ConfigError(f"--epoch: {problem}; epochs that can be forked: {forkable}")
 
 
-def _progress_of(origin: _Origin, state: EpochState, target: Path) -> RunProgress:
-    """The progress of the new run. Its jobs name their checkpoints in the new run's folder."""
-    checkpoints = target.absolute() / files.CHECKPOINTS
-    jobs = []
-    for job in state.restore(origin.progress).jobs:
-        metadata = dict(job.metadata or {})
-        if metadata.get("checkpoint") is not None:
-            metadata["checkpoint"] = str(checkpoints / Path(metadata["checkpoint"]).name)
-        jobs.append(job.model_copy(update={"metadata": metadata}))
-    changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0, "jobs": jobs}
-    return state.restore(origin.progress).model_copy(update=changes)
+def _states_until(origin: _Origin, epoch: int, target: Path) -> list[EpochState]:
+    """The states of the new run. Their jobs name their checkpoints in its folder."""
+    checkpoints = target / files.CHECKPOINTS
+    states = []
+    for _, state in sorted((number, state) for number, state in origin.states.items() if number <= epoch):
+        if state.job is not None and (made := (state.job.metadata or {}).get("checkpoint")) is not None:
+            metadata = {**(state.job.metadata or {}), "checkpoint": str(checkpoints / Path(made).name)}
+            state = state.model_copy(update={"job": state.job.model_copy(update={"metadata": metadata})})
+        states.append(state)
+    return states
 
 
 def _copy_backend(origin: _Origin, version: int, target: Path) -> None:
@@ -153,7 +154,13 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settings: Mapping[str, Any]) -> None:
+def _write_files(
+    origin: _Origin,
+    store: RunStore,
+    progress: RunProgress,
+    states: list[EpochState],
+    settings: Mapping[str, Any],
+) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
     scores = [line for line in origin.reader.records(files.VALIDATION_SCORES) if line.get("epoch", 0) <= epoch]
@@ -164,13 +171,12 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
         if lines:
             store.append(name, lines)
     store.cut_to(progress.sizes)
-    states = [state for number, state in sorted(origin.states.items()) if number <= epoch]
     store.append(files.PROGRESS_HISTORY, [state.model_dump(mode="json") for state in states])
     original = {"run": str(run.absolute()), "run_id": origin.progress.run_id, "epochs": read_summary(run).epochs}
     store.record_event("forked", epoch=epoch, **original)
     store.write(files.RUN, {**settings, "run_id": progress.run_id})
     if epoch:
-        store.write(files.REWARDS, progress.rewards)
+        store.write(files.REWARDS, origin.reader.rewards(epoch))
     if epoch and progress.curriculum is not None:
         store.write(files.CURRICULUM, progress.curriculum.model_dump(mode="json"))
     if progress.warmed_up:
@@ -181,6 +187,7 @@ def _write_files(origin: _Origin, store: RunStore, progress: RunProgress, settin
         store.write(files.VALIDATIONS, validations)
     if (best := best_validation(validations)) is not None:
         version = best["policy_version"]
-        checkpoint = progress.checkpoints.get(version) or origin.reader.warmed_up(version)
+        made = checkpoints_of(state.job for state in states if state.job is not None)
+        checkpoint = made.get(version) or origin.reader.warmed_up(version)
         store.write(files.BEST, {**best, "checkpoint": store.relative(checkpoint)})
     store.write(files.PROGRESS, progress.model_copy(update={"sizes": store.sizes()}).model_dump(mode="json"))

@@ -102,11 +102,18 @@ class RunReader:
 
     def validations(self) -> list[dict[str, Any]]:
         """The records of `validation_history.json`; none if the run was never validated."""
-        path = self.folder / files.VALIDATIONS
+        return self._list(files.VALIDATIONS, "validations")
+
+    def rewards(self, epoch: int) -> list[dict[str, Any]]:
+        """The records of `reward_history.json` up to an epoch."""
+        return [record for record in self._list(files.REWARDS, "rewards") if record["epoch"] <= epoch]
+
+    def _list(self, name: str, content: str) -> list[dict[str, Any]]:
+        path = self.folder / name
         try:
             return list(load_json(read_received(path))) if path.exists() else []
         except (ValueError, TypeError) as error:
-            raise InsituError(f"{path} is not a list of validations: {error}") from None
+            raise InsituError(f"{path} is not a list of {content}: {error}") from None
 
     def scores(self) -> list[RowScores]:
         """The validations whose row scores were recorded, in the order they were made."""
@@ -146,7 +153,7 @@ class RunReader:
                 problem = f"{path}, line {line.number} is not the state of an epoch: {first_problem(error)}"
                 raise InsituError(problem) from None
             states[state.epoch] = state  # a warm-up comes after the first line of epoch 0
-        return states | {progress.epoch: EpochState.of(progress)}
+        return {progress.epoch: EpochState.of(progress)} | states
 
     def sampled_versions(self, states: Mapping[int, EpochState], epoch: int, staleness: int | None = None) -> set[int]:
         """The policy versions from which the epochs after `epoch` are sampled; `staleness`: by default the run's."""

@@ -310,9 +310,6 @@ class RunProgress(BaseModel):
     policy_version: int | None = None
     warmed_up: bool = False
     curriculum: CurriculumState | None = None
-    rewards: list[dict[str, Any]] = []
-    jobs: list[TrainingJobStatus] = []
-    """The last state of the job of each epoch that trained."""
     submitted_epoch: int = 0
     """The epoch whose job may have been submitted; its job and episodes are recorded once `epoch` is as high."""
     phase: Phase | None = None
@@ -322,12 +319,6 @@ class RunProgress(BaseModel):
     """The epoch whose weights are validated while the next one trains."""
     stop: EarlyStop | None = Field(default=None, exclude_if=lambda stop: stop is None)
     """Set if the run has ended early."""
-
-    @property
-    def checkpoints(self) -> dict[int | None, str | None]:
-        """The folder of each version that a job has made, if it has one."""
-        made = [job.metadata or {} for job in self.jobs]
-        return {each.get("policy_version"): each.get("checkpoint") for each in made}
 
     def trains_further(self, epochs: int, validation: ValidationConfig | None) -> bool:
         """Whether a run of so many epochs has some left; one that ended early has with more epochs or more patience."""
@@ -342,34 +333,31 @@ class RunProgress(BaseModel):
 
 
 class EpochState(BaseModel):
-    """A line of `progress_history.jsonl`: the state after an epoch, as in `progress.json`.
-
-    `jobs` is the number of its jobs so far. With its rewards, they are the first of those in `progress.json`.
-    """
+    """A line of `progress_history.jsonl`: the state after an epoch, as in `progress.json`, and its job."""
 
     epoch: int
     policy_version: int | None
     warmed_up: bool
     curriculum: CurriculumState | None
-    jobs: int
     sizes: dict[str, int]
+    job: TrainingJobStatus | None
+    """The last state of its job; None if nothing was trained."""
 
     @classmethod
-    def of(cls, progress: RunProgress) -> "EpochState":
+    def of(cls, progress: RunProgress, job: TrainingJobStatus | None = None) -> "EpochState":
         sizes = {name: size for name, size in progress.sizes.items() if name != PROGRESS_HISTORY}
-        fields = progress.model_dump(include=cls.model_fields.keys() - {"jobs", "sizes"})
-        return cls(**fields, jobs=len(progress.jobs), sizes=sizes)
+        return cls(**progress.model_dump(include=cls.model_fields.keys() - {"sizes"}), sizes=sizes, job=job)
 
     def restore(self, progress: RunProgress) -> RunProgress:
         """The progress as it was after this epoch."""
-        return progress.model_copy(
-            update={
-                **{name: getattr(self, name) for name in EpochState.model_fields},
-                "rewards": [rewards for rewards in progress.rewards if rewards["epoch"] <= self.epoch],
-                "jobs": progress.jobs[: self.jobs],
-                "stop": None,
-            }
-        )
+        own = {name: getattr(self, name) for name in EpochState.model_fields.keys() & RunProgress.model_fields.keys()}
+        return progress.model_copy(update={**own, "stop": None})
+
+
+def checkpoints_of(jobs: Iterable[TrainingJobStatus]) -> dict[int | None, str | None]:
+    """The folder of each version that a job has made, if it has one."""
+    made = [job.metadata or {} for job in jobs]
+    return {each.get("policy_version"): each.get("checkpoint") for each in made}
 
 
 def journal_record(episode: Episode) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from insitu.runs.reader import RunReader
 from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
-from insitu.schemas.finetuning import PolicyEndpoint
+from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,10 @@ class ResumableRun:
         self._store: RunStore | None = None
         self._builder: Builder | None = None
         self._forced = False
+        self.jobs: list[TrainingJobStatus] = []
+        """The last state of the job of each epoch that trained."""
+        self.rewards: list[dict[str, Any]] = []
+        """`reward_history.json`."""
         self._finished: list[Episode] = []
         """The episodes that an earlier process has run since that point."""
         self._versions: dict[int, int | None] = {}
@@ -145,7 +149,10 @@ class ResumableRun:
         self._resumed = {"epoch": progress.epoch, "epochs": config.finetuning.num_epochs, "changes": changes}
         self.progress = progress.model_copy(update={"status": "running", "error": None})
         self.continues = True
-        self._versions = {epoch: state.policy_version for epoch, state in files.history(progress).items()}
+        states = files.history(progress)
+        self._versions = {epoch: state.policy_version for epoch, state in states.items()}
+        self.jobs = [state.job for _, state in sorted(states.items()) if state.job is not None]
+        self.rewards = files.rewards(progress.epoch)
         self._finished = files.journal(self.next_epoch)
         epochs_of = sorted({episode.key.epoch for episode in self._finished})
         named = f"epoch {' and '.join(map(str, epochs_of))}"
@@ -244,15 +251,18 @@ class ResumableRun:
     def write_progress(self) -> None:
         self.store.write(PROGRESS, self.progress.model_dump(mode="json"))
 
-    async def commit(self, *, journal: Iterable[Mapping[str, Any]] = (), **changes: Any) -> None:
-        """Makes this the point from which the run continues; `journal` is that of later epochs."""
+    async def commit(
+        self, *, job: TrainingJobStatus | None = None, journal: Iterable[Mapping[str, Any]] = (), **changes: Any
+    ) -> None:
+        """Makes this the point from which the run continues, after a job; `journal` is that of later epochs."""
         store = self.store
         reached = self.progress.model_copy(update={"sizes": store.sizes(), **changes})
-        store.append(PROGRESS_HISTORY, [EpochState.of(reached).model_dump(mode="json")])
+        store.append(PROGRESS_HISTORY, [EpochState.of(reached, job).model_dump(mode="json")])
         await asyncio.to_thread(store.sync)
         self.progress = reached.model_copy(update={"sizes": store.sizes()})
         await asyncio.to_thread(self.write_progress)
         self._versions[reached.epoch] = reached.policy_version
+        self.jobs += [job] if job is not None else []
         store.clear(JOURNAL)
         if later := [*journal]:
             store.append(JOURNAL, later)

@@ -75,7 +75,7 @@ class LoopTrainer(EstimatingTrainer):
                     await self.validation.cancel()
             self.ended_early = run.progress.stop is not None
             await run.conclude(self.validation.best if self.validation is not None else None)
-        return [*run.progress.jobs]
+        return [*run.jobs]
 
     async def resume(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Like `run`, which continues the run that `initialize` has opened."""
@@ -105,8 +105,7 @@ class LoopTrainer(EstimatingTrainer):
             epoch=epoch,
             policy_version=version,
             curriculum=CurriculumState(**self._curriculum_state),
-            rewards=[*run.rewards],
-            jobs=[*run.progress.jobs, *([status] if status is not None else [])],
+            job=status,
             due_validation=validation.due if validation is not None else None,
             stop=stop,
             journal=self._schedule.journal(),

@@ -68,8 +68,6 @@ class Run(ResumableRun):
     def __init__(self, prefix: str) -> None:
         super().__init__(new_run_id(prefix))
         self.report = Report(Console(quiet=True))
-        self.rewards: list[dict[str, Any]] = []
-        """`reward_history.json`."""
         self.validations: list[dict[str, Any]] = []
         """`validation_history.json`."""
         self.results: dict[int, EpochResult] = {}
@@ -91,7 +89,6 @@ class Run(ResumableRun):
         origin = await asyncio.to_thread(origin_of, builder, trainer.trajectory_builder, folder)
         self.report.notes(await asyncio.to_thread(self.open_folder, folder, builder, origin))
         self.store.keeps_token_ids = "token_ids" not in run_config.redact
-        self.rewards = [*self.progress.rewards]
         plan = adapter.memory_plan()
         starting = ["starting the backend ..."] * adapter.starts_backend
         self.report.notes([*([plan.summary()] if plan is not None else []), *starting])
@@ -232,7 +229,7 @@ class Run(ResumableRun):
         self.report.end_run()
         await self.draw(last=True)
         self.report.summary(self.validations, best, self.store)
-        if not self.progress.jobs:
+        if not self.jobs:
             dropped = sum((Counter(result.metrics["dropped"]) for result in self.results.values()), Counter[str]())
             raise TrajectoryError(
                 f"no epoch trained anything: every group was dropped: {counts(dropped)} "

@@ -12,7 +12,7 @@ from insitu.collect.evaluation import held_out_config, validate
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
-from insitu.runs.records import EarlyStop, RunProgress, best_validation
+from insitu.runs.records import EarlyStop, RunProgress, best_validation, checkpoints_of
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.run import Run
@@ -36,7 +36,7 @@ class Validation:
         """The epoch whose weights are to be validated beside the next one."""
         self.unbeaten: dict[str, Any] | None = None
         """The best record, if the patience with those after it is exhausted: the run ends."""
-        self.checkpoints: dict[int | None, str | None] = {}
+        self.checkpoints = checkpoints_of(run.jobs)
         self._run_config = run_config
         self._builder = builder
         self._adapter = adapter
@@ -78,7 +78,6 @@ class Validation:
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
-        self.checkpoints |= progress.checkpoints
         for record in RunReader(self._store.path).validations():
             if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
                 continue

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
 from insitu.collect.conversations import Turn, conversations
@@ -80,6 +79,8 @@ def art_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 def art_object(art: Any, trajectory: Trajectory) -> Any:
     """The trajectory as an `art.Trajectory`; `art` is the imported module of the installed release."""
+    from openai.types.chat.chat_completion import Choice
+
     fields = art_trajectory(trajectory)
     histories = (fields, *fields["additional_histories"])
     try:

@@ -87,7 +87,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
 
         Raises if nothing was collected, or if the job or the deployment fails.
         """
-        if jobs := self._run.progress.jobs:
+        if jobs := self._run.jobs:
             self._run.report.note(f"run {self._run.id} is complete: {job_label(jobs[0])} has trained its pairs")
             return [*jobs]
         started, status = time.perf_counter(), None
@@ -186,7 +186,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
             raise JobFailed(f"{problem}; --resume with --force submits its pairs again")
         if status.status not in UNFINISHED:
             check_completed(job_label(ref), status)
-            await self._run.commit(epoch=1, jobs=[status])
+            await self._run.commit(epoch=1, job=status)
         return status
 
     def _note(self, status: TrainingJobStatus) -> None:
