@@ -11,7 +11,7 @@ help:
 	@echo "make quickstart   install, and train the tic-tac-toe player (a minute on two cores, after installation)"
 	@echo "make test         install what the tests need and run them (5 minutes on two cores)"
 	@echo "make test WITH=NAME   run another suite, in the environments that it needs (under .environments):"
-	@echo "    slow, chaos, hostile, pairs    longer variants, broken connections, generated requests, pairs of features"
+	@echo "    slow, sandbox, chaos, hostile, pairs    longer variants, attacks, broken connections, generated requests, pairs"
 	@echo "    models, real, quantized, gpu   families of models, a pretrained model, 4 and 8 bits, a GPU"
 	@echo "    art, customizer, vllm, ray     services and engines with their real packages"
 	@echo "    frameworks, environments, javascript, trackers, preferences    libraries with their real packages"

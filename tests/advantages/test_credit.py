@@ -285,6 +285,12 @@ def test_step_returns() -> None:
     assert step_returns([], 0.5) == []
 
 
+def test_a_discount_without_steps_is_refused() -> None:
+    with pytest.raises(ValidationError, match="discount is 0.9, which needs credit: step or function, not episode"):
+        InsituTrainerConfig(discount=0.9)
+    assert InsituTrainerConfig(discount=0.9, credit="step").discount == 0.9
+
+
 @pytest.mark.parametrize("credit", ["episode", "step"])
 def test_a_baseline_that_needs_functions_is_refused_without(credit: Any) -> None:
     baseline = {"baseline": "leave_one_function_out"}

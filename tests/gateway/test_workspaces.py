@@ -24,6 +24,7 @@ import psutil
 import pytest
 from factories import ROOT
 from fake_openai import FakeOpenAI
+from marks import slow_after
 from processes import commands_below, run_project, serving, start_project
 from refusals import refusal
 from waiting import until
@@ -332,7 +333,7 @@ PASS = "import os; os._exit(0)"
 RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 @pytest.mark.parametrize(
     ("verify", "plant"),
     [
@@ -883,22 +884,23 @@ BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 FULL = "No space left on device"
 
 
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 @pytest.mark.parametrize(
-    ("code", "limits", "message", "networks"),
+    ("code", "limits", "message"),
     [
-        (FORKS, {"processes": 40}, "exceeded limits.processes: 40", NETWORKS),
-        (FILLS, {"folder_size": "20MiB"}, FULL, ["model"]),
-        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL, ["model"]),
-        (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL, ["model"]),
-        (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large", ["model"]),
-        (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000", NETWORKS),
-        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError", NETWORKS),
-        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
-        (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
-        (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500", ["model"]),
-        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1", NETWORKS),
-        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
-        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
+        (FORKS, {"processes": 40}, "exceeded limits.processes: 40"),
+        (FILLS, {"folder_size": "20MiB"}, FULL),
+        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL),
+        (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL),
+        (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large"),
+        (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000"),
+        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError"),
+        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory"),
+        (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory"),
+        (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500"),
+        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1"),
+        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large"),
+        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s"),
     ],
     ids=[
         "forks",
@@ -917,14 +919,9 @@ FULL = "No space left on device"
     ],
 )
 async def test_an_agent_without_end_harms_no_other(
-    project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, networks: list[str]
+    project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, network: str
 ) -> None:
     """An episode beside it has the result that it has alone, and all of it is gone afterwards."""
-    for network in networks:
-        await harms_no_other(project, server, code, limits, message, network)
-
-
-async def harms_no_other(project: Path, server: FakeOpenAI, code: str, limits: Any, message: str, network: str) -> None:
     whole = f"import json, sys\nif json.load(sys.stdin)['id'] == 'good':\n    {FIX}\n    raise SystemExit\n{code}"
     block: dict[str, Any] = {
         "network": network,
@@ -1054,9 +1051,9 @@ async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:
     check = "import json, sys; sys.exit(open('number.txt').read() != str(json.load(sys.stdin)['id']))"
     async with agent(project, server, code, verify=verify(check)) as workflow:
         started = time.monotonic()
-        given = await asyncio.gather(*(episode(workflow, number) for number in range(24)))
-        print(f"24 episodes in {time.monotonic() - started:.1f} s")
-    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 24
+        given = await asyncio.gather(*(episode(workflow, number) for number in range(12)))
+        print(f"12 episodes in {time.monotonic() - started:.1f} s")
+    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 12
     assert not leftovers(project)
 
 

@@ -121,6 +121,7 @@ def warm_up() -> None:
     from openai.types.chat import ChatCompletion
 
     from insitu.backend.model import load_model
+    from insitu.config.json_schema import json_schema
     from insitu.runs.store import draw_rewards
 
     example = Path(__file__).parents[2] / "examples/tic_tac_toe/model"
@@ -130,6 +131,7 @@ def warm_up() -> None:
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": {"content": [], "refusal": []}}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     construct_type(type_=ChatCompletion, value={"id": "", "model": "", "choices": [choice], "usage": usage})
+    json_schema()  # parses the sources
     with tempfile.TemporaryDirectory() as folder:
         draw_rewards(Path(folder) / "plot.png", [{"epoch": 1, "avg_reward": 0.5}], [])
     assert threading.active_count() == 1, "a program that is forked would wait for threads that it does not have"

@@ -34,8 +34,8 @@ OPTIONS: dict[str, Any] = {
     "objective": "cispo",
     "importance_sampling_level": "sequence",
     "old_logprobs": "recomputed",
-    "clip_low": 0.11,
-    "clip_high": 0.12,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
     "cispo_cap": 3.0,
     "cispo_floor": 0.5,
     "dual_clip": None,
@@ -75,6 +75,7 @@ OPTIONS: dict[str, Any] = {
 UNCORRECTED = dict.fromkeys(("truncated_importance", "token_mask", "sequence_mask"))
 OTHERS = {**OPTIONS, "objective": "clip", "dual_clip": 4.0, "old_logprobs": "rollout", **UNCORRECTED}
 OTHERS |= {"gradient_checkpointing": False, "compile": True}
+OTHERS |= {"clip_low": 0.11, "clip_high": 0.12, "cispo_floor": 0.0, "cispo_cap": 5.0}
 DPO: dict[str, Any] = {
     "method": "dpo",
     "dpo": {

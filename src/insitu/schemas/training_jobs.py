@@ -105,6 +105,10 @@ class KLSettings(Settings):
         return self
 
 
+_OF_OBJECTIVE = (("clip", "clip_low"), ("clip", "clip_high"), ("cispo", "cispo_floor"), ("cispo", "cispo_cap"))
+_OBJECTIVES = {objective for objective, _ in _OF_OBJECTIVE}
+
+
 class LossSettings(Settings):
     """Terms of the policy-gradient loss; `docs/reference/losses.md` has the formulas."""
 
@@ -117,9 +121,10 @@ class LossSettings(Settings):
     """Denominator of the ratio: log-probabilities recomputed by the learner at the start of the job, or those the
     sampler returned."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clamped from below at 1 - clip_low."""
+    """The ratio is clamped from below at 1 - clip_low, `clip` only."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clamped from above at 1 + clip_high (above clip_low: DAPO's clip-higher, arXiv:2503.14476)."""
+    """The ratio is clamped from above at 1 + clip_high (above clip_low: DAPO's clip-higher, arXiv:2503.14476), `clip`
+    only."""
     cispo_floor: float = Field(default=0.0, ge=0)
     """Lower bound of the importance weight, `cispo` only."""
     cispo_cap: float = Field(default=5.0, gt=0)
@@ -149,8 +154,16 @@ class LossSettings(Settings):
     def _check_combination(self) -> Self:
         if self.loss_agg_mode == "constant" and self.loss_scale_factor is None:
             raise ValueError("loss_agg_mode: constant needs loss_scale_factor (a number of tokens)")
+        if self.loss_agg_mode != "constant" and self.loss_scale_factor is not None:
+            raise ValueError(f"loss_scale_factor requires loss_agg_mode: constant, not {self.loss_agg_mode}")
         if self.dual_clip is not None and self.objective != "clip":
             raise ValueError(f"dual_clip requires objective: clip, not {self.objective}")
+        for objective, key in _OF_OBJECTIVE:
+            if (
+                self.objective in _OBJECTIVES - {objective}
+                and getattr(self, key) != type(self).model_fields[key].default
+            ):
+                raise ValueError(f"{key} requires objective: {objective}, not {self.objective}")
         if self.corrections and self.old_logprobs == "rollout":
             names = f"{' and '.join(self.corrections)} require{'s' * (len(self.corrections) == 1)}"
             raise ValueError(f"{names} old_logprobs: recomputed; rollout needs no correction")
@@ -304,7 +317,7 @@ class TrainingOptions(LossSettings):
         """
         if self.method != "grpo" or "old_logprobs" in self.model_fields_set or self.corrections:
             return self
-        wider = {"clip_low": _STALE_CLIP, "clip_high": _STALE_CLIP}
+        wider = {"clip_low": _STALE_CLIP, "clip_high": _STALE_CLIP} if self.objective != "cispo" else {}
         unstated = {key: value for key, value in wider.items() if key not in self.model_fields_set}
         return self.model_copy(update={"old_logprobs": "rollout", **unstated})
 

@@ -54,9 +54,11 @@ class InsituTrainerConfig(LoopTrainerConfig, name="insitu_trainer"):
         return self.sft is not None
 
     @model_validator(mode="after")
-    def _baseline_matches_credit(self) -> "InsituTrainerConfig":
+    def _advantages_match_credit(self) -> "InsituTrainerConfig":
         if isinstance(self.advantages, AdvantagesPart):
             return self
+        if self.credit == "episode" and self.discount != 1:
+            raise ValueError(f"discount is {self.discount:g}, which needs credit: step or function, not episode")
         if self.advantages.baseline == "leave_one_function_out" and self.credit != "function":
             raise ValueError(f"advantages.baseline leave_one_function_out needs credit: function, not {self.credit}")
         return self

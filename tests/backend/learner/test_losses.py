@@ -18,8 +18,16 @@ from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings,
 ROOT = Path(__file__).parents[3]
 VECTORS = ROOT / "tests/data/loss_vectors.json"
 
+
+def made_settings(aggregation, **settings):
+    return LossSettings(**aggregation, **settings)
+
+
+aggregations = st.sampled_from(
+    [{"loss_agg_mode": "token"}, {"loss_agg_mode": "sequence"}, {"loss_agg_mode": "constant", "loss_scale_factor": 16}]
+)
 loss_settings = st.builds(
-    LossSettings,
+    made_settings,
     objective=st.just("clip"),
     importance_sampling_level=st.sampled_from(["token", "sequence"]),
     clip_low=st.sampled_from([0.1, 0.2]),
@@ -31,15 +39,13 @@ loss_settings = st.builds(
     kl=st.fixed_dictionaries(
         {"beta": st.sampled_from([0.0, 0.04, 0.5]), "estimator": st.sampled_from(["k1_in_loss", "k2", "k3"])}
     ),
-    loss_agg_mode=st.sampled_from(["token", "sequence", "constant"]),
-    loss_scale_factor=st.just(16.0),
+    aggregation=aggregations,
 ) | st.builds(
-    LossSettings,
+    made_settings,
     objective=st.just("cispo"),
     cispo_cap=st.sampled_from([1.0, 5.0]),
     importance_sampling_level=st.sampled_from(["token", "sequence"]),
-    loss_agg_mode=st.sampled_from(["token", "sequence", "constant"]),
-    loss_scale_factor=st.just(16.0),
+    aggregation=aggregations,
     kl=st.fixed_dictionaries({"beta": st.sampled_from([0.0, 0.1])}),
 )
 seeds = st.integers(0, 2**31)
@@ -401,6 +407,9 @@ def test_large_margins_have_finite_gradients(loss_type):
             "loss_type: sigmoid or robust, not ipo",
         ),
         ({"method": "dpo", "dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
+        ({"objective": "cispo", "clip_high": 0.28}, "clip_high requires objective: clip, not cispo"),
+        ({"cispo_cap": 3}, "cispo_cap requires objective: cispo, not clip"),
+        ({"loss_scale_factor": 9}, "loss_scale_factor requires loss_agg_mode: constant, not token"),
         ({"method": "dpo", "dpo": {"preference_loss_weight": 0}}, "are both 0"),
         ({"method": "dpo", "dpo": {"beta": 0}}, "greater than 0"),
         ({"method": "kto", "kto": {"betta": 1}}, "kto.betta"),
