@@ -246,6 +246,28 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("absent:loss", "there is no absent in FOLDER"),
+        ("../mine_loss.py:loss", "there is no ../mine_loss.py in FOLDER"),
+        ("mine_loss", "'mine_loss' must be MODULE:NAME or FILE.py:NAME, such as mine:loss"),
+        ("mine_loss:los", "in FOLDER/mine_loss.py, 'los' does not exist (did you mean 'loss'?)"),
+        ("broken.py:loss", "FOLDER/broken.py is not Python: "),
+    ],
+)
+def test_code_of_a_job_is_looked_for_before_anything_is_started(tmp_path: Path, function: str, problem: str) -> None:
+    """And not run: that is the backend's part."""
+    write_project(tmp_path, OBJECTIVE)
+    code = (PLUGIN / "src/mine_loss.py").read_text()
+    (tmp_path / "mine_loss.py").write_text(f"{code}\nraise SystemExit\n")
+    (tmp_path.parent / "mine_loss.py").write_text(code)
+    (tmp_path / "broken.py").write_text("def loss(:")
+    key = "trainer_adapters.backend.training.objective.function"
+    said = refusal(tmp_path, "-o", key, function)
+    assert said.startswith("trainer_adapters: training.objective.function: " + problem.replace("FOLDER", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
     ("body", "problem"),
     slow_after(
         1,

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import symtable
 import sys
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -26,7 +27,7 @@ from insitu.errors import (
     not_found,
 )
 from insitu.schemas.components import CodeRef
-from insitu.schemas.parts import LocalPart, load_named, with_arguments
+from insitu.schemas.parts import LocalPart, code_file, load_named, with_arguments
 
 _importing: ContextVar[bool] = ContextVar("insitu_importing", default=False)
 
@@ -118,6 +119,22 @@ def load_code(ref: str, key: str, folder: Path) -> Any:
     if not callable(code) and type(code).__module__ == "builtins":
         raise ConfigError(f"{key}: {ref} is {a_type(code)}; it must be a function")
     return code
+
+
+def check_defined(ref: str, key: str, folder: Path) -> None:
+    """Raises ConfigError unless a file in `folder` gives the name of MODULE:NAME a value; runs none of its code."""
+    try:
+        file, name = code_file(ref, folder.resolve())
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    source = file.read_bytes()
+    try:
+        symbols = symtable.symtable(source.decode(), str(file), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {file} is not Python: {error}") from None
+    own = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported() or each.is_namespace()]
+    if name not in own and b"import *" not in source:
+        raise ConfigError(not_found(f"{key}: in {file},", name, own))
 
 
 def load_function(ref: str, key: str, folder: Path) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ tokens of the longest row. Values where `mask_BT` is not set are 0.
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -78,6 +79,19 @@ def load_named(kind: str, name: str) -> Callable[..., Any]:
     with foreign_errors(PluginError, f"insitu.{kind}: {name!r} could not be imported"):
         function: Callable[..., Any] = _declared(kind)[name].load()
     return function
+
+
+def code_file(ref: str, folder: Path) -> tuple[Path, str]:
+    """The file in `folder` that MODULE:NAME or FILE.py:NAME stands for, and NAME. Raises ValueError."""
+    place, _, name = ref.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"{ref!r} must be MODULE:NAME or FILE.py:NAME, such as mine:loss")
+    file = Path(place) if place.endswith(".py") else Path(*place.split("."))
+    choices = [file] if place.endswith(".py") else [file.with_suffix(".py"), file / "__init__.py"]
+    for path in ((folder / choice).resolve() for choice in choices):
+        if path.is_file() and path.is_relative_to(folder):
+            return path, name
+    raise ValueError(f"there is no {place} in {folder}")
 
 
 def with_arguments(function: Callable[..., Any], part: Part) -> Callable[..., Any]:

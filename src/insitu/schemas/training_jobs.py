@@ -105,8 +105,7 @@ class KLSettings(Settings):
         return self
 
 
-_OF_OBJECTIVE = (("clip", "clip_low"), ("clip", "clip_high"), ("cispo", "cispo_floor"), ("cispo", "cispo_cap"))
-_OBJECTIVES = {objective for objective, _ in _OF_OBJECTIVE}
+_OF_OBJECTIVE = {"clip": ("clip_low", "clip_high"), "cispo": ("cispo_floor", "cispo_cap")}
 
 
 class LossSettings(Settings):
@@ -158,12 +157,11 @@ class LossSettings(Settings):
             raise ValueError(f"loss_scale_factor requires loss_agg_mode: constant, not {self.loss_agg_mode}")
         if self.dual_clip is not None and self.objective != "clip":
             raise ValueError(f"dual_clip requires objective: clip, not {self.objective}")
-        for objective, key in _OF_OBJECTIVE:
-            if (
-                self.objective in _OBJECTIVES - {objective}
-                and getattr(self, key) != type(self).model_fields[key].default
-            ):
-                raise ValueError(f"{key} requires objective: {objective}, not {self.objective}")
+        for objective, keys in _OF_OBJECTIVE.items():
+            other = isinstance(self.objective, str) and self.objective in _OF_OBJECTIVE.keys() - {objective}
+            for key in keys if other else ():
+                if getattr(self, key) != LossSettings.model_fields[key].default:
+                    raise ValueError(f"{key} requires objective: {objective}, not {self.objective}")
         if self.corrections and self.old_logprobs == "rollout":
             names = f"{' and '.join(self.corrections)} require{'s' * (len(self.corrections) == 1)}"
             raise ValueError(f"{names} old_logprobs: recomputed; rollout needs no correction")

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from insitu.errors import BackendError, RequestRefused, describe_error
-from insitu.schemas.parts import PYTHON, Part, load_named, with_arguments
+from insitu.schemas.parts import PYTHON, Part, code_file, load_named, with_arguments
 from insitu.schemas.training_jobs import TrainingOptions
 
 
@@ -56,15 +56,10 @@ class CodeFolder:
         if self.folder is None:
             problem = f"{part.function} is Python code, which this backend does not load for its clients"
             raise _refused(key, f"{problem}; start it with --allow_code FOLDER", status=403, code="code_not_allowed")
-        place, _, name = (part.function or "").rpartition(":")
-        if not place or not name:
-            raise _refused(key, f"{part.function!r} must be MODULE:NAME or FILE.py:NAME, such as mine:loss")
-        file = Path(place) if place.endswith(".py") else Path(*place.split("."))
-        choices = [file] if place.endswith(".py") else [file.with_suffix(".py"), file / "__init__.py"]
-        for path in ((self.folder / choice).resolve() for choice in choices):
-            if path.is_file() and path.is_relative_to(self.folder):
-                return path
-        raise _refused(key, f"there is no {place} in {self.folder}, the folder of --allow_code")
+        try:
+            return code_file(part.function or "", self.folder)[0]
+        except ValueError as error:
+            raise _refused(key, f"{error}, the folder of --allow_code") from None
 
     def _read(self, key: str, part: Part) -> tuple[Path, bytes, str]:
         """The file with the function of a part, its content and digest."""

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from insitu.agents.python import mentions_tools
 from insitu.builder import Builder
 from insitu.config import Config
+from insitu.config.code import check_defined
 from insitu.disk.gguf_files import gguf_chat_template, is_gguf
 from insitu.disk.model_files import chat_template, downloaded, split_revision
 from insitu.errors import ConfigError
@@ -137,6 +138,8 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
 
     def check_model(self, builder: Builder) -> None:
         if self.model is not None:
+            for key, part in self.training.code.items():
+                check_defined(str(part.function), f"trainer_adapters: training.{key}.function", builder.config.folder)
             model = resolve_model(self.model, builder)
             check_hub(model)
             self.check_formats(model, builder.config)
