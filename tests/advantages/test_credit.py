@@ -286,7 +286,7 @@ def test_step_returns() -> None:
 
 
 def test_a_discount_without_steps_is_refused() -> None:
-    with pytest.raises(ValidationError, match="discount is 0.9, which needs credit: step or function, not episode"):
+    with pytest.raises(ValidationError, match=r"discount is 0\.9, which needs credit: step or function, not episode"):
         InsituTrainerConfig(discount=0.9)
     assert InsituTrainerConfig(discount=0.9, credit="step").discount == 0.9
 

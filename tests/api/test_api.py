@@ -72,6 +72,10 @@ try:
     run.episodes(epoch="2")
 except insitu.InsituError as error:
     show(no_number=str(error))
+try:
+    run.episodes(row="x")
+except insitu.InsituError as error:
+    show(no_row=str(error))
 names = [e.key.text() for e in every]
 show(
     sliced=[len(every), [e.key.text() for e in every[1:4]] == names[1:4], every[-1].key.text() == names[-1]],
@@ -100,11 +104,11 @@ def test_a_script_trains(trained: tuple[Path, dict[str, Any]]) -> None:
     assert all(isinstance(text, str) for text in shown["told"])
 
 
-@pytest.mark.slow
 def test_results_are_short_and_read_when_they_are_used(trained: tuple[Path, dict[str, Any]]) -> None:
     _, shown = trained
     assert shown["sliced"] == [16, True, True]
     assert shown["no_number"] == "epoch is '2'; it must be a number"
+    assert shown["no_row"].endswith(" has no episodes of row 'x'; 4 rows have some, such as 0, 1, 2")
     assert re.fullmatch(r"Table\(2 rows: epoch, (\w+, ){7}\.\.\.; last avg_reward [\d.]+\)", shown["table"])
 
 

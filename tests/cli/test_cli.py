@@ -219,6 +219,9 @@ def test_validate_checks_what_finetune_checks_and_starts_nothing(tmp_path: Path)
         ("finetuning.training_evaluators", "[scroe]", "finetuning.training_evaluators: 'scroe' does not exist"),
     ):
         assert_refused(run("validate", "config.yml", "-o", key, value, folder=tmp_path), message)
+    done = run("validate", "config.yml", "-o", "llms.player.max_tokens", "256", folder=tmp_path)
+    room = "256 tokens for prompt and completion together: answers end there"
+    assert (done.returncode, done.stderr) == (0, f"llms.player.max_tokens is 256, but the model has {room}\n")
 
 
 def test_a_framework_that_insitu_does_not_know_is_refused_when_the_file_is_read(write: Any) -> None:

@@ -17,7 +17,7 @@ from insitu.errors import ConfigError, InsituError, a_type
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST, METRICS, holds_run
 from insitu.runs.reader import RunReader
-from insitu.runs.records import StoredGroup
+from insitu.runs.records import StoredGroup, natural
 from insitu.runs.summary import RunSummary, read_summary
 from insitu.schemas.episodes import Episode
 from insitu.schemas.evaluation import EvaluationRunOutput
@@ -157,13 +157,22 @@ class Run(AbstractContextManager["Run"]):
         return Table(self._files.validations())
 
     def episodes(self, epoch: int | None = None, row: Any = None) -> Episodes:
-        """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given."""
+        """The recorded episodes with their model calls, group by group; of one epoch or dataset row, if it is given.
+
+        Raises ConfigError for a row without any in the whole run, and an epoch that is none of it.
+        """
         from insitu.runs.replay import StoredRun
 
         if not isinstance(epoch, int | None):
             raise ConfigError(f"epoch is {epoch!r}; it must be a number")
         stored = StoredRun(self.folder, epochs=None if epoch is None else [epoch])
-        return Episodes(stored, [group for group in stored.selected if row is None or group.row_id == str(row)])
+        groups = [group for group in stored.selected if row is None or group.row_id == str(row)]
+        if not groups and row is not None:
+            played = sorted({group.row_id for group in self._files.groups()}, key=natural)
+            if str(row) not in played:
+                known = f"{len(played)} rows have some, such as {', '.join(played[:3])}" if played else "no row has any"
+                raise ConfigError(f"row: {self.folder} has no episodes of row {row!r}; {known}")
+        return Episodes(stored, groups)
 
     def ask(
         self, question: Any, *, row: Any = None, checkpoint: str | None = None, temperature: float | None = None

@@ -9,6 +9,7 @@ from insitu.collect.datasets import load_dataset
 from insitu.disk.memory import machine_memory
 from insitu.disk.model_files import stored_model
 from insitu.disk.processor import cpu_dtype, processor_words
+from insitu.schemas.config import warn_once
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
@@ -38,6 +39,10 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     training, trainer = block.training, config.trainer
     epoch, prompt, completion = _epoch(builder)
     longest = min(block.max_length or shape.max_length, shape.max_length)
+    for name in sorted(config.trained_llms()):
+        if (asked := config.llm(name).request_settings().get("max_tokens") or 0) >= longest:
+            room = f"{longest} tokens for prompt and completion together: answers end there"
+            warn_once(f"llms.{name}.max_tokens is {asked}, but the model has {room}")
     staleness = trainer.epochs_ahead if trainer is not None else 0
     saved = training.lora.modules_to_save if training.lora is not None else []
     dtype: str = block.dtype
