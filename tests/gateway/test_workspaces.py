@@ -884,38 +884,30 @@ BURNS = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 FULL = "No space left on device"
 
 
-@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
+ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
+    "forks": (FORKS, {"processes": 40}, "exceeded limits.processes: 40", NETWORKS),
+    "fills": (FILLS, {"folder_size": "20MiB"}, FULL, NETWORKS[:1]),
+    "temporary": (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL, NETWORKS[:1]),
+    "deleted": (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL, NETWORKS[:1]),
+    "sparse": (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large", NETWORKS[:1]),
+    "files": (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000", NETWORKS),
+    "memory": (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError", NETWORKS),
+    "together": (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
+    "memfd": (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
+    "sockets": (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500", NETWORKS[:1]),
+    "cpu": (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1", NETWORKS),
+    "file": ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
+    "time": ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
+}
+"""Code, limits, what is said, and the networks over which they hold."""
+
+
 @pytest.mark.parametrize(
-    ("code", "limits", "message"),
+    ("code", "limits", "message", "network"),
     [
-        (FORKS, {"processes": 40}, "exceeded limits.processes: 40"),
-        (FILLS, {"folder_size": "20MiB"}, FULL),
-        (FILLS_TEMPORARY, {"folder_size": "20MiB"}, FULL),
-        (KEEPS_DELETED, {"folder_size": "20MiB"}, FULL),
-        (SPARSE, {"folder_size": "20MiB", "file_size": None}, "File too large"),
-        (MANY_FILES, {"files": 1000}, "exceeded limits.files: 1000"),
-        (TAKES.format(each=400), {"memory": "200MiB"}, "exceeded limits.memory|MemoryError"),
-        (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory"),
-        (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory"),
-        (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500"),
-        (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1"),
-        ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large"),
-        ("import signal; signal.pause()", None, "did not finish within timeout: 2 s"),
-    ],
-    ids=[
-        "forks",
-        "fills",
-        "temporary",
-        "deleted",
-        "sparse",
-        "files",
-        "memory",
-        "together",
-        "memfd",
-        "sockets",
-        "cpu",
-        "file",
-        "time",
+        pytest.param(*case, network, id=f"{name}-{network}", marks=[pytest.mark.slow] * (network == "host"))
+        for name, (*case, networks) in ENDLESS.items()
+        for network in networks
     ],
 )
 async def test_an_agent_without_end_harms_no_other(
