@@ -26,7 +26,10 @@ COMMANDS = {"control plane": "finetune", "backend": "backend"}
 BEGINS = {"finetune": "collect_epoch"}
 """The function with whose first call a command is counted from: how often it asks before that whether its backend has
 started is a matter of the machine."""
-BY_THE_CLOCK = {"_hold_team", "_is_alive", "_usage", "busy_seconds"}
+BY_THE_CLOCK = {
+    *("_hold_team", "_is_alive", "_usage", "busy_seconds"),
+    *("memory_kills", "_memory_cgroups", "numbers", "BackendProcess._counted", "BackendProcess.keep_running"),
+}
 """What a process does every second or so, or when other programs use the cores, however many episodes there are."""
 FOLDER = "INSITU_TRACE_FOLDER"
 PACKAGE = "INSITU_TRACE_PACKAGE"
@@ -109,7 +112,9 @@ def _calls_of(traces: list[dict[str, Any]], process: str) -> Counter[Function]:
     if len(of_process) != 1 or not of_process[0]:
         raise TraceError(f"{len(of_process)} processes have reported calls as {process}, expected one with some calls")
     calls_of = {Function(file, name): calls for file, name, calls in of_process[0]}
-    return Counter({each: calls for each, calls in calls_of.items() if each.name.split(".")[0] not in BY_THE_CLOCK})
+    return Counter(
+        {each: n for each, n in calls_of.items() if BY_THE_CLOCK.isdisjoint({each.name, each.name.split(".")[0]})}
+    )
 
 
 def road(shorter: Counter[Function], longer: Counter[Function]) -> dict[str, Any]:
