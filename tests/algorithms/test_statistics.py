@@ -6,7 +6,7 @@ import random
 import pytest
 from marks import slow_after
 
-from insitu.algorithms.statistics import mean_ci95, student_t975
+from insitu.algorithms.statistics import mean_ci95, rows_ci95, student_t975
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,21 @@ def test_zeros_and_ones_have_wilsons_interval(successes: int, n: int, low: float
 def test_values_between_0_and_1_have_no_interval_beyond(values: list[float]) -> None:
     mean, low, high, _ = mean_ci95(values)
     assert 0 <= low < mean < high <= 1
+
+
+def test_equal_shares_say_nothing_of_how_much_they_vary() -> None:
+    """Rows that each score one of two repetitions: as sure as rows of which half score, but for Student's quantile."""
+    mean, low, high, n = rows_ci95([[1.0, 0.0]] * 4)
+    assert (mean, n) == (0.5, 4)
+    assert 0 < low < mean_ci95([1, 0, 1, 0]).low < 0.5 < high < 1
+
+
+def test_rows_of_zeros_and_ones_are_shares_only_if_their_scores_are() -> None:
+    """Means of +1 and -1, by repetition, are no proportions: Student's interval of them reaches beyond Wilson's."""
+    rows = [[1.0, 1.0], [1.0, -1.0], [1.0, 1.0], [1.0, 1.0], [-1.0, 1.0]]
+    half = student_t975(4) * 0.3**0.5 / 5**0.5
+    assert rows_ci95(rows) == pytest.approx((0.6, 0.6 - half, 0.6 + half, 5))
+    assert rows_ci95([[sum(row) / 2] for row in rows]) == mean_ci95([1, 0, 1, 1, 0])
 
 
 def test_an_interval_of_other_values_is_not_cut_off() -> None:

@@ -561,6 +561,8 @@ OPTIONAL = {
     "calls.jsonl.gz": {"continues", "continues_prompt", "sent_logprobs", "teacher_logprobs"},
     "episodes.jsonl.gz": {"candidates", "source"},
     "groups.jsonl": {"paired", "replaced_by", "rows", "saved"},
+    "validation_history.json": {"beside"},
+    "best.json": {"beside"},
     "events.jsonl": {"epochs", "changes", "run", "run_id", "best_epoch", "patience", "untrained_episodes"},
     "journal.jsonl": {"episode", "calls", "steps", "abandoned_attempts"},
     "training_metrics.jsonl": {

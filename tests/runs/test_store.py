@@ -249,6 +249,17 @@ def test_paths_in_the_directory_are_kept_relative_to_it(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_choices_of_a_request_share_its_prompt() -> None:
+    """And so do not multiply what it costs; another request with the same prompt is computed again."""
+    messages = [{"role": "user", "content": "?"}]
+    choices = [call(index, messages, [1, 2, 3], [7] * 2) for index in range(4)]
+    choices[1].choice = choices[3].choice = 1
+    other = [call(index, messages, tokens, [7]) for index, tokens in ((4, [1]), (5, [1, 2]))]
+    other[1].choice = 1  # of the second of two prompts in a request
+    record = episode_record(Episode(EpisodeKey("r", 1, "row", 0), EpisodeStatus.OK, calls=[*choices, *other]))
+    assert (record["calls"], record["prompt_tokens"], record["sampled_tokens"]) == (6, 2 * 3 + 1 + 2, 10)
+
+
 def test_a_group_is_written_with_all_its_episodes(tmp_path: Path) -> None:
     good = Episode(
         EpisodeKey("r", 2, "row", 0), EpisodeStatus.OK, output={(1, 2): 2**70}, calls=conversation(3), reward=1.0

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,11 +12,15 @@ import pytest
 from rich.console import Console
 from waiting import turns, until
 
+from insitu.collect.collector import Plan
+from insitu.collect.episodes import EpisodeOptions
 from insitu.runs.files import VALIDATION_SCORES
 from insitu.runs.reader import RowScores
+from insitu.runs.records import side_metadata
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.training.metrics import (
     collected_metrics,
     likely_causes,
@@ -23,7 +28,7 @@ from insitu.training.metrics import (
     one_answer,
     without_variance,
 )
-from insitu.training.observers import FirstRewards
+from insitu.training.observers import FirstRewards, Progress
 from insitu.training.report import Report
 
 
@@ -35,6 +40,29 @@ def answer(text: str = "yes", tokens: int = 3, **other: Any) -> ModelCall:
 def episode(reward: float, *calls: ModelCall, scores: dict[str, float | None] | None = None) -> Trajectory:
     trained = list(range(len(calls)))
     return Trajectory(reward=reward, calls=list(calls), trained_calls=trained, metadata={"scores": scores or {}})
+
+
+def test_episodes_with_a_reward_and_nothing_to_train_count() -> None:
+    """As one that fails before its first call, with a reward `on_failure`, or one that answers without the model."""
+    played = [
+        Episode(EpisodeKey("r", 1, "row", n), EpisodeStatus.OK, reward=r) for n, r in enumerate((1.0, -0.5, None))
+    ]
+    progress = Progress(Plan("r", 1, [], EpisodeOptions(), 1, rewarded=True))
+    progress.on_group(GroupRecord("row", played, [episode(1.0, answer())], Counter({"no_calls": 1, "no_score": 1})))
+    metrics = collected_metrics([[episode(1.0, answer())]], progress.scored)
+    assert (metrics["avg_reward"], metrics["min_reward"], metrics["reward_std"]) == (0.25, -0.5, stdev([1.0, -0.5]))
+    assert (metrics["num_episodes"], metrics["num_trajectories"]) == (2, 1)
+
+
+def test_pairs_of_candidates_are_not_taken_for_episodes() -> None:
+    """Two pairs of the same two episodes, and one of another."""
+    sides = [("a", "b"), ("a", "b"), ("a", "c")]
+    pairs = [episode(0.5) for _ in sides]
+    for pair, (chosen, rejected) in zip(pairs, sides, strict=True):
+        pair.metadata = side_metadata("chosen", chosen, []) | side_metadata("rejected", rejected, [])
+    metrics = collected_metrics([pairs])
+    assert (metrics["num_episodes"], metrics["num_trajectories"], metrics["avg_reward"]) == (3, 3, 0.5)
+    assert (metrics["reward_std"], metrics["frac_reward_zero_std"]) == (None, None)
 
 
 def test_the_statistics_of_an_epoch() -> None:
@@ -52,7 +80,7 @@ def test_the_statistics_of_an_epoch() -> None:
         "min_reward": 0.0,
         "max_reward": 1.0,
         "reward_std": pytest.approx(fmean([stdev([1.0, 0.0]), 0.0])),
-        "frac_reward_zero_std": 0.5,
+        "frac_reward_zero_std": pytest.approx(2 / 3),  # an equal group, and one of a single episode
         "scores": {"right": 0.5, "short": 0.5, "dead": None},
         "num_trajectories": 5,
         "num_episodes": 5,
@@ -210,6 +238,25 @@ async def test_without_a_terminal_a_line_now_and_then_says_how_far_a_phase_is() 
     lines = file.getvalue().splitlines()
     assert re.fullmatch(r"epoch 1: collecting: 1 of 4 episodes, mean reward 0\.25, 0 s, about \S+ s left", lines[0])
     assert "epoch 1: training: 0 s" in lines
+
+
+async def test_what_was_played_before_says_nothing_of_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run continues: half of its epoch is there at once."""
+    console, file = printed()
+    now = [100.0]
+    monkeypatch.setattr(console, "get_time", lambda: now[0])
+    report = Report(console, interval=0)
+    with report.phase("epoch 1: collecting", 100):
+        report.expect_given(50)
+        for _ in range(50):
+            report.advance()
+        await turns()
+        now[0] += 30
+        report.advance()
+        await turns()
+    first, *others = file.getvalue().splitlines()
+    assert first == "epoch 1: collecting: 50 of 100 episodes, 0 s"
+    assert others[-1] == "epoch 1: collecting: 51 of 100 episodes, 30 s, about 24 min left"
 
 
 async def test_a_long_phase_says_once_how_to_make_it_shorter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def progress_of(folder: Path) -> RunProgress:
 
 
 def history_of(run: Path) -> list[dict[str, Any]]:
-    return [record | {"seconds": 0} for record in json.loads((run / "validation_history.json").read_text())]
+    records = json.loads((run / "validation_history.json").read_text())
+    return [record | {"seconds": 0, "beside": None} for record in records]
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["on-policy", "stale"])
@@ -85,6 +86,13 @@ def test_a_version_is_validated_while_the_next_is_trained_and_served(tmp_path: P
     assert history_of(folder / "run") == history_of(waits)
     assert history_of(waits)[0]["avg_reward"] != history_of(waits)[1]["avg_reward"]
     assert "validation at epoch 0: " in out
+    records = json.loads((folder / "run/validation_history.json").read_text())
+    assert [each.get("beside", False) for each in records] == [True, True, False]
+    lines = read_lines(folder / "run/training_metrics.jsonl")
+    own = [records[0]["seconds"], records[1]["seconds"] + records[2]["seconds"]]
+    assert all(line["seconds"]["validate"] <= most for line, most in zip(lines, own, strict=True)), (
+        "what was waited for"
+    )
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Means with confidence intervals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
@@ -19,10 +19,18 @@ class Estimate(NamedTuple):
         return Estimate(0.0 - self.mean, 0.0 - self.high, 0.0 - self.low, self.n)
 
 
-def mean_ci95(values: Sequence[float]) -> Estimate:
+def rows_ci95(rows: Iterable[Sequence[float]]) -> Estimate:
+    """The mean of independent rows, each the mean of its scores, as `mean_ci95` for the range of the scores."""
+    scores = [*rows]
+    is_share = all(0 <= score <= 1 for of_row in scores for score in of_row)
+    return mean_ci95([sum(of_row) / len(of_row) for of_row in scores], is_share=is_share)
+
+
+def mean_ci95(values: Sequence[float], *, is_share: bool | None = None) -> Estimate:
     """The mean of independent values; ValueError for none at all.
 
-    Student's t interval, or for values from 0 to 1 Wilson's, which does not reach beyond 0 and 1.
+    Student's t interval, or Wilson's, which does not reach beyond 0 and 1, for a share: something from 0 to 1, as the
+    values are unless `is_share` is given.
     """
     n = len(values)
     if n == 0:
@@ -30,12 +38,14 @@ def mean_ci95(values: Sequence[float]) -> Estimate:
     mean = fmean(values)
     if n == 1:
         return Estimate(mean, math.nan, math.nan, 1)
-    if {*values} <= {0, 1}:
+    is_share = 0 <= min(values) <= max(values) <= 1 if is_share is None else is_share
+    if is_share and {*values} <= {0, 1}:
         return Estimate(mean, *wilson(mean, n, NormalDist().inv_cdf(0.975)), n)
     deviation, quantile = stdev(values), student_t975(n - 1)
-    if deviation > 0 and min(values) >= 0 and max(values) <= 1:
-        # values between 0 and 1 vary less than zeros and ones of the same mean, as if there were more of them
-        effective_n = n * mean * (1 - mean) / deviation**2
+    if is_share:
+        # values between 0 and 1 vary less than zeros and ones of the same mean, as if there were more of them; how
+        # much less, equal ones do not say
+        effective_n = n * mean * (1 - mean) / deviation**2 if deviation > 0 else n
         return Estimate(mean, *wilson(mean, effective_n, quantile), n)
     half = quantile * deviation / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half, n)

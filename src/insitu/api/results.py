@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from insitu.algorithms.statistics import Estimate, mean_ci95
+from insitu.algorithms.statistics import Estimate, rows_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.config import Config
 from insitu.config.code import stop_import
@@ -244,7 +244,7 @@ class Evaluation:
     def scores(self) -> dict[str, Estimate]:
         """By evaluator: the mean over rows, and the ends of its 95 % confidence interval."""
         by_row = {name: scores_by_row(result) for name, result in self.output.evaluation_results}
-        return {name: mean_ci95([sum(s) / len(s) for s in rows.values()]) for name, rows in by_row.items() if rows}
+        return {name: rows_ci95(rows.values()) for name, rows in by_row.items() if rows}
 
     @property
     def score(self) -> float:

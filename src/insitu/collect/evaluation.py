@@ -12,7 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from insitu.algorithms.statistics import mean_ci95
+from insitu.algorithms.statistics import rows_ci95
 from insitu.builder import Builder
 from insitu.collect.collector import Observer, Plan, collect_epoch
 from insitu.collect.datasets import DatasetConfig, dataset_config, find_dataset, load_dataset
@@ -293,13 +293,14 @@ def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, e
     if not scores:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         return {"epoch": epoch, "error": f"no example could be scored: {reasons}", "dropped": dict(dropped)}
-    means = [sum(of_row) / len(of_row) for of_row in scores.values()]
-    estimate = mean_ci95(means) if reward.sign > 0 else mean_ci95([-mean for mean in means]).negated()
+    estimate = rows_ci95([reward.sign * score for score in of_row] for of_row in scores.values())
+    estimate = estimate if reward.sign > 0 else estimate.negated()
     return {
         "epoch": epoch,
         "avg_reward": estimate.mean,
         "min_reward": min(min(s) for s in scores.values()),
         "max_reward": max(max(s) for s in scores.values()),
+        "num_rows": estimate.n,
         "num_examples": sum(len(s) for s in scores.values()),
         "ci95": [estimate.low, estimate.high],
         "dropped": dict(dropped),

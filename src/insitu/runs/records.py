@@ -54,8 +54,11 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     """The record of one episode, from which every table, plot and total is derived."""
     versions: set[int] = set()
     prompt_tokens = sampled_tokens = 0
+    prompt: list[int] | None = None
     for call in episode.calls:
-        prompt_tokens += len(call.prompt_token_ids or ())
+        if not call.choice or call.prompt_token_ids != prompt:  # the choices of a request share their prompt
+            prompt_tokens += len(call.prompt_token_ids or ())
+        prompt = call.prompt_token_ids
         sampled_tokens += len(call.token_ids or ())
         if call.policy_version is not None:
             versions.add(call.policy_version)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from insitu.advantages.credit import credit_by_function, credited_calls
 from insitu.advantages.estimator import EstimatedEpoch
+from insitu.runs.records import sides_of
 from insitu.schemas.episodes import DropReason, ModelCall
 from insitu.schemas.finetuning import TrainingJobStatus, Trajectory, TrajectoryCollection
-from insitu.training.interfaces import GroupTrainer, Trainer
+from insitu.training.interfaces import GroupTrainer, PairTrainer, Trainer
 from insitu.training.observers import Collected, Scored
 
 Group = Sequence[Trajectory]
@@ -105,6 +106,8 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
     if isinstance(trainer, GroupTrainer):
         trained = {str(t.id) for t, _ in advantages}
         metrics["frac_reward_zero_std"] = teaches_nothing(collected.collection, trained, collection.drop_reasons)
+    elif not isinstance(trainer, PairTrainer):  # what it trains does not depend on what else the row's episodes scored
+        metrics["frac_reward_zero_std"] = None
     credit = credit_by_function(credited_calls(advantages, trainer.run_config.target_functions))
     curriculum = trainer.get_curriculum_state() if trainer.curriculum_config.enabled else None
     return {
@@ -122,13 +125,17 @@ def epoch_metrics(trainer: Trainer, collected: Collected, estimated: EstimatedEp
 def collected_metrics(groups: Sequence[Group], episodes: Sequence[Sequence[Scored]] | None = None) -> dict[str, Any]:
     """Statistics of the scored episodes of an epoch; None where they say nothing (groups of one, no captured call).
 
-    `episodes` are those of the rows, if the trajectories of `groups` are pairs of them.
+    `episodes` are those with a reward, by row; if they need none, the trajectories of `groups` are described, or, if
+    these are pairs of candidates, the pairs.
     """
+    paired = {name for group in groups for t in group for _, name, _ in sides_of(t)} if episodes is None else set()
     if episodes is None:
         episodes = [[Scored(t.reward, (t.metadata or {}).get("scores") or {}) for t in group] for group in groups]
     scored = [episode for group in episodes for episode in group]
     rewards = [episode.reward for episode in scored]
-    deviations = [stdev([episode.reward for episode in group]) for group in episodes if len(group) > 1]
+    of_several = [] if paired else [group for group in episodes if len(group) > 1]
+    deviations = [stdev([episode.reward for episode in group]) for group in of_several]
+    alone = sum(len(group) == 1 for group in episodes)
     answers = [call for group in groups for call in trained_calls(group)]
     lengths = [len(call.token_ids) for call in answers if call.token_ids is not None]
     malformed = [call.tool_call_malformed for call in answers].count(True)
@@ -137,10 +144,10 @@ def collected_metrics(groups: Sequence[Group], episodes: Sequence[Sequence[Score
         "min_reward": min(rewards, default=None),
         "max_reward": max(rewards, default=None),
         "reward_std": fmean(deviations) if deviations else None,
-        "frac_reward_zero_std": deviations.count(0) / len(deviations) if deviations else None,
+        "frac_reward_zero_std": (deviations.count(0) + alone) / len([*filter(None, episodes)]) if deviations else None,
         "scores": _mean_scores(scored),
         "num_trajectories": sum(map(len, groups)),
-        "num_episodes": len(scored),
+        "num_episodes": len(paired) or len(scored),
         "num_groups": len(groups),
         "completions_mean_length": fmean(lengths) if lengths else None,
         "completions_clipped_ratio": _clipped(answers) / len(answers) if answers else None,
@@ -191,10 +198,13 @@ def _is_greedy(group: Group) -> bool:
 def teaches_nothing(
     collected: TrajectoryCollection, trained: Set[str], drop_reasons: Mapping[str, str]
 ) -> float | None:
-    """The share of the groups whose advantages are all 0; those that were not estimated count by their rewards."""
-    groups = [group for group in collected.trajectories if len(group) > 1]
+    """The share of the groups whose advantages are all 0; those that were not estimated count by their rewards.
+
+    None if no group has several episodes.
+    """
+    groups = [group for group in collected.trajectories if group]
     silent = [_is_silent(group, drop_reasons) for group in groups if trained.isdisjoint(str(t.id) for t in group)]
-    return sum(silent) / len(groups) if groups else None
+    return sum(silent) / len(groups) if max(map(len, groups), default=0) > 1 else None
 
 
 def _is_silent(group: Group, drop_reasons: Mapping[str, str]) -> bool:

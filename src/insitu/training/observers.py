@@ -72,8 +72,8 @@ class Progress(Observer):
         """Episodes of each group."""
         self._complete = self._abandoned = 0
         self.scored: list[list[Scored]] | None = None
-        """The episodes of each row, if it is their pairs that are trained."""
-        if plan is not None and plan.pairs is not None and plan.rewarded:
+        """The episodes with a reward of each group, also those without calls to train; None if they need no reward."""
+        if plan is not None and plan.rewarded:
             self.scored = []
         self._check_begun()
 
@@ -89,6 +89,11 @@ class Progress(Observer):
         """What the line of the epoch in `training_metrics.jsonl` has of it."""
         spending = asdict(self._spending) if self._spending is not None else {}
         return {"abandoned_attempts": self._abandoned, **spending}
+
+    @property
+    def given(self) -> int:
+        """The episodes that have ended so far, or that an earlier process has run."""
+        return max(self._ended.total(), len(self._plan.finished) if self._plan is not None else 0)
 
     def incomplete_groups(self, in_flight: Collection[EpisodeKey]) -> int:
         """Groups that have begun and are not complete."""
@@ -139,6 +144,7 @@ class Bar(Observer):
     def __init__(self, report: Report, progress: Progress) -> None:
         self._report, self._progress = report, progress
         self._show_total()
+        report.expect_given(progress.given)
 
     def on_episode(self, episode: Episode) -> None:
         self._report.advance(episode.reward)

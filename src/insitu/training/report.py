@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from insitu.algorithms.paired_test import compare_paired, fewest_rows
-from insitu.algorithms.statistics import mean_ci95
+from insitu.algorithms.statistics import rows_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
 from insitu.disk.files import readable_seconds
 from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
@@ -87,7 +87,7 @@ class Report:
 
         `shorter` says how to make a long one shorter.
         """
-        self._shorter = shorter
+        self._shorter, self._given = shorter, 0
         self._progress.start()
         self._task, self._rewards = self._progress.add_task(what, total=total, rewards=""), (0, 0.0)
         self._schedule_line()
@@ -112,6 +112,10 @@ class Report:
         mean = f", mean reward {total / count:.3g}" if count else ""
         self._progress.update(self._task, advance=1, rewards=mean)
 
+    def expect_given(self, count: int) -> None:
+        """So many episodes of the phase in progress have ended before it began."""
+        self._given = count
+
     def expect(self, total: int) -> None:
         """Changes the number of episodes of the phase in progress."""
         if self._task is not None:
@@ -127,8 +131,8 @@ class Report:
         if task.total is not None:
             done = f" {task.completed:.0f} of {task.total:.0f} episodes{task.fields['rewards']},"
         left = ""
-        if task.total is not None and 0 < task.completed < task.total:
-            remaining = elapsed / task.completed * (task.total - task.completed)
+        if task.total is not None and self._given < task.completed < task.total:
+            remaining = elapsed / (task.completed - self._given) * (task.total - task.completed)
             left = f", about {readable_seconds(remaining)} left"
             if remaining > _LONG and self._shorter is not None:
                 left, self._shorter = f"{left} ({self._shorter})", None
@@ -139,7 +143,7 @@ class Report:
         if "error" in record:
             self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
             return
-        details = f"95 % CI {_interval(*record['ci95'])}, n = {record['num_examples']}"
+        details = f"95 % CI {_interval(*record['ci95'])}, n = {_count(record)}"
         if record["dropped"]:
             details += f", dropped: {counts(record['dropped'])}"
         self.note(f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} ({details})")
@@ -204,7 +208,7 @@ class Report:
             label = "?" if version is None else str(version)
             score, interval = f"{record['avg_reward']:.3f}", _interval(*record["ci95"])
             dropped = counts(record["dropped"]) or "none"
-            table.add_row(name, str(record["epoch"]), label, score, interval, str(record["num_examples"]), dropped)
+            table.add_row(name, str(record["epoch"]), label, score, interval, _count(record), dropped)
         if rows:
             self.console.print(table)
         if len(scored) > 1 and (difference := _difference(scored[0], scored[-1], store)) is not None:
@@ -212,6 +216,13 @@ class Report:
         names = (VALIDATIONS, METRICS, PLOT, EPISODES)
         written = ", ".join(name for name in names if (store.path / name).exists())
         self.note(f"files: {store.folder}/  ({written} ...)")
+
+
+def _count(validation: Mapping[str, Any]) -> str:
+    """The rows of which its interval is, and how many episodes they had, if that is not one each."""
+    episodes = validation["num_examples"]
+    rows = validation.get("num_rows", episodes)
+    return str(rows) if rows == episodes else f"{rows} rows, {episodes} episodes"
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
@@ -252,7 +263,7 @@ def evaluation_table(output: EvaluationRunOutput, dataset: str) -> Table:
         scored = sum(map(len, rows.values()))
         mean, interval = "-", "-"
         if rows:
-            estimate = mean_ci95([sum(scores) / len(scores) for scores in rows.values()])
+            estimate = rows_ci95(rows.values())
             mean, interval = f"{estimate.mean:.4f}", _interval(estimate.low, estimate.high, 4)
         unscored = len(result.eval_output_items) - scored
         table.add_row(name, mean, interval, str(len(rows)), str(len(items)), str(failed), str(unscored))

@@ -109,12 +109,12 @@ class Validation:
     async def after(self, epoch: int, *, is_last: bool) -> float:
         """Validates after an epoch if that is due, unless the next epoch is to run beside it.
 
-        Waits for the validation beside this epoch before. Returns the seconds that those which have ended took.
+        Waits for the validation beside this epoch before. Returns the seconds that the epoch has waited for both.
         """
-        records = []
+        started, waited = time.perf_counter(), self._beside is not None
         if self._beside is not None:
             with nullcontext() if self._beside.done() else self._report.phase(f"epoch {epoch}: waiting for validation"):
-                records.append(await self._beside)
+                await self._beside
             self._beside = None
             self._keep_best(epoch - 1)
             self.unbeaten = None if is_last else self._unbeaten(epoch - 1)
@@ -122,11 +122,12 @@ class Validation:
         is_due = is_last or epoch % self.config.interval == 0
         self.due = epoch if is_due and self.config.beside and not is_last else None
         if is_due and self.due is None:
-            records.append(await self.run(epoch))
+            waited = True
+            await self.run(epoch)
             self._keep_best()
             if not is_last:
                 self.unbeaten = self._unbeaten(epoch)
-        return sum((record["seconds"] for record in records), 0.0)
+        return time.perf_counter() - started if waited else 0.0
 
     def end_early(self, epoch: int, epochs: int, untrained: int) -> EarlyStop:
         """Reports and records that the run ends after an epoch; `untrained` episodes were collected ahead."""
@@ -177,6 +178,7 @@ class Validation:
             except InsituError as error:
                 record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
+        record |= {"beside": True} if sampled is not None else {}
         self.history.append(record)
         self._report.validation(record)
         recorded = scores and {(line.epoch, line.policy_version) for line in RunReader(self._store.path).scores()}

@@ -120,11 +120,12 @@ def _described(
 
 
 def _totals(epochs: Records, validations: Records, events: Records) -> dict[str, Any]:
-    """Each value is None if it is unknown; `seconds` are those of complete epochs and of the first validation."""
+    """Each value is None if it is unknown; `seconds` are those of complete epochs and a validation before the first."""
     scores = [[each["epoch"], each["avg_reward"]] for each in validations if "error" not in each]
     tokens = [epoch["tokens"] for epoch in epochs if epoch.get("tokens") is not None]
     phases = [(epoch.get("seconds") or {}).get(phase) or 0.0 for epoch in epochs for phase in _PHASES]
-    phases += [each["seconds"] for each in validations if each["epoch"] == 0 and "seconds" in each]
+    before = (each for each in validations if each["epoch"] == 0 and not each.get("beside"))
+    phases += [each["seconds"] for each in before if "seconds" in each]
     return {
         "last_score": scores[-1][1] if scores else None,
         "tokens": sum(tokens) if tokens else None,

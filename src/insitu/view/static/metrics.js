@@ -12,7 +12,8 @@ const perSecond = (value) => `${compact(value)}/s`;
 /** @param {any} value */
 const inTokens = (value) => number(value);
 
-const IMPLICIT = "beta x log-ratio of the policy to the reference, mean over the pairs; not the reward that the evaluator gave";
+const IMPLICIT =
+  "beta x log-ratio of the policy to the reference, mean over the pairs (KTO: over the episodes of this side); not the reward that the evaluator gave";
 
 /** @type {[string, [string, string, string, ((value: any) => string)?, boolean?][]][]} */
 const GROUPS = [
@@ -23,7 +24,7 @@ const GROUPS = [
       [
         "kl",
         "KL to the start, nats per token",
-        "divergence from the reference policy, by the configured estimator. In the first epochs of a run that learns well it may be in the tens: a few tokens that a job has made all but impossible dominate the mean",
+        "divergence from the reference policy, by the configured estimator (KTO: the reference point of its loss, of whole answers). In the first epochs of a run that learns well it may be in the tens: a few tokens that a job has made all but impossible dominate the mean",
       ],
       [
         "reference_gap",
@@ -76,7 +77,13 @@ const GROUPS = [
     "Episodes",
     [
       ["reward_std", "Reward deviation within a group", "standard deviation, averaged over the groups", number, true],
-      ["frac_reward_zero_std", "Groups that teach nothing", "all their advantages are 0", percent, true],
+      [
+        "frac_reward_zero_std",
+        "Groups that teach nothing",
+        "all their advantages are 0, or, for pairs, all rewards of their episodes are equal",
+        percent,
+        true,
+      ],
       ["completions_mean_length", "Answer length, tokens", "mean of the trained answers", inTokens, true],
       ["completions_clipped_ratio", "Answers cut off", "at max_tokens or the model's limit", percent, true],
       ["num_episodes", "Episodes with a reward", "of the epoch", compact, true],
@@ -85,18 +92,21 @@ const GROUPS = [
   ],
 ];
 
+/** With those during a streamed collection. @param {any} line */
+export const jobSeconds = (line) => (line.seconds?.train ? line.seconds.train + (line.seconds.ahead ?? 0) : null);
+
 /** @type {[string, string, (line: any) => number | null, (value: any) => string][]} */
 const SPEED = [
   ["Collecting", "seconds of the epoch", (line) => line.seconds?.collect ?? null, duration],
-  ["Training", "seconds of the epoch's job", (line) => line.seconds?.train ?? null, duration],
-  ["Validating", "seconds after the epoch", (line) => line.seconds?.validate || null, duration],
+  ["Training", "seconds of the epoch's job, after a streamed collection", (line) => line.seconds?.train ?? null, duration],
+  ["Validating", "seconds that the epoch waited for it", (line) => line.seconds?.validate || null, duration],
   [
     "Episodes collected per second",
     "with a reward",
     (line) => ratio(line.num_episodes ?? line.num_trajectories, line.seconds?.collect),
     perSecond,
   ],
-  ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, line.seconds?.train), perSecond],
+  ["Tokens trained per second", "of the epoch's job", (line) => ratio(line.tokens, jobSeconds(line)), perSecond],
   ["Sampler idle", "of the epoch, without a model call", (line) => line.seconds?.idle?.sampler ?? null, duration],
   ["Learner idle", "of the epoch, without a training job", (line) => line.seconds?.idle?.learner ?? null, duration],
   [

@@ -9,6 +9,7 @@ import { FEW_TRAINED, OFTEN_CUT, trainedShare, warnings } from "../figures.js";
 import { Lists } from "../lists.js";
 import { remember } from "../links.js";
 import { arrow, choice, fact, failure, problems, section, stateBadge } from "../parts.js";
+import { jobSeconds } from "../metrics.js";
 import { about } from "../settings.js";
 import { bar, sparkline } from "../sparkline.js";
 
@@ -245,10 +246,10 @@ const total = (seconds) =>
 
 /** @param {Details} run */
 function throughput(run) {
-  const trained = run.epochs.filter((/** @type {any} */ line) => isNumber(line.tokens) && line.seconds?.train);
+  const trained = run.epochs.filter((/** @type {any} */ line) => isNumber(line.tokens) && jobSeconds(line));
   if (!trained.length) return null;
   const last = trained.at(-1);
-  return `${compact(last.tokens / last.seconds.train)}/s in the job, epoch ${last.epoch}`;
+  return `${compact(last.tokens / jobSeconds(last))}/s in the job, epoch ${last.epoch}`;
 }
 
 /** Marks a figure that is bad. @param {boolean} bad @param {HTMLElement} figure */
