@@ -93,4 +93,4 @@ def _time(of: "Estimate", roughly: float | None) -> str:
     if of.validations:
         each = readable_seconds(of.validation_seconds) if of.validation_seconds is not None else "unknown length"
         text += f", {of.validations} validations of {each}"
-    return text
+    return f"{text}, and {readable_seconds(of.start_seconds)} to start" if total else text
