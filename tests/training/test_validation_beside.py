@@ -182,6 +182,8 @@ def test_a_run_whose_score_does_not_improve_ends_early(tmp_path: Path, options: 
         assert (code, err) == (0, "")
         told = "the held-out score has not improved on 0.[0-9]+ of epoch 0 in 2 validations"
         assert re.search(f"{told}: the run ends after epoch {last} of 5", out), out
+        lefts = re.findall(r"^epoch (\d)/5 .* run: about .* left$", out, re.M)
+        assert lefts == [str(epoch) for epoch in range(1, last)], "none by an epoch that is the last"
         runs.append(folder / "run")
     assert [record["epoch"] for record in history_of(runs[0])] == [*range(last + 1)]
     assert progress_of(folder).stop == EarlyStop(epochs=5, patience=2)

@@ -127,7 +127,8 @@ class LoopTrainer(EstimatingTrainer):
             self.log_progress(epoch, metrics)
         await self._run.draw()
         trained = "preference pairs" if isinstance(self, PairTrainer) else "episodes"
-        self._run.report.epoch(epoch, num_epochs, metrics, trained)
+        ends = self.validation is not None and self.validation.unbeaten is not None
+        self._run.report.epoch(epoch, num_epochs, metrics, trained, ends=ends)
         return status
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:

@@ -148,8 +148,11 @@ class Report:
             details += f", dropped: {counts(record['dropped'])}"
         self.note(f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} ({details})")
 
-    def epoch(self, number: int, last: int, m: Mapping[str, Any], trained: str) -> None:
-        """Prints the line of an epoch; `trained` is what was collected for training: episodes, say."""
+    def epoch(self, number: int, last: int, m: Mapping[str, Any], trained: str, *, ends: bool = False) -> None:
+        """Prints the line of an epoch; `trained` is what was collected for training: episodes, say.
+
+        `ends`: the run ends after it, even if that is not the `last` epoch.
+        """
         if self._run is not None:
             self._progress.advance(self._run)
         seconds = m.get("seconds", {})
@@ -180,7 +183,9 @@ class Report:
         phases = {name: seconds.get(name, 0.0) for name in ("collect", "train", "validate")}
         parts.append(", ".join(f"{name} {taken:.1f} s" for name, taken in phases.items() if taken))
         parts += _overlap(m.get("age") or {}, seconds)
-        if self._run is not None and number < last:  # if the other epochs take as long as those of this process
+        if (
+            self._run is not None and number < last and not ends
+        ):  # if the other epochs take as long as those of this process
             left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
             parts.append(f"run: about {readable_seconds(left)} left")
         self.note("  ".join(filter(None, parts)))

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.5
 _PHASES = ("collect", "train", "validate")
 RECORDED = (
     *("advantages", "credit", "discount", "on_failure", "targets", "training", "episodes_from", "dataset", "seed"),
-    *("source", "insitu", "episodes_per_epoch", "config"),
+    *("source", "insitu", "episodes_per_epoch", "budget", "config"),
 )
 """Keys of `run.json` on the page of a run, beside the settings of its file."""
 

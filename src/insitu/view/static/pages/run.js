@@ -96,7 +96,7 @@ function withinEpoch(run, collected) {
   const epoch = (summary.epoch ?? 0) + 1;
   if (summary.status !== "running" || (summary.epochs && epoch > summary.epochs)) return null;
   const done = collected.epoch === epoch ? (collected.episodes ?? 0) : 0;
-  const planned = run.episodes_per_epoch;
+  const planned = run.budget ? null : run.episodes_per_epoch; // which saves some, and replaces others
   if (planned && done >= planned) return `epoch ${epoch}: all ${count(planned)} episodes collected, training`;
   return [
     `epoch ${epoch}: ${count(done)} ${planned ? `of ${count(planned)} ` : ""}episodes`,
