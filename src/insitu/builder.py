@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from insitu.errors import ConfigError, PluginError, foreign_errors, install_command, not_found
+from insitu.errors import ConfigError, PluginError, foreign_errors, needing, not_found
 from insitu.registry import FRAMEWORK_GROUP, frameworks, registry
 from insitu.schemas.components import (
     WORKFLOW,
@@ -79,13 +79,8 @@ def of_framework(framework: str, where: str, what: str) -> EntryPoint:
     if framework not in frameworks():
         raise ConfigError(not_found(f"{where}: the framework", framework, frameworks()))
     point = entry_points(FRAMEWORK_GROUP)[framework]
-    try:
+    with needing(framework.replace("_", "-"), f"{where}, requested as a {what} of {framework},"):
         point.load()
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{where} is requested as a {what} of {framework}, which needs the package {error.name!r}: "
-            f"{install_command(framework.replace('_', '-'))} in the clone of insitu"
-        ) from error
     return point
 
 

@@ -128,6 +128,16 @@ def did_you_mean(name: str, existing: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+@contextmanager
+def needing(extra: str, what: str, kind: "type[InsituError] | None" = None) -> Iterator[None]:
+    """Says how to install the extra without which the imports of the body fail: a ConfigError, or of this kind."""
+    try:
+        yield
+    except ImportError as error:
+        missing = f"{what} needs the extra {extra} ({install_command(extra)} in the clone of insitu): {error}"
+        raise (kind or ConfigError)(missing) from error
+
+
 class InsituError(Exception):
     """Base class of expected failures, with a message meant for the user."""
 

@@ -146,7 +146,8 @@ async def test_ray_is_not_installed(tmp_path: Path, server: FakeOpenAI) -> None:
     config = load(tmp_path, openai_at(server.base_url), executor=RAY)
     async with Builder(config) as builder:
         with pytest.raises(
-            ConfigError, match=r"general.executor: _type ray needs the package 'ray': pip install"
+            ConfigError,
+            match=r"general.executor: _type ray needs the extra ray \(pip install -e .* No module named 'ray'",
         ) as error:
             async with open_workflow(builder, None):
                 pass
@@ -209,5 +210,8 @@ def test_a_run_without_ray_ends_before_it_begins(tmp_path: Path) -> None:
     write_rows(digits_project(tmp_path), [{"say": "Row"}])
     code, _, err = processes.run_project(tmp_path, "-o", "general.executor", "{_type: ray, workers: 2}")
     assert code == 2
-    assert "general.executor: _type ray needs the package 'ray'" in err
+    assert (
+        "general.executor: _type ray needs the extra ray (pip install -e '.[ray]' in the clone of insitu): No module"
+        in err
+    )
     assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from insitu.errors import BackendError, install_command
+from insitu.errors import BackendError, needing
 
 _BLOCK = 64
 """Weights that share a scale in nf4."""
@@ -21,11 +21,9 @@ def quantizer(kind: str) -> Callable[[nn.Module, torch.device], None]:
     Int8WeightOnlyConfig), `nf4` is the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, arXiv:2305.14314). Inputs and
     outputs keep their dtype. Raises BackendError if torchao is missing; the function does if no layer is quantized.
     """
-    try:
+    with needing("quantized", f"quantization {kind}", BackendError):
         from torchao.quantization import Int8Tensor, PerRow
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-    except ImportError as error:
-        raise BackendError(f"quantization is {kind}, which needs torchao ({install_command('quantized')})") from error
 
     def convert(weight: Tensor) -> Tensor:
         if kind == "int8":

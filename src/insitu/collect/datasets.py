@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from insitu.config import Config, Moved
 from insitu.disk.files import read_rows
-from insitu.errors import ConfigError, install_command, not_found
+from insitu.errors import ConfigError, needing, not_found
 from insitu.registry import register_dataset_loader, registry
 from insitu.schemas.components import WORKFLOW, DatasetBaseConfig, FunctionBaseConfig
 from insitu.schemas.evaluation import EvalInputItem
@@ -187,15 +187,12 @@ def _csv_rows(path: Path) -> Rows:
 
 def _table_rows(path: Path, reader: str) -> Rows:
     try:
-        import polars
+        with needing("tables", f"dataset {path}"):
+            import polars
 
-        table = getattr(polars, reader)(path)
-    except ModuleNotFoundError as error:
-        reason = str(error).partition("\n")[0]
-        install = install_command("tables")
-        raise ConfigError(
-            f"dataset {path} needs the extra tables ({install} in the clone of insitu): {reason}"
-        ) from error
+            table = getattr(polars, reader)(path)
+    except ConfigError:
+        raise
     except Exception as error:  # polars, fastexcel and the readers below them have no common base class
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"dataset {path} cannot be read: {reason}") from error

@@ -15,7 +15,7 @@ from insitu.disk.model_files import (
     copy_model,
     read_record,
 )
-from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, install_command
+from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, needing
 from insitu.release.model_card import CardSubject, model_card
 
 CARD_FILE = "README.md"
@@ -70,11 +70,9 @@ def export_model(
 
 def _merge(adapter: Path, target: Path) -> None:
     """Saves the base model with the adapter's changes; they are added in float32 and stored in the base's dtype."""
-    try:
+    with needing("local", "--merge"):
         peft = importlib.import_module("peft")
         torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(f"--merge needs torch, transformers and peft: {install_command('local')}") from error
     transformers.utils.logging.disable_progress_bar()
     settings = peft.PeftConfig.from_pretrained(adapter)
     base = settings.base_model_name_or_path + (f"@{settings.revision}" if settings.revision else "")
@@ -142,7 +140,5 @@ def _one_line(error: Exception) -> str:
 
 
 def _hub() -> Any:
-    try:
+    with needing("local", "an upload"):
         return importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError(f"uploads need huggingface-hub: {install_command('local')}") from error

@@ -10,7 +10,7 @@ from typing import Any
 from insitu.collect.conversations import conversations
 from insitu.disk.files import writing
 from insitu.disk.json_files import dump_json, dump_lines
-from insitu.errors import ConfigError, InsituError, install_command
+from insitu.errors import InsituError, needing
 from insitu.runs.files import ADVANTAGES
 from insitu.runs.records import call_records, episode_record
 from insitu.runs.replay import StoredRun
@@ -41,10 +41,8 @@ _PART_ROWS = 500
 
 def write_table(run: StoredRun, path: Path) -> int:
     """Writes the complete groups of a run; returns the number of episodes. Raises ConfigError without polars."""
-    try:
+    with needing("tables", "--format parquet"):
         import polars
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--format parquet needs the extra tables: {install_command('tables')}") from error
     types = {name: _type(polars, kind) for name, kind in _COLUMNS.items()}
     records, written = _records(run), 0
     try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from insitu.advantages.estimator import rows_of
 from insitu.disk.json_files import read_block
-from insitu.errors import ConfigError, InsituError, RequestRefused, install_command
+from insitu.errors import ConfigError, InsituError, RequestRefused, needing
 from insitu.runs.files import ADVANTAGES, EPISODES, GROUPS
 from insitu.runs.index import QUERY, RunIndex, stored_group
 from insitu.runs.index_database import TrainingStatus
@@ -337,12 +337,8 @@ def _parts(name: str) -> Iterator[tuple[int, str]]:
 
 def load_decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     """Token ids to text, special tokens included, by the `tokenizer.json` in a folder; raises ConfigError."""
-    try:
+    with needing("local", "the text of tokens"):
         from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"texts of tokens need the package {error.name!r}: {install_command('local')} in the clone of insitu"
-        ) from error
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer: {path} does not exist; give the folder of the run's model")

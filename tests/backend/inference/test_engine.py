@@ -782,7 +782,7 @@ def test_sources_that_cannot_be_served_say_why(tmp_path, folders):
     with pytest.raises(BackendError, match=r"dtype is 'int3'; allowed: auto, float32"):
         load_model(str(folders["llama"]), dtype="int3")
     with pytest.raises(
-        BackendError, match=r"quantization is nf4, which needs torchao \(pip install -e '\.\[quantized\]'\)"
+        BackendError, match=r"quantization nf4 needs the extra quantized \(pip install -e '\.\[quantized\]' in "
     ):
         load_model(str(folders["llama"]), quantization="nf4")
 

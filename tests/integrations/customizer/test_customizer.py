@@ -594,7 +594,9 @@ async def test_the_libraries_are_named_if_they_are_missing(
     for module in ("nemo_microservices", "huggingface_hub"):
         with monkeypatch.context() as patch:
             patch.setitem(__import__("sys").modules, module, None)
-            with pytest.raises(ConfigError, match=r"needs the packages .*pip install -e '.\[customizer\]'"):
+            with pytest.raises(
+                ConfigError, match=rf"needs the extra customizer \(pip install -e '.\[customizer\]' .*{module}"
+            ):
                 await run(tmp_path, nemo)
 
 

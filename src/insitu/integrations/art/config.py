@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_pascal
 
-from insitu.errors import ConfigError, install_command, not_found
+from insitu.errors import ConfigError, needing, not_found
 from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
@@ -123,11 +123,8 @@ class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
 def load_art() -> Any:
     """The module `art`, whose import takes seconds. Raises ConfigError with the install command if it is missing."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm fetches a price list
-    try:
+    with needing("art", "the ART plugin"):
         return importlib.import_module("art")
-    except ImportError as error:
-        problem = "the ART plugin needs the package openpipe-art and its dependencies"
-        raise ConfigError(f"{problem}: {install_command('art')} in the clone of insitu ({error})") from error
 
 
 def model_configs(art: Any, backend: ARTBackendConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:

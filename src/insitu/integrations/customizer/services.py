@@ -25,7 +25,7 @@ from insitu.errors import (
     ConfigError,
     RequestRefused,
     exception_chain,
-    install_command,
+    needing,
 )
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.plugin_api import suppress_logs
@@ -96,11 +96,8 @@ class Deployment(NamedTuple):
 
 def load_sdk() -> tuple[Any, Any]:
     """The modules `nemo_microservices` and `huggingface_hub`. Raises ConfigError if one is missing."""
-    try:
+    with needing("customizer", "the NeMo Customizer plugin"):
         return importlib.import_module("nemo_microservices"), importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        problem = "the NeMo Customizer plugin needs the packages nemo-microservices and huggingface-hub"
-        raise ConfigError(f"{problem}: {install_command('customizer')} in the clone of insitu ({error})") from error
 
 
 class NeMoServices:

@@ -15,7 +15,7 @@ from pydantic import Field
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
 from insitu.disk.files import read_rows
-from insitu.errors import ConfigError, install_command, not_found
+from insitu.errors import ConfigError, needing, not_found
 from insitu.registry import register_dataset_loader
 
 _KEY = "eval.general.dataset"
@@ -82,12 +82,8 @@ def _plain(value: Any) -> Any:
 @lru_cache(maxsize=8)
 def _rows(place: str, name: str | None, split: str, revision: str | None, limit: int | None) -> list[dict[str, Any]]:
     """The rows of a split, which a run reads several times."""
-    try:
+    with needing("datasets", f"{_KEY}: _type huggingface"):
         import datasets
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{_KEY}: _type huggingface needs the extra datasets ({install_command('datasets')} in the clone of insitu)"
-        ) from error
     try:
         found = datasets.load_dataset(place, name, split=split, revision=revision, streaming=limit is not None)
         return [*itertools.islice(found, limit)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from insitu.config import Config
-from insitu.errors import ConfigError, format_error, install_command
+from insitu.errors import ConfigError, format_error, needing
 from insitu.integrations.ray.worker import EpisodeWorker
 from insitu.plugin_api import suppress_logs
 from insitu.remote.pool import KEY
@@ -104,11 +104,8 @@ class Cluster(NamedTuple):
 @asynccontextmanager
 async def connected(settings: RayExecutorConfig, config: Config) -> AsyncIterator[Cluster]:
     """Raises ConfigError if Ray is not installed, or does not run where the file says."""
-    try:
+    with needing("ray", f"{KEY}: _type ray"):
         import ray
-    except ModuleNotFoundError as error:
-        advice = f"{install_command('ray')} in the clone of insitu"
-        raise ConfigError(f"{KEY}: _type ray needs the package {error.name!r}: {advice}") from error
     runtime_env, secrets = _runtime_env(settings, config)
     cluster = Cluster(ray, settings, _environment(settings, config) | secrets, runtime_env.get("working_dir"))
     if ray.is_initialized():  # by the program that uses insitu

@@ -7,7 +7,7 @@ dataset: {_type: verifiers, taskset: {id: gsm8k}, skip: 100, limit: 50}
 import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from insitu.collect.datasets import DatasetConfig
 from insitu.config import Config
 from insitu.config.code import make_importable
-from insitu.errors import ConfigError, first_problem, install_command
+from insitu.errors import ConfigError, first_problem, needing
 from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.kinds import FUNCTION
@@ -37,12 +37,8 @@ TasksetSettings = Annotated[dict[str, Any], AfterValidator(_check_id)]
 
 def check_verifiers() -> None:
     """Raises ConfigError if verifiers is missing, or too old."""
-    try:
+    with needing("verifiers", "_type: verifiers"):
         installed = version("verifiers")
-    except PackageNotFoundError:
-        raise ConfigError(
-            f"_type: verifiers needs the extra verifiers ({install_command('verifiers')} in the clone of insitu)"
-        ) from None
     if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
         raise ConfigError(f"verifiers {installed} is too old: insitu runs tasksets of verifiers.v1, from 0.4 on")
 
