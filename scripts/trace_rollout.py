@@ -27,7 +27,7 @@ BEGINS = {"finetune": "collect_epoch"}
 """The function with whose first call a command is counted from: how often it asks before that whether its backend has
 started is a matter of the machine."""
 BY_THE_CLOCK = {
-    *("_hold_team", "_is_alive", "_usage", "busy_seconds"),
+    *("_hold_team", "is_alive", "_usage", "busy_seconds"),
     *("memory_kills", "_memory_cgroups", "numbers", "BackendProcess._counted", "BackendProcess.keep_running"),
 }
 """What a process does every second or so, or when other programs use the cores, however many episodes there are."""

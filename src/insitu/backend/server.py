@@ -35,7 +35,7 @@ from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.model import LoadedModel, load_model, text_config
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
 from insitu.disk.files import available_memory, readable_bytes, writable_folder
-from insitu.disk.folder_lock import FolderLock
+from insitu.disk.folder_lock import FolderLock, is_alive
 from insitu.errors import BackendError, InsituError, PluginError
 from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions
@@ -266,20 +266,12 @@ def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.F
     """Polls a process and sets `stopped` once it has ended, or cannot be watched."""
     is_parent = os.getppid() == pid  # children of a killed parent are reassigned immediately, before it is reaped
     try:
-        while os.getppid() == pid if is_parent else _is_alive(pid):
+        while os.getppid() == pid if is_parent else is_alive(pid):
             time.sleep(PARENT_POLL_SECONDS)
         logger.info("process %d has ended; stopping", pid)
     except Exception:  # a thread that ended here would leave an orphan
         logger.exception("process %d cannot be watched; stopping", pid)
     call_in_loop(loop, set_outcome, stopped, True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # a process of another user
-    return True
 
 
 @contextlib.contextmanager

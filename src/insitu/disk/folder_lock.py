@@ -19,6 +19,15 @@ _OWNER_SECONDS = 1.0
 """Time for a process that has just locked a folder to write who it is."""
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # a process of another user may not be asked
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
 class _Owner(NamedTuple):
     """The process that wrote a lock file."""
 
@@ -33,13 +42,7 @@ class _Owner(NamedTuple):
     @property
     def ended(self) -> bool:
         """Known for processes of this machine only."""
-        if not self.here:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except OSError as error:  # a process of another user may not be asked
-            return isinstance(error, ProcessLookupError)
-        return False
+        return self.here and not is_alive(self.pid)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (since {self.since})"
