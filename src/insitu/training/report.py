@@ -213,7 +213,8 @@ class Report:
             label = "?" if version is None else str(version)
             score, interval = f"{record['avg_reward']:.3f}", _interval(*record["ci95"])
             dropped = counts(record["dropped"]) or "none"
-            table.add_row(name, str(record["epoch"]), label, score, interval, _count(record), dropped)
+            rows_scored = str(record.get("num_rows", record["num_examples"]))
+            table.add_row(name, str(record["epoch"]), label, score, interval, rows_scored, dropped)
         if rows:
             self.console.print(table)
         if len(scored) > 1 and (difference := _difference(scored[0], scored[-1], store)) is not None:
