@@ -71,3 +71,20 @@ def test_an_adapter_that_has_learned_little_counts(trains: bool, has_bias: bool)
     part = before.abs() > 0.5  # where half of the last digit is at least 2 ** -10
     slope = (change.double()[part] * expected[part]).sum() / expected[part].square().sum()
     assert slope == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 1536), (1536, 576)])
+def test_in_float32_a_layer_computes_the_bits_of_pefts(trains: bool, has_bias: bool, inputs: int, outputs: int) -> None:
+    """So that an exported adapter answers elsewhere as it was trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=has_bias)).requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules="0", init_lora_weights=False), model)
+    fast = copy.deepcopy(model)
+    speed_up(fast.eval())
+    model.eval()
+    with torch.set_grad_enabled(trains):
+        for count in (9, 40, 300):
+            x = torch.randn(count, inputs)
+            assert torch.equal(fast(x), model(x))

@@ -1,9 +1,10 @@
 """Linear layers with LoRA adapters: the products of peft's layers without the passes between them.
 
 peft multiplies the adapters' output by its scale and adds it to that of the frozen layer, both as tensors of the size
-of the output. Here each product adds to the result of the one before, that of the frozen layer last: it is summed in
-float32 and rounded once. In bfloat16, the output of an adapter that has learned little is less than half of the last
-digit of the frozen layer's, so that it would be lost if it were added to the rounded one.
+of the output. Here each product adds to the result of the one before: in float32 in the same order, to the same bits;
+in 16 bits that of the frozen layer last, which is summed in float32 and rounded once. There, the output of an adapter
+that has learned little is less than half of the last digit of the frozen layer's, so that it would be lost if it were
+added to the rounded one.
 
 Shapes: T tokens, I inputs, O outputs, R rank.
 """
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from insitu.backend.packed import PackedLinear, packed_linear, packs
 
@@ -69,6 +70,8 @@ def _products(
     tokens, missing = len(x_TI), len(a_RI) - len(x_TI)
     padded = pad(x_TI, (0, 0, 0, missing)) if missing > 0 and x_TI.device.type == "cpu" else x_TI
     low_TR = (padded @ a_RI.t())[:tokens]
+    if x_TI.dtype == torch.float32:
+        return linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale), low_TR
     added_TO = x_TI.new_empty(tokens, len(b_OR)).addmm_(low_TR, b_OR.t(), beta=0, alpha=scale)
     if packs(weight_OI):
         return packed_linear(x_TI, weight_OI, bias_O, added_TO), low_TR

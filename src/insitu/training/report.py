@@ -143,7 +143,7 @@ class Report:
         if "error" in record:
             self.note(f"validation at epoch {record['epoch']} FAILED: {record['error']}")
             return
-        details = f"95 % CI {_interval(*record['ci95'])}, n = {_count(record)}"
+        details = f"95 % CI {_interval(*record['ci95'])}, n = {_rows(record)}"
         if record["dropped"]:
             details += f", dropped: {counts(record['dropped'])}"
         self.note(f"validation at epoch {record['epoch']}: {record['avg_reward']:.3f} ({details})")
@@ -213,8 +213,7 @@ class Report:
             label = "?" if version is None else str(version)
             score, interval = f"{record['avg_reward']:.3f}", _interval(*record["ci95"])
             dropped = counts(record["dropped"]) or "none"
-            rows_scored = str(record.get("num_rows", record["num_examples"]))
-            table.add_row(name, str(record["epoch"]), label, score, interval, rows_scored, dropped)
+            table.add_row(name, str(record["epoch"]), label, score, interval, str(_rows(record)), dropped)
         if rows:
             self.console.print(table)
         if len(scored) > 1 and (difference := _difference(scored[0], scored[-1], store)) is not None:
@@ -224,11 +223,10 @@ class Report:
         self.note(f"files: {store.folder}/  ({written} ...)")
 
 
-def _count(validation: Mapping[str, Any]) -> str:
-    """The rows of which its interval is, and how many episodes they had, if that is not one each."""
-    episodes = validation["num_examples"]
-    rows = validation.get("num_rows", episodes)
-    return str(rows) if rows == episodes else f"{rows} rows, {episodes} episodes"
+def _rows(validation: Mapping[str, Any]) -> int:
+    """The number of rows of which its interval is."""
+    rows: int = validation.get("num_rows", validation["num_examples"])
+    return rows
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
