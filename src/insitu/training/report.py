@@ -183,9 +183,8 @@ class Report:
         phases = {name: seconds.get(name, 0.0) for name in ("collect", "train", "validate")}
         parts.append(", ".join(f"{name} {taken:.1f} s" for name, taken in phases.items() if taken))
         parts += _overlap(m.get("age") or {}, seconds)
-        if (
-            self._run is not None and number < last and not ends
-        ):  # if the other epochs take as long as those of this process
+        if self._run is not None and number < last and not ends:
+            # if the other epochs take as long as those of this process
             left = (time.monotonic() - self._run_started) / (number - self._completed_before) * (last - number)
             parts.append(f"run: about {readable_seconds(left)} left")
         self.note("  ".join(filter(None, parts)))
