@@ -189,7 +189,8 @@ def test_smollm2_comes_from_the_package_registry(tmp_path: Path) -> None:
 
 
 def test_an_agent_has_tools_only_if_the_template_has(tmp_path: Path) -> None:
-    model, template = save_tiny_model(tmp_path / "tiny"), tmp_path / "hermes.jinja"
+    model = save_tiny_model(tmp_path / "tiny", max_position_embeddings=512)  # room for the 256 tokens of an answer
+    template = tmp_path / "hermes.jinja"
     template.write_text((model / "chat_template.jinja").read_text())
     assert init(tmp_path, "with", "--model", "tiny")[0] == 0
     assert "tools=" in (tmp_path / "with/agent.py").read_text()
