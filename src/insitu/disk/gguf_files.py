@@ -4,15 +4,30 @@ llama.cpp made the format. transformers reads it with the package `gguf`, and re
 """
 
 import importlib
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from insitu.disk.model_files import NO_CODE, SAFE_OPTIONS, check_weights, split_revision
+from insitu.disk.model_files import NO_CODE, SAFE_OPTIONS, StoredModel, check_weights, split_revision, stored_model
 from insitu.errors import BackendError, install_command
 
 _MAGIC = b"GGUF"
 _TEMPLATE = "tokenizer.chat_template"
+_SIZES = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""Keys of a config.json, and those of the format after the architecture's name."""
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -55,12 +70,40 @@ def weights_location(source: str | Path) -> tuple[str, dict[str, Any]]:
     return location, {**SAFE_OPTIONS, **options}
 
 
-def gguf_chat_template(file: Path) -> str | None:
-    """The chat template of a GGUF file. Raises BackendError if the file cannot be read."""
+class GgufHeader(NamedTuple):
+    """What a GGUF file says of its model; `config` has the sizes under the names of a config.json."""
+
+    chat_template: str | None
+    config: dict[str, Any]
+    parameters: int
+
+
+def model_sizes(source: str) -> StoredModel | None:
+    """As `stored_model`, and of a GGUF file. Raises BackendError if that cannot be read."""
+    if not is_gguf(source):
+        return stored_model(source)
+    header = gguf_header(Path(source))
+    return StoredModel(header.config, header.parameters)
+
+
+def gguf_header(file: Path) -> GgufHeader:
+    """Raises BackendError if the file cannot be read."""
     check_gguf(file)
+    state = file.stat()
+    return _header(file, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)  # reading a vocabulary takes the package seconds
+def _header(file: Path, modified: int, size: int) -> GgufHeader:
     reader: Any = importlib.import_module("gguf").GGUFReader
     try:
-        field = reader(file).get_field(_TEMPLATE)
-        return str(field.contents()) if field is not None else None
+        opened = reader(file)
+        fields = opened.fields
+        values = {key: field.contents() for key, field in fields.items() if not key.startswith("tokenizer.ggml.")}
+        sizes = {name: values.get(f"{values['general.architecture']}.{key}") for name, key in _SIZES.items()}
+        tokens = fields.get("tokenizer.ggml.tokens")
+        vocabulary = sizes["vocab_size"] or (len(tokens.data) if tokens is not None else None)
+        parameters = sum(int(tensor.n_elements) for tensor in opened.tensors)
+        return GgufHeader(values.get(_TEMPLATE), {**sizes, "vocab_size": vocabulary}, parameters)
     except Exception as error:  # the package raises anything for files that it cannot read
         raise BackendError(f"{file} cannot be read: {error}") from error

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from insitu.disk.files import check_free, new_folder
-from insitu.disk.gguf_files import gguf_chat_template, is_gguf
-from insitu.disk.model_files import chat_template, stored_model
+from insitu.disk.gguf_files import gguf_header, is_gguf, model_sizes
+from insitu.disk.model_files import chat_template
 from insitu.errors import ConfigError, install_command, not_found
 from insitu.formats.registry import no_tool_template, renders_tools
 from insitu.formats.templates import chosen_template
@@ -166,7 +166,7 @@ def write_project(
 
 def tiny_training(model: str) -> dict[str, Any] | None:
     """The training settings of the small model for another tiny one in a folder; None: the defaults suit it."""
-    stored = stored_model(model)
+    stored = model_sizes(model)
     if stored is None or stored.parameters is None or stored.parameters > _TINY:
         return None
     return dict(yaml.safe_load(_OF_STARTER["training"]))
@@ -185,7 +185,7 @@ def _has_tools(model: str | None, template: Path | None) -> bool:
     elif model == _SMOLLM2:
         return False
     elif model is not None and is_gguf(model):
-        text = gguf_chat_template(Path(model))
+        text = gguf_header(Path(model)).chat_template
     elif model is not None and (Path(model) / "tokenizer_config.json").is_file():
         text = chat_template(Path(model))[0]
     return not text or renders_tools(chosen_template(text))

@@ -14,10 +14,11 @@ import transformers
 from factories import recorded_run
 from small_gguf import save_small_gguf
 
+from insitu.algorithms.memory_budget import model_shape
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.learner import Learner
 from insitu.backend.model import LoadedModel, load_model
-from insitu.disk.gguf_files import gguf_chat_template, weights_location
+from insitu.disk.gguf_files import gguf_header, model_sizes, weights_location
 from insitu.disk.model_files import model_digest
 from insitu.errors import BackendError
 from insitu.release.model_export import export_model, open_source
@@ -43,7 +44,22 @@ def test_weights_are_those_that_the_package_restores(file: Path, loaded: LoadedM
     expected = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
     assert torch.equal(loaded.module.state_dict()["model.layers.1.mlp.down_proj.weight"], expected)
     assert loaded.max_length == 8192
-    assert gguf_chat_template(file) == loaded.tokenizer.chat_template
+    assert gguf_header(file).chat_template == loaded.tokenizer.chat_template
+
+
+def test_its_sizes_are_known_before_it_is_loaded(file: Path, loaded: LoadedModel) -> None:
+    """So that what a run needs is planned as for a folder."""
+    sizes, config = model_sizes(str(file)), loaded.module.config.to_dict()
+    assert sizes is not None
+    assert sizes.parameters == sum(each.numel() for each in loaded.module.parameters())
+    known = {key: value for key, value in sizes.config.items() if value is not None}
+    assert known == {key: config[key] for key in known}
+    assert len(known) == 7
+    shapes = [
+        model_shape(each, sizes.parameters) for each in (sizes.config, config | {"dtype": None, "torch_dtype": None})
+    ]
+    assert shapes[0] is not None
+    assert shapes[0] == shapes[1]
 
 
 def train(loaded: LoadedModel, folder: Path, **settings: Any) -> Path:

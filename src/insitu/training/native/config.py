@@ -12,7 +12,7 @@ from insitu.agents.python import mentions_tools
 from insitu.builder import Builder
 from insitu.config import Config
 from insitu.config.code import check_defined
-from insitu.disk.gguf_files import gguf_chat_template, is_gguf
+from insitu.disk.gguf_files import gguf_header, is_gguf
 from insitu.disk.model_files import chat_template, downloaded, split_revision
 from insitu.errors import ConfigError
 from insitu.formats.parser import MessageFormats, ReasoningFormatName, ToolFormatName, unknown_format
@@ -160,7 +160,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         elif (Path(model) / "tokenizer_config.json").is_file():
             template, response = chat_template(Path(model))
         elif is_gguf(model):
-            template = gguf_chat_template(Path(model))
+            template = gguf_header(Path(model)).chat_template
         elif not (Path(model) / "config.json").is_file():  # of the Hub, or an adapter
             return
         if not template:

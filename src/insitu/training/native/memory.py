@@ -6,8 +6,8 @@ from pathlib import Path
 from insitu.algorithms.memory_budget import CPU_MICRO_BATCH, Workload, model_shape
 from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
+from insitu.disk.gguf_files import model_sizes
 from insitu.disk.memory import machine_memory
-from insitu.disk.model_files import stored_model
 from insitu.disk.processor import cpu_dtype, processor_words
 from insitu.schemas.config import warn_once
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
@@ -31,7 +31,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     None if the sizes of the model are unknown, or vLLM or several processes take a part of the memory.
     """
     model, config = resolve_model(str(block.model), builder), builder.config
-    stored = stored_model(model)
+    stored = model_sizes(model)
     shape = model_shape(stored.config, stored.parameters) if stored is not None else None
     if stored is None or shape is None or block.learner.total > 1 or block.sampler.kind != "embedded":
         return None
