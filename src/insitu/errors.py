@@ -134,7 +134,8 @@ def needing(extra: str, what: str, kind: "type[InsituError] | None" = None) -> I
     try:
         yield
     except ImportError as error:
-        missing = f"{what} needs the extra {extra} ({install_command(extra)} in the clone of insitu): {error}"
+        reason = str(error).partition("\n")[0]
+        missing = f"{what} needs the extra {extra} ({install_command(extra)} in the clone of insitu): {reason}"
         raise (kind or ConfigError)(missing) from error
 
 

@@ -237,7 +237,7 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
         (("--allow_code", other), OBJECTIVE.replace("mine_loss", "outside"), "there is no outside in"),
         (("--allow_code", tmp_path), OBJECTIVE.replace(":loss", ":torch"), "must be a function that is defined in"),
     ):
-        with serving("backend", "--model", MODEL, *options, folder=tmp_path) as (_, url):
+        with serving("backend", "--model", MODEL, "--port", 0, *options, folder=tmp_path) as (_, url):
             write_project(tmp_path, objective, model=None, url=url)
             ended = finetune(tmp_path)
             assert ended.returncode == 2
@@ -253,6 +253,7 @@ def test_a_backend_loads_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
         ("mine_loss", "'mine_loss' must be MODULE:NAME or FILE.py:NAME, such as mine:loss"),
         ("mine_loss:los", "in FOLDER/mine_loss.py, 'los' does not exist (did you mean 'loss'?)"),
         ("broken.py:loss", "FOLDER/broken.py is not Python: "),
+        ("old.py:loss", "in FOLDER/old.py, 'loss' does not exist; available: name"),
     ],
 )
 def test_code_of_a_job_is_looked_for_before_anything_is_started(tmp_path: Path, function: str, problem: str) -> None:
@@ -262,6 +263,7 @@ def test_code_of_a_job_is_looked_for_before_anything_is_started(tmp_path: Path, 
     (tmp_path / "mine_loss.py").write_text(f"{code}\nraise SystemExit\n")
     (tmp_path.parent / "mine_loss.py").write_text(code)
     (tmp_path / "broken.py").write_text("def loss(:")
+    (tmp_path / "old.py").write_bytes("# coding: latin-1\nname = '\xe9'\n".encode("latin-1"))
     key = "trainer_adapters.backend.training.objective.function"
     said = refusal(tmp_path, "-o", key, function)
     assert said.startswith("trainer_adapters: training.objective.function: " + problem.replace("FOLDER", str(tmp_path)))
@@ -316,7 +318,7 @@ def test_an_optimizer_or_schedule_that_cannot_be_used_is_refused_before_the_firs
 @pytest.fixture(scope="module")
 def steps_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("steps")
-    with serving("backend", "--model", MODEL, "--allow_code", folder, folder=folder) as (_, url):
+    with serving("backend", "--model", MODEL, "--port", 0, "--allow_code", folder, folder=folder) as (_, url):
         yield folder, url
 
 

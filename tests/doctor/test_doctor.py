@@ -328,7 +328,9 @@ def test_the_quickstart_is_only_estimated(tmp_path: Path) -> None:
     assert re.fullmatch(r"reward: \S+ on average, variance in \d+ % of groups", reward)
     assert re.match(r"most frequent answers: '.*' \(\d+\), '.*' \(\d+\), '", answers)
     assert played.startswith("played 32 episodes (4 rows x 8, at most 120 s) in ")
-    assert re.match(r"time: about .*: 12 epochs of .* collecting and .* training, 4 validations of ", time)
+    assert re.match(
+        r"time: about .*: 12 epochs of .* collecting and .* training, 4 validations of .*, and .* to start$", time
+    )
     assert re.match(r"memory: about \d+ MB of \S+ GB that are free \(\S+ GB in all\); keys and values of ", memory)
     assert re.fullmatch(r"  measured +\S+ MB  the backend, in the job of this command", parts[-1])
     assert re.fullmatch(r"disk: about \S+ MB of episodes, \S+ MB of checkpoints", disk)

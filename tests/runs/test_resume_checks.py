@@ -11,7 +11,8 @@ from factories import digits_project
 from insitu.builder import Builder
 from insitu.config import Config, load_config
 from insitu.config.resolved import leaves, resolved_config
-from insitu.errors import BackendError, ConfigError
+from insitu.errors import BackendError, ConfigError, InsituError
+from insitu.runs.reader import RunReader
 from insitu.runs.records import RunProgress
 from insitu.runs.resume import ResumableRun, check_same_run
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus
@@ -110,6 +111,9 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
     assert (continued.jobs, continued.rewards) == (run.jobs, run.rewards)
     assert [job.message for job in continued.jobs] == ["1", "3", "4", "5", "6", "7"]
     assert continued.version_after(2) == 2
+    run.store.path.joinpath("reward_history.json").write_text("[3]")
+    with pytest.raises(InsituError, match=r"reward_history\.json is not a list of rewards"):
+        RunReader(folder).rewards(7)
 
 
 async def test_which_versions_a_backend_may_serve(tmp_path: Path, config: Config) -> None:

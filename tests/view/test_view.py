@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
@@ -133,6 +134,18 @@ async def test_the_list_of_runs(recorded: Path, tmp_path: Path) -> None:
         [line] = (await page.get("runs"))["runs"]
     assert (line["run"], line["name"], line["tokens"], line["seconds"]) == (".", "run", 12, 2.0)
     assert line["rewards"] == [[1, 0.25]]
+
+
+@pytest.mark.parametrize(("beside", "seconds"), [({}, 7.0), ({"beside": True}, 2.0)])
+async def test_a_validation_beside_an_epoch_takes_no_time_of_its_own(
+    recorded: Path, tmp_path: Path, beside: dict[str, bool], seconds: float
+) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    validation = {"epoch": 0, "policy_version": 0, "avg_reward": 0.5, "ci95": [0, 1], "seconds": 5.0}
+    (run / "validation_history.json").write_text(json.dumps([validation | beside]))
+    async with shown(run) as page:
+        [line] = (await page.get("runs"))["runs"]
+    assert line["seconds"] == seconds
 
 
 async def test_the_directory_of_an_evaluation_is_no_run(tmp_path: Path) -> None:

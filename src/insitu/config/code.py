@@ -127,9 +127,11 @@ def check_defined(ref: str, key: str, folder: Path) -> None:
         file, name = code_file(ref, folder.resolve())
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
-    source = file.read_bytes()
     try:
-        symbols = symtable.symtable(source.decode(), str(file), "exec").get_symbols()
+        source = file.read_bytes()
+        symbols = symtable.symtable(source, str(file), "exec").get_symbols()  # type: ignore[arg-type]  # of any coding
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}: {file} is not Python: {error}") from None
     own = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported() or each.is_namespace()]

@@ -101,6 +101,7 @@ def _header(file: Path, modified: int, size: int) -> GgufHeader:
         fields = opened.fields
         values = {key: field.contents() for key, field in fields.items() if not key.startswith("tokenizer.ggml.")}
         sizes = {name: values.get(f"{values['general.architecture']}.{key}") for name, key in _SIZES.items()}
+        sizes = {name: max(size) if isinstance(size, list) else size for name, size in sizes.items()}  # by layer
         tokens = fields.get("tokenizer.ggml.tokens")
         vocabulary = sizes["vocab_size"] or (len(tokens.data) if tokens is not None else None)
         parameters = sum(int(tensor.n_elements) for tensor in opened.tensors)

@@ -106,7 +106,11 @@ class RunReader:
 
     def rewards(self, epoch: int) -> list[dict[str, Any]]:
         """The records of `reward_history.json` up to an epoch."""
-        return [record for record in self._list(files.REWARDS, "rewards") if record["epoch"] <= epoch]
+        records = self._list(files.REWARDS, "rewards")
+        try:
+            return [record for record in records if record["epoch"] <= epoch]
+        except (LookupError, TypeError) as error:
+            raise InsituError(f"{self.folder / files.REWARDS} is not a list of rewards: {error}") from None
 
     def _list(self, name: str, content: str) -> list[dict[str, Any]]:
         path = self.folder / name
