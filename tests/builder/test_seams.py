@@ -21,6 +21,7 @@ from refusals import refusal
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from insitu.algorithms.reward_shapes import overlong
+from insitu.errors import ConfigError
 from insitu.schemas.episodes import ModelCall
 
 PLUGIN = ROOT / "tests/support/seams_plugin"
@@ -200,16 +201,15 @@ def test_overlong_completions_lose_up_to_the_penalty(tokens: tuple[int, ...], re
     calls = [ModelCall(index, "player", [], token_ids=[7] * count) for index, count in enumerate(tokens)]
     calls.append(ModelCall(9, "judge", [], token_ids=None))
     assert overlong(2.0, calls, max_tokens=512, buffer=128, penalty=0.5) == reward
+    with pytest.raises(ConfigError, match=r"buffer is 9; allowed: from 1 to max_tokens \(8\)"):
+        overlong(2.0, calls, max_tokens=8, buffer=9)
 
 
 def test_a_run_with_overlong_completions(tmp_path: Path) -> None:
     shape = "{_type: overlong, arguments: {max_tokens: 8, buffer: %s, penalty: 0.25}}"
     change = "finetuning: {reward_function: {name: score, shape: %s}}"
-    write_project(tmp_path, change % (shape % 9))
-    ended = finetune(tmp_path)
-    assert ended.returncode == 1
-    assert "overlong: buffer is 9; allowed: from 1 to max_tokens (8)" in ended.stderr
-    shutil.rmtree(tmp_path / "run")
+    write_project(tmp_path, change % (shape % 0))
+    assert "reward_function.shape.arguments.buffer is 0: Input should be greater than 0" in refusal(tmp_path)
     write_project(tmp_path, change % (shape % 4))
     ended = finetune(tmp_path)
     assert ended.returncode == 0, ended.stderr

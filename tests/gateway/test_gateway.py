@@ -223,7 +223,7 @@ async def test_a_small_request_that_goes_on_from_a_long_one_counts_as_long(
             super().__init__(request, memory)
 
     monkeypatch.setitem(dialects(), "responses", Watched)
-    long = [{"role": "user", "content": "hi"}] * 10_000
+    long = [{"role": "user", "content": "hi" * 1_100_000}]
     async with gateway_to(model_client(server)) as gateway:
         with EpisodeScope() as scope, gateway.endpoint(scope) as door:
             async with plain(door) as client:

@@ -103,6 +103,7 @@ def verify(code: str) -> list[str]:
 SOCKETS = "import signal, socket\nkept = [socket.socket() for _ in range(1000)]\nsignal.pause()"
 FIXED = verify("import sys; sys.exit(open('number.txt').read() != '2')")
 FIX = "open('number.txt', 'w').write('2'); print('done')"
+DOES, JUDGES = (f"import json, sys; exec(json.load(sys.stdin)['{column}'])" for column in ("does", "judges"))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -118,36 +119,35 @@ async def test_what_an_agent_leaves_is_judged(project: Path, server: FakeOpenAI,
 
 async def test_a_verifier_writes_the_reward(project: Path, server: FakeOpenAI) -> None:
     full = {"reward": 0.25, "rewards": {"tests": 0.5}, "metrics": {"lines": 3}}
-    for written, reward in ((full, 0.25), (0.5, 0.5), (1, 1.0)):
-        code = f"open('reward.json', 'w').write({json.dumps(written)!r}); raise SystemExit(3)"
-        given = await outcome(project, server, "", verify=verify(code))
-        assert given["reward"] == reward
-    assert given["rewards"] == {}
-    # one that the agent has written counts for nothing
-    agents = "open('reward.json', 'w').write('1')"
-    assert (await outcome(project, server, agents, verify=verify("raise SystemExit(1)")))["reward"] == 0.0
-    agents = "import os; os.symlink('/etc/hostname', 'reward.json')"
-    assert (await outcome(project, server, agents, verify=verify("pass")))["reward"] == 1.0
+    async with agent(project, server, DOES, verify=verify(JUDGES)) as workflow:
+        for written, reward in ((full, 0.25), (0.5, 0.5), (1, 1.0)):
+            judges = f"open('reward.json', 'w').write({json.dumps(written)!r}); raise SystemExit(3)"
+            given = await episode(workflow, does="", judges=judges)
+            assert given["reward"] == reward
+        assert given["rewards"] == {}
+        # one that the agent has written counts for nothing
+        does = "open('reward.json', 'w').write('1')"
+        assert (await episode(workflow, does=does, judges="raise SystemExit(1)"))["reward"] == 0.0
+        does = "import os; os.symlink('/etc/hostname', 'reward.json')"
+        assert (await episode(workflow, does=does, judges="pass"))["reward"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("open('reward.json', 'w').write('{\"reward\": \"1\"}')", "reward.json is malformed.*allowed: a number"),
-        ("open('reward.json', 'w').write('NaN')", "reward.json is malformed"),
-        ("open('reward.json', 'w').write('{\"reward\": 1, \"score\": 1}')", "it has the keys score"),
-        ("open('reward.json', 'w').write('{')", "reward.json is malformed"),
-        ("open('reward.json', 'w').write('[' * 100_000)", "reward.json is malformed"),
-        ("import os; os.mkdir('reward.json')", "reward.json is not a file"),
-        ("import os; os.symlink('number.txt', 'reward.json')", "reward.json is not a file"),
-        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-        ("raise SystemExit(127)", "ended with exit code 127"),
-        ("raise SystemExit(137)", "ended with exit code 137"),
-    ],
-)
-async def test_a_verifier_that_fails_is_no_reward(project: Path, server: FakeOpenAI, code: str, message: str) -> None:
-    with pytest.raises(WorkflowError, match=f"workflow.verify: .*{message}"):
-        await outcome(project, server, "", verify=verify(code))
+async def test_a_verifier_that_fails_is_no_reward(project: Path, server: FakeOpenAI) -> None:
+    async with agent(project, server, DOES, verify=verify(JUDGES)) as workflow:
+        for judges, message in {
+            "open('reward.json', 'w').write('{\"reward\": \"1\"}')": "reward.json is malformed.*allowed: a number",
+            "open('reward.json', 'w').write('NaN')": "reward.json is malformed",
+            "open('reward.json', 'w').write('{\"reward\": 1, \"score\": 1}')": "it has the keys score",
+            "open('reward.json', 'w').write('{')": "reward.json is malformed",
+            "open('reward.json', 'w').write('[' * 100_000)": "reward.json is malformed",
+            "import os; os.mkdir('reward.json')": "reward.json is not a file",
+            "import os; os.symlink('number.txt', 'reward.json')": "reward.json is not a file",
+            "import os; os.kill(os.getpid(), 9)": "was ended by SIGKILL",
+            "raise SystemExit(127)": "ended with exit code 127",
+            "raise SystemExit(137)": "ended with exit code 137",
+        }.items():
+            with pytest.raises(WorkflowError, match=f"workflow.verify: .*{message}"):
+                await episode(workflow, does="", judges=judges)
 
 
 async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpenAI) -> None:
@@ -233,6 +233,7 @@ print(open('name.txt').read())
                 await episode(workflow, name)
 
 
+@pytest.mark.slow
 async def test_a_python_environment_in_a_temporary_folder_is_there(tmp_path: Path, server: FakeOpenAI) -> None:
     """As it is if the whole project lies in /tmp."""
     assert tmp_path.is_relative_to("/tmp")
@@ -325,7 +326,7 @@ def tested(project: Path) -> Path:
 
 SOLVE = "open('solution.py', 'w').write('def answer(): return 2')"
 CHECK = [sys.executable, "cases/check.py"]
-WITHOUT = ("cacheprovider", "anyio", "langsmith_plugin")  # the last two import for seconds
+WITHOUT = ("cacheprovider", "anyio", "asyncio", "hypothesispytest", "langsmith_plugin")  # which import for long
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"-pno:{plugin}" for plugin in WITHOUT), "cases"]
 JUDGE = [*PYTHON, "import os, sys; sys.path.append(os.getcwd()); import judge"]
 SPACE = [*PYTHON, "import os, sys; sys.path.append(os.getcwd()); import space.tool, judge"]
@@ -333,89 +334,90 @@ PASS = "import os; os._exit(0)"
 RUNS_PYTEST = f"import os, sys; sys.path.append(os.getcwd()); import pytest; sys.exit(pytest.main({PYTEST[3:]}))"
 
 
-@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
-@pytest.mark.parametrize(
-    ("verify", "plant"),
-    [
-        (PYTEST, f"write('pytest.py', {PASS!r})"),
-        (PYTEST, f"write('conftest.py', {PASS!r})"),
-        (PYTEST, f"os.mkdir('conftest'); write('conftest/__init__.py', {PASS!r})"),
-        (JUDGE, f"os.mkdir('judge'); write('judge/__init__.py', {PASS!r})"),
-        (SPACE, f"write('space.py', {PASS!r})"),
-        (PYTEST, "write('pytest.ini', '[pytest]\\naddopts = --version')"),
-        (PYTEST, f"os.mkdir('cases'); write('cases/__init__.py', {PASS!r}); write('cases/conftest.py', {PASS!r})"),
-        (CHECK, f"write('json.py', {PASS!r}); write('sitecustomize.py', {PASS!r})"),
-        (CHECK, f"write('x.pth', {PASS!r}); write('evil.py', {PASS!r}); pyc('evil.py', 'helper')"),
-        (["make", "-s", "check"], "write('GNUmakefile', 'check:\\n\\ttrue'); write('Makefile', 'check:\\n\\ttrue')"),
-        (
-            ["sh", "-c", f"git status > /dev/null; {sys.executable} cases/check.py"],
-            "write('.git/x', '#!/bin/sh\\necho 1 > reward.json'); os.chmod('.git/x', 0o755);"
-            "subprocess.run(['git', 'config', 'core.fsmonitor', '.git/x'])",
-        ),
-        (CHECK, "os.symlink('/usr', 'cases'); os.remove('solution.py'); os.symlink('helper.py', 'solution.py')"),
-        (CHECK, "os.mkfifo('cases'); os.remove('helper.py'); write('reward.json', '1')"),
-        (PYTEST, "write('pytest.toml', '[pytest]\\naddopts = [\"--version\"]')"),
-        (PYTEST, f"write('__init__.py', {PASS!r})"),
-        (
-            [*PYTHON, RUNS_PYTEST],
-            "[os.mkdir(f'x-1.{n}-info') for n in ('dist', 'egg')];"
-            "write('x-1.dist-info/METADATA', 'Name: x'); write('x-1.egg-info/PKG-INFO', 'Name: x');"
-            "[write(f'x-1.{n}-info/entry_points.txt', '[pytest11]\\nx = evil') for n in ('dist', 'egg')];"
-            f"write('evil.py', {PASS!r})",
-        ),
-        (["make", "-s", "built"], "write('tests', 'exit 0')"),
-        (
-            ["sh", "-c", f"git init -q; git config core.hooksPath .hooks; git checkout -q -b x; {shlex.join(CHECK)}"],
-            "os.mkdir('.hooks'); write('.hooks/post-checkout', '#!/bin/sh\\necho 1 > reward.json');"
-            "os.chmod('.hooks/post-checkout', 0o755)",
-        ),
-        (
-            ["sh", "-c", f"(cd solutions && git status) > /dev/null; {sys.executable} cases/check.py"],
-            "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
-            "write('solutions/HEAD', 'ref: refs/heads/a');"
-            "write('solutions/x', '#!/bin/sh\\necho 1 > ../reward.json'); os.chmod('solutions/x', 0o755);"
-            "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')",
-        ),
-    ],
-    ids=[
-        "runner",
-        "conftest",
-        "conftests",
-        "module",
-        "space",
-        "ini",
-        "package",
-        "json",
-        "bytecode",
-        "make",
-        "git",
-        "links",
-        "fifo",
-        "toml",
-        "root",
-        "plugin",
-        "built",
-        "hooks",
-        "bare",
-    ],
-)
-async def test_what_an_agent_plants_is_not_judged(
-    tested: Path, server: FakeOpenAI, verify: list[str], plant: str, network: str
-) -> None:
-    code = f"""
-import importlib.util, os, py_compile, subprocess
+PLANTING = """
+import importlib.util, json, os, py_compile, subprocess, sys
 def write(name, text): open(name, 'w').write(text)
 def pyc(source, name):
     os.makedirs('__pycache__', exist_ok=True)
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    py_compile.compile(source, importlib.util.cache_from_source(f'{{name}}.py'), invalidation_mode=mode)
-{plant}
+    py_compile.compile(source, importlib.util.cache_from_source(f'{name}.py'), invalidation_mode=mode)
+exec(json.load(sys.stdin)['plant'])
 """
-    block = {"verify": verify, "verify_files": "checks", "network": network}
-    async with agent(tested, server, code, **block) as workflow:
-        assert (await episode(workflow))["reward"] == 0.0
-    async with agent(tested, server, SOLVE, **block) as workflow:
-        assert (await episode(workflow))["reward"] == 1.0
+PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "pytest": (
+        PYTEST,
+        {
+            "runner": f"write('pytest.py', {PASS!r})",
+            "conftest": f"write('conftest.py', {PASS!r})",
+            "conftests": f"os.mkdir('conftest'); write('conftest/__init__.py', {PASS!r})",
+            "ini": "write('pytest.ini', '[pytest]\\naddopts = --version')",
+            "package": f"os.mkdir('cases'); write('cases/__init__.py', {PASS!r}); write('cases/conftest.py', {PASS!r})",
+            "toml": "write('pytest.toml', '[pytest]\\naddopts = [\"--version\"]')",
+            "root": f"write('__init__.py', {PASS!r})",
+        },
+    ),
+    "pytest with plugins": (
+        [*PYTHON, RUNS_PYTEST],
+        {
+            "plugin": "[os.mkdir(f'x-1.{n}-info') for n in ('dist', 'egg')];"
+            "write('x-1.dist-info/METADATA', 'Name: x'); write('x-1.egg-info/PKG-INFO', 'Name: x');"
+            "[write(f'x-1.{n}-info/entry_points.txt', '[pytest11]\\nx = evil') for n in ('dist', 'egg')];"
+            f"write('evil.py', {PASS!r})",
+        },
+    ),
+    "module": (JUDGE, {"module": f"os.mkdir('judge'); write('judge/__init__.py', {PASS!r})"}),
+    "space": (SPACE, {"space": f"write('space.py', {PASS!r})"}),
+    "script": (
+        CHECK,
+        {
+            "json": f"write('json.py', {PASS!r}); write('sitecustomize.py', {PASS!r})",
+            "bytecode": f"write('x.pth', {PASS!r}); write('evil.py', {PASS!r}); pyc('evil.py', 'helper')",
+            "links": "os.symlink('/usr', 'cases'); os.remove('solution.py'); os.symlink('helper.py', 'solution.py')",
+            "fifo": "os.mkfifo('cases'); os.remove('helper.py'); write('reward.json', '1')",
+        },
+    ),
+    "make": (
+        ["make", "-s", "check"],
+        {"make": "write('GNUmakefile', 'check:\\n\\ttrue'); write('Makefile', 'check:\\n\\ttrue')"},
+    ),
+    "built": (["make", "-s", "built"], {"built": "write('tests', 'exit 0')"}),
+    "git": (
+        ["sh", "-c", f"git status > /dev/null; {sys.executable} cases/check.py"],
+        {
+            "git": "write('.git/x', '#!/bin/sh\\necho 1 > reward.json'); os.chmod('.git/x', 0o755);"
+            "subprocess.run(['git', 'config', 'core.fsmonitor', '.git/x'])",
+        },
+    ),
+    "hooks": (
+        ["sh", "-c", f"git init -q; git config core.hooksPath .hooks; git checkout -q -b x; {shlex.join(CHECK)}"],
+        {
+            "hooks": "os.mkdir('.hooks'); write('.hooks/post-checkout', '#!/bin/sh\\necho 1 > reward.json');"
+            "os.chmod('.hooks/post-checkout', 0o755)",
+        },
+    ),
+    "bare": (
+        ["sh", "-c", f"(mkdir -p solutions && cd solutions && git status) > /dev/null; {shlex.join(CHECK)}"],
+        {
+            "bare": "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
+            "write('solutions/HEAD', 'ref: refs/heads/a');"
+            "write('solutions/x', '#!/bin/sh\\necho 1 > ../reward.json'); os.chmod('solutions/x', 0o755);"
+            "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')",
+        },
+    ),
+}
+"""What an agent plants to be judged right, by the verifier that it is for."""
+
+
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
+@pytest.mark.parametrize("verifier", PLANTS)
+async def test_what_an_agent_plants_is_not_judged(
+    tested: Path, server: FakeOpenAI, verifier: str, network: str
+) -> None:
+    verify, plants = PLANTS[verifier]
+    async with agent(tested, server, PLANTING, verify=verify, verify_files="checks", network=network) as workflow:
+        rewards = {name: (await episode(workflow, name, plant=plant))["reward"] for name, plant in plants.items()}
+        assert rewards == dict.fromkeys(plants, 0.0)
+        assert (await episode(workflow, "honest", plant=SOLVE))["reward"] == 1.0
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -801,16 +803,16 @@ for name in os.listdir('/proc'):
     assert not leftovers(project)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_nothing_is_changed_once_an_agent_has_ended(project: Path, server: FakeOpenAI, network: str) -> None:
     code = """
 import os
-for number in range(6000): open(f'{number}', 'w').close()
+for number in range(2000): open(f'{number}', 'w').close()
 end, of_agent = os.pipe()
 if os.fork() == 0:
     os.close(of_agent)
     os.read(end, 1)
-    os.system('sleep 0.3')
+    os.system('sleep 0.1')
     open('number.txt', 'w').write('2')
 """
     assert (await outcome(project, server, code, network=network, verify=FIXED))["reward"] == 0.0
@@ -895,17 +897,20 @@ ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
     "together": (TOGETHER, {"memory": "250MiB"}, "exceeded limits.memory", NETWORKS),
     "memfd": (MEMORY_FILE, {"memory": "100MiB"}, "exceeded limits.memory", NETWORKS),
     "sockets": (SOCKETS, {"sockets": 500}, "exceeded limits.sockets: 500", NETWORKS[:1]),
-    "cpu": (BURNS, {"cpu_seconds": 1}, "exceeded limits.cpu_seconds: 1", NETWORKS),
+    "cpu": (BURNS, {"cpu_seconds": 0.5}, "exceeded limits.cpu_seconds: 0.5", NETWORKS),
     "file": ("open('x', 'wb').write(bytes(2**21))", {"file_size": "1MiB"}, "File too large", NETWORKS),
     "time": ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
 }
 """Code, limits, what is said, and the networks over which they hold."""
+SLOW = ("temporary", "together", "file")
 
 
 @pytest.mark.parametrize(
     ("code", "limits", "message", "network"),
     [
-        pytest.param(*case, network, id=f"{name}-{network}", marks=[pytest.mark.slow] * (network == "host"))
+        pytest.param(
+            *case, network, id=f"{name}-{network}", marks=[pytest.mark.slow] * (network == "host" or name in SLOW)
+        )
         for name, (*case, networks) in ENDLESS.items()
         for network in networks
     ],
@@ -923,8 +928,8 @@ async def test_an_agent_without_end_harms_no_other(
     }
     async with agent(project, server, whole, **block) as workflow:
         bad = asyncio.create_task(episode(workflow, "bad"))
-        good = await asyncio.gather(*(episode(workflow, "good") for _ in range(3)))
-        assert [each["reward"] for each in good] == [1.0] * 3
+        good = await asyncio.gather(*(episode(workflow, "good") for _ in range(2)))
+        assert [each["reward"] for each in good] == [1.0] * 2
         with pytest.raises(InsituError, match=message) as raised:
             await bad
         assert (await episode(workflow, "good"))["reward"] == 1.0
@@ -1043,9 +1048,9 @@ async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:
     check = "import json, sys; sys.exit(open('number.txt').read() != str(json.load(sys.stdin)['id']))"
     async with agent(project, server, code, verify=verify(check)) as workflow:
         started = time.monotonic()
-        given = await asyncio.gather(*(episode(workflow, number) for number in range(12)))
-        print(f"12 episodes in {time.monotonic() - started:.1f} s")
-    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 12
+        given = await asyncio.gather(*(episode(workflow, number) for number in range(6)))
+        print(f"6 episodes in {time.monotonic() - started:.1f} s")
+    assert [(each["answer"], each["reward"]) for each in given] == [("echo: hi", 1.0)] * 6
     assert not leftovers(project)
 
 
@@ -1147,16 +1152,18 @@ asyncio.run(main())
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI) -> None:
-    for network, expected in (("model", ""), ("host", "{'answer': 'done', 'reward': 1.0")):
-        async with agent(project, server, FIX, network=network, verify=FIXED):
-            pass
-        done = build_without_namespaces(project)
-        assert done.stdout.startswith(expected)
-        if not expected:
-            assert "workflow.network is model, but this system does not let programs be confined" in done.stderr
-            assert "(Creating new namespace failed" in done.stderr
-            assert "), or set network: host" in done.stderr
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
+async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI, network: str) -> None:
+    async with agent(project, server, FIX, network=network, verify=FIXED):
+        pass
+    done = build_without_namespaces(project)
+    if network == "host":
+        assert done.stdout.startswith("{'answer': 'done', 'reward': 1.0")
+        return
+    assert done.stdout == ""
+    assert "workflow.network is model, but this system does not let programs be confined" in done.stderr
+    assert "(Creating new namespace failed" in done.stderr
+    assert "), or set network: host" in done.stderr
 
 
 @pytest.mark.parametrize(

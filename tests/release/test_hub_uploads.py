@@ -54,6 +54,7 @@ def test_a_run_uploads_its_checkpoints(tmp_path: Path, push: str) -> None:
     assert not [*source.glob(".hub-*")]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_uploaded_nothing_says_so(tmp_path: Path) -> None:
     digits_project(tmp_path, rows=2, held_out=2)
     still = ("-o", "trainer_adapters.backend.training.learning_rate", "0", "-o", "finetuning.num_epochs", "1")

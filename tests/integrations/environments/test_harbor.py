@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_openai import FakeOpenAI
+from marks import slow_but_at
 
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.config import load_config
@@ -191,22 +192,25 @@ async def test_tests_write_rewards(
 
 @pytest.mark.parametrize(
     ("test", "message"),
-    [
-        ("echo no reward >&2; exit 3", "tests/test.sh ended with exit code 3 without a reward.json .*: no reward"),
-        ("true", "tests/test.sh ended without a reward.json or reward.txt"),
-        ("echo good > /logs/verifier/reward.txt", "cannot be read: .*'good"),
-        ("echo nan > /logs/verifier/reward.txt", "cannot be read: reward.txt is 'nan"),
-        ("echo '{}' > /logs/verifier/reward.json", r"reward.json is '\{\}.*allowed: a number, or numbers by name"),
-        ("echo 1 > /logs/verifier/reward.txt; echo '{' > /logs/verifier/reward.json", "cannot be read"),
-        ("echo '{\"a\": true}' > /logs/verifier/reward.json", "allowed: a number, or numbers by name"),
-        (
-            'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json',
-            "the reward 'reward' does not exist.*: a, b; choose",
-        ),
-        ("mkdir /logs/verifier/reward.json", "cannot be read: .*Is a directory"),
-        ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: .*symbolic links"),
-        ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "cannot be read: .*Not a directory"),
-    ],
+    slow_but_at(
+        (0, 2, 4, 7, 9),
+        [
+            ("echo no reward >&2; exit 3", "tests/test.sh ended with exit code 3 without a reward.json .*: no reward"),
+            ("true", "tests/test.sh ended without a reward.json or reward.txt"),
+            ("echo good > /logs/verifier/reward.txt", "cannot be read: .*'good"),
+            ("echo nan > /logs/verifier/reward.txt", "cannot be read: reward.txt is 'nan"),
+            ("echo '{}' > /logs/verifier/reward.json", r"reward.json is '\{\}.*allowed: a number, or numbers by name"),
+            ("echo 1 > /logs/verifier/reward.txt; echo '{' > /logs/verifier/reward.json", "cannot be read"),
+            ("echo '{\"a\": true}' > /logs/verifier/reward.json", "allowed: a number, or numbers by name"),
+            (
+                'echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json',
+                "the reward 'reward' does not exist.*: a, b; choose",
+            ),
+            ("mkdir /logs/verifier/reward.json", "cannot be read: .*Is a directory"),
+            ("ln -s /etc/hostname /logs/verifier/reward.txt", "cannot be read: .*symbolic links"),
+            ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "cannot be read: .*Not a directory"),
+        ],
+    ),
 )
 async def test_a_reward_that_is_missing_or_malformed_is_none(
     project: Path, server: FakeOpenAI, test: str, message: str
