@@ -57,9 +57,9 @@ examples: $(VENV)/.installed
 	$(foreach name,$(NAME),$(or $(EXAMPLE_$(name)),$(error NAME=$(name): there are dpo, python and real)) &&) true
 
 # Many processes import the same sources, which bytecode saves them compiling. A file's tests share its fixtures.
-# Tests wait for processes: one worker more than there are processors. After the death of one, pytest-xdist may wait for
+# Tests wait for processes: two workers more than there are processors. After the death of one, pytest-xdist may wait for
 # ever: the suite ends instead, as it does if a test takes ten minutes, of which it prints what the threads were doing.
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile \
 	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Workspaces are confined by it.

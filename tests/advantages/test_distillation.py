@@ -408,6 +408,7 @@ class FaultyTeacher:
                 portal.call(runner.cleanup)
 
 
+@pytest.mark.slow
 def test_episodes_without_the_teachers_word_are_dropped_and_counted(tmp_path: Path) -> None:
     faults = ("nan", "missing", "refused", "short", "down", "positive", "huge", "true", "text", "endless")
     faulty = FaultyTeacher({2 * number: fault for number, fault in enumerate(faults, 1)})

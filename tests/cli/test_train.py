@@ -114,6 +114,7 @@ def test_python_trains_the_same(trained: Any) -> None:
     assert "settings: generations was 4 and is 5" in err
 
 
+@pytest.mark.slow
 def test_the_saved_file_trains_the_same(trained: Any) -> None:
     """And one in the short form continues its run: its settings and inputs are the same."""
     folder, _ = trained

@@ -103,6 +103,7 @@ async def test_a_trajectory_builder_whose_name_has_a_dot(tmp_path: Path, backend
     assert (await diagnose(tmp_path, backend, *named)).budget["episodes_played"] == 16
 
 
+@pytest.mark.slow
 async def test_workspaces_of_agents_that_fail_are_not_kept(tmp_path: Path, backend: str) -> None:
     """They would be in the folder of the run."""
     command = ["sh", "-c", "echo left > left.txt; exit 3"]

@@ -1,17 +1,29 @@
 """A GGUF file with the first layers and tokens of the real model, which loads in a second."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
-from real_model import real_gguf
+from real_model import CACHE, real_gguf
 
 _LAYERS, _TOKENS = 2, 1024
 _SET_BY_WRITER = ("GGUF.", "general.architecture", "llama.block_count", "llama.vocab_size")
 
 
 def save_small_gguf(file: Path) -> Path:
-    """Writes the file. The weights are those of the whole model's file, in blocks of four bits."""
+    """Writes the file, which is made once per machine: reading that of the whole model takes seconds."""
+    made = CACHE / f"first-{_LAYERS}-layers-{_TOKENS}-tokens.gguf"
+    if not made.is_file():
+        draft = made.with_suffix(f".{os.getpid()}")
+        _write(draft)
+        draft.rename(made)
+    return Path(shutil.copy(made, file))
+
+
+def _write(file: Path) -> None:
+    """The weights are those of the whole model's file, in blocks of four bits."""
     reader = gguf.GGUFReader(real_gguf())
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(_LAYERS)
@@ -37,4 +49,3 @@ def save_small_gguf(file: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file

@@ -59,6 +59,7 @@ async def test_each_round_of_dpo_collects_with_the_newest_weights(write: Any, se
     assert first["outcome"] == "ok"
 
 
+@pytest.mark.slow
 async def test_at_most_max_pairs_are_trained(write: Any, served: Served) -> None:
     path = project(write, served, "dpo", {"_type": "dpo_traj_builder"})
     lines, _ = await train(path, ("trainers.t.max_pairs", "2"), ("trainers.t.deduplicate_pairs", "false"))
