@@ -32,31 +32,8 @@ _BYTES_PER_FILE = 2048
 """What the archive has for each file, besides its content."""
 _DEEPEST = 200
 """Levels of folders that are sent."""
-_RUNNERS = {
-    *("angular.json", "ava.config", "babel.config", ".babelrc", ".bazelrc", "behat.yml", "behave.ini"),
-    *("build.gradle", "build.rs", "build.sbt", "build.xml", "build.zig", "buildsrc", ".bundle", "bunfig.toml"),
-    *(".busted", "cabal.project", ".cargo", "cargo.toml", "cmakecache.txt", "cmakelists.txt", "cmakepresets.json"),
-    *("codeception.yml", "composer.json", "config.nims", "conftest", ".coveragerc", "ctestconfig.cmake"),
-    *("ctesttestfile.cmake", "cucumber", "cypress.config", "dart_test.yaml", ".dart_tool", "deno.json"),
-    *("deno.jsonc", "deps.edn", "directory.build", "directory.packages", "directory.solution", "dodo.py"),
-    *("dune-project", ".env", ".envrc", "eslint.config", ".eslintrc", ".flake8", "gemfile", "gems.rb", ".ghci"),
-    *(".git", "global.json", "gnumakefile", "go.mod", "go.work", "gradle-wrapper", "gradle.properties", "gradlew"),
-    *("gruntfile", "gulpfile", "hatch.toml", ".husky", "jasmine.json", ".java-version", "jest.config", "jest.setup"),
-    *(".justfile", "justfile", "karma.conf", "local.mk", ".luacheckrc", "makefile", "manifest.toml", "meson.build"),
-    *(".mise", "mise", "mix.exs", ".mocharc", "module.bazel", ".mvn", "mvnw", ".mypy.ini", "mypy.ini"),
-    *("nextest.toml", "nightwatch.conf", "nim.cfg", ".node-version", "node_modules", "nose2.cfg", "noxfile.py"),
-    *(".npmrc", "nuget.config", ".nvmrc", "nx.json", ".nycrc", ".octaverc", "package.json", "package.swift"),
-    *("pest.php", "phpunit.dist.xml", "phpunit.xml", "pipfile", "playwright.config", "plugins.sbt", ".pnp"),
-    *(".pnpmfile", "pom.xml", "postcss.config", "profiles.clj", "project.clj", "project.toml", ".proverc"),
-    *("pubspec.yaml", ".pylintrc", "pyproject.toml", ".pytest.ini", "pytest.ini", ".pytest.toml", "pytest.toml"),
-    *(".pytest_cache", ".python-version", "rakefile", ".rdata", "rebar.config", ".renviron", ".rprofile", ".rspec"),
-    *(".rspec-local", ".ruby-version", "ruff.toml", "rust-toolchain", "sconstruct", "settings.gradle", "setup.cfg"),
-    *("setup_suite.bash", ".shellspec", ".simplecov", "sitecustomize", "snakefile", "stack.yaml", ".swcrc"),
-    *(".taprc", "taskfile.yml", ".testcaferc", ".tool-versions", "tox.ini", "tox.toml", "tsconfig.json"),
-    *("turbo.json", "unittest.cfg", "usercustomize", "uv.toml", "vite.config", "vitest.config", "vitest.workspace"),
-    *(".vscode", "wdio.conf", "web-test-runner.config", "workspace", ".yarnrc"),
-}
-"""What decides how tests run, with any suffix after these names: judged as the project has it."""
+_RUNNERS: set[str] = set()
+"""What decides how tests run, with any suffix after these names, in lower case: judged as the project has it."""
 _IMPORTED = ("pyc", "pyo", "pth", "dist-info", "egg-info", "egg-link")
 """Suffixes of files that Python or pytest loads without an import, such as plugins of an installed package."""
 _ISOLATED = """#!/bin/sh
@@ -318,6 +295,7 @@ def _kill_all() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which, as all signals, a program cannot send out of its namespace
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
+    _RUNNERS.update(settings.get("runners", ()))
     control = socket.socket(fileno=settings["control"])
     if (port := settings.get("port")) is not None:
         with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
