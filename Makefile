@@ -18,7 +18,7 @@ help:
 	@echo "    distributed, containers, browser, wheel    torchrun, podman, Chromium, the built package"
 	@echo "    lowest, latest, gguf    other releases of the dependencies, llama.cpp's converter"
 	@echo "make test WITH=list   what each of them tests, and how long it takes"
-	@echo "make check        lint, formatting, types, and the documentation as a site in build/site"
+	@echo "make check        lint, formatting, types, layout, and the documentation as a site in build/site"
 	@echo "make examples     train the other examples; one of them: make examples NAME=dpo (or python, real)"
 	@echo "make bench        measure side by side and write benchmarks/RESULTS.md (about 65 minutes)"
 	@echo "make clean        remove all environments, caches and runs"
@@ -71,7 +71,7 @@ $(BWRAP):
 WITH ?= $(with)
 
 test: $(VENV)/.installed-dev | $(BWRAP)
-	$(if $(WITH),$(BIN)/python scripts/test_with.py $(WITH),$(PYTEST) -m 'not slow and not types')
+	$(if $(WITH),$(BIN)/python scripts/test_with.py $(WITH),$(PYTEST) -m 'not slow and not check')
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -82,7 +82,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/python scripts/test_with.py --install docs
 	.environments/docs/bin/hadolint Containerfile
 	.environments/docs/bin/python scripts/build_site.py
-	$(BIN)/python -m pytest -m types tests/integrations/nat/test_nat_paths.py
+	$(BIN)/python -m pytest -m check tests/project tests/integrations/nat/test_nat_paths.py
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python scripts/test_with.py --install preferences

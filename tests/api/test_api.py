@@ -207,12 +207,14 @@ run = insitu.Run("runs/answer")
 answers = [run.ask("Row 0", checkpoint="latest"), asyncio.run(ask_in_a_loop()), *asyncio.run(several())]
 greedy = {run.ask("Row 0", checkpoint="latest", temperature=0) for _ in range(4)}
 started = len(backends())
+refused = []
+for options in ({"checkpoint": "step_9"}, {"checkpoint": "latest", "temperature": -1}):
+    try:
+        run.ask("Row 0", **options)
+    except insitu.ConfigError as error:
+        refused.append(str(error))
 run.close()
 closed = len(backends())
-try:
-    run.ask("Row 0", checkpoint="step_9")
-except insitu.ConfigError as error:
-    refused = str(error)
 own = asyncio.run(own_agent())
 again = run.ask("Row 0", checkpoint="latest")  # nobody closes it
 show(answers=answers, greedy=len(greedy), started=started, closed=closed, own=own, again=again)
@@ -224,7 +226,8 @@ show(left=backends(), refused=refused)
     assert (shown["started"], shown["closed"], len(shown["left"])) == (1, 0, 1)
     assert not any(map(psutil.pid_exists, shown["left"]))
     assert (shown["own"][0], type(shown["own"][1]), type(shown["again"])) == (True, str, str)
-    assert "step_9 was deleted or never made; checkpoints there: step_" in shown["refused"]
+    assert "step_9 was deleted or never made; checkpoints there: step_" in shown["refused"][0]
+    assert shown["refused"][1:] == ["temperature is -1; allowed: at least 0"]
     assert "Traceback" not in printed
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from processes import forked_python
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "insitu"
 ARCHITECTURE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Architecture")[2].partition("\n## ")[0]

@@ -99,6 +99,7 @@ def nodes() -> dict[Path, list[ast.AST]]:
     return found
 
 
+@pytest.mark.check
 def test_nothing_that_is_called_a_token_is_compared_as_text(nodes: dict[Path, list[ast.AST]]) -> None:
     secret = re.compile(r"(^|_)(token|secret|password|api_key|authorization|credentials)$")
     for path in SOURCES:
@@ -179,6 +180,7 @@ PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "ma
 CODE = {"eval", "exec", "compile", "__import__"}
 
 
+@pytest.mark.check
 def test_no_source_reads_pickles_or_runs_text(nodes: dict[Path, list[ast.AST]]) -> None:
     for path in SOURCES:
         for node in nodes[path]:

@@ -92,6 +92,7 @@ def test_a_suite_that_is_told_to_end_ends_what_it_has_started(tmp_path: Path) ->
     wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
+@pytest.mark.check
 def test_the_areas_of_the_mutation_check_name_files_that_exist() -> None:
     spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts/mutants.py")
     assert spec is not None

@@ -210,6 +210,8 @@ class TrainedAgent(_Served[Any]):
         return await run_in_loop(self._main.result()[0], self._answer(question, row, temperature))
 
     async def _answer(self, question: Any, row: Any, temperature: float | None) -> Any:
+        if temperature is not None and not temperature >= 0:
+            raise ConfigError(f"temperature is {temperature}; allowed: at least 0")
         row = dict.fromkeys(self._question_columns, question) if row is None else row
         seed = secrets.randbits(63)
         try:

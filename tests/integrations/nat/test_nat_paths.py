@@ -337,7 +337,7 @@ def test_a_plugin_may_have_a_folder_of_its_own_below_nat(tmp_path: Path) -> None
     assert run("-m", "insitu", "--help", PYTHONPATH=str(tmp_path)).stderr == ""
 
 
-@pytest.mark.types
+@pytest.mark.check
 def test_type_checkers_see_the_real_types(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     lines = [f"from {path} import {', '.join(names.split())}" for path, names in NAMES.items() if names]
     lines += ["import nat.data_models.finetuning as f", "reveal_type(f.FinetuneConfig().num_epochs)"]
