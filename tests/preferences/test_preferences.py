@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from insitu.preferences.candidates import Targets, candidates_of
 from insitu.preferences.pairs import PairOptions, preference_pairs
-from insitu.preferences.selection import pair_rows
-from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall
+from insitu.preferences.selection import distinct_pairs, pair_rows
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
+from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
+from insitu.schemas.groups import GroupRecord
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, InvocationNode, TTCEventData
+from insitu.training.preference_builders import DPOFromGroupsConfig, episode_pairs
 
 ALL = PairOptions()
 
@@ -171,6 +174,51 @@ def test_a_part_of_several_completions_belongs_to_the_one_in_its_place(order: tu
     steps = [end(turn_id="t", candidate_index=k, output=parts[k], score=k) for k in order]
     candidates, _ = read(steps, [call(k, f"1, 2 or 3? {part}") for k, part in enumerate(parts)])
     assert [c.call for c in candidates] == [*order]
+
+
+@pytest.mark.parametrize(
+    ("said", "reported", "sampled_by"),
+    [
+        (["I play 5", "I play 3", "I play 15"], ["5", "3"], [0, 1]),  # the last is not reported
+        (["I play 5", "I play 15"], ["15", "5"], [1, 0]),
+        (["x5", "x15"], ["5", "15"], [0, 1]),  # no words, and then by their places
+    ],
+)
+def test_a_part_is_first_looked_for_as_a_word(said: list[str], reported: list[str], sampled_by: list[int]) -> None:
+    steps = [end(turn_id="t", candidate_index=k, output=part, score=k) for k, part in enumerate(reported)]
+    candidates, dropped = read(steps, [call(k, text) for k, text in enumerate(said)])
+    assert ([c.call for c in candidates], dropped) == (sampled_by, {})
+
+
+def test_rounding_makes_no_difference() -> None:
+    assert preference_pairs([candidate(0, 0.1 + 0.2), candidate(1, 0.3)], ALL)[1] == {"equal_scores": 1}
+    pairs, _ = preference_pairs([candidate(0, 1.0), candidate(1, 0.9)], ALL._replace(min_score_diff=0.1))
+    assert len(pairs) == 1
+
+
+def played(generation: int, reward: float, *answers: str) -> tuple[Episode, Trajectory]:
+    """An episode of a conversation for each answer, and its trajectory."""
+    calls = [call(k, text, [{"role": "user", "content": f"move {k}"}]) for k, text in enumerate(answers)]
+    for each in calls:
+        each.token_ids = [*str((each.message or {})["content"]).encode()]
+        each.logprobs = [-0.1] * len(each.token_ids)
+    key = EpisodeKey("r", 1, "row", generation)
+    fields: dict[str, Any] = {"calls": calls, "trained_calls": [*range(len(calls))], "rows": []}
+    trajectory = Trajectory.model_construct(episode=[], reward=reward, id=key.text(), **fields)
+    return Episode(key, EpisodeStatus.OK, calls=calls, reward=reward), trajectory
+
+
+def test_episodes_differ_by_all_that_is_trained_of_them() -> None:
+    """Not by their first conversation alone."""
+    made = [played(0, 1.0, "a", "x"), played(1, 0.0, "a", "y"), played(2, 0.5, "a", "y"), played(3, 0.0, "a", "z")]
+    episodes, trajectories = map(list, zip(*made, strict=True))
+    config = DPOFromGroupsConfig(exhaustive_pairs=True)
+    group = episode_pairs(GroupRecord("row", episodes, trajectories, Counter()), config)
+    assert group.dropped == {"identical_responses": 1, "equal_scores": 1}
+    collection = TrajectoryCollection(trajectories=[group.trajectories], run_id="r", epoch=1)
+    assert (len(group.trajectories), distinct_pairs(collection).dropped) == (4, {"duplicate_pair": 1})
+    texts = episode_pairs(GroupRecord("row", episodes, trajectories, Counter()), config, as_text=True)
+    assert texts.dropped == {"identical_responses": 5, "equal_scores": 1}
 
 
 def test_only_targeted_calls_have_candidates() -> None:

@@ -222,6 +222,17 @@ def test_bad_figures_are_marked(open_page: Open) -> None:
     expect(row).to_contain_text("epoch 2: 14 % of the episodes with a reward were trained")
 
 
+def test_what_the_settings_leave_out_is_not_marked(tmp_path: Path, open_page: Open) -> None:
+    run = MadeRun(tmp_path / "best")
+    run.group(1, "row-000", [(short(run.chance, each), float(each == 0)) for each in range(4)])
+    run.end_epoch(1, filtered_trajectories=1, num_trajectories=4, dropped={"not_best": 3}, frac_reward_zero_std=0.0)
+    run.end()
+    with view_server(tmp_path) as url:
+        page = open_page("/run", url=url, run="best")
+        expect(page.locator(".fact").filter(has_text="Trained episodes")).to_contain_text("25 %")
+        expect(page.locator(".fact.is-bad").filter(has_text="Trained episodes")).to_have_count(0)
+
+
 def test_an_epoch_is_warned_of_once(tmp_path: Path, open_page: Open) -> None:
     """Groups with equal rewards and how much was trained are one fact; an epoch without training says why itself."""
     nothing = "nothing to train on; every group was dropped: 4 no_variance"

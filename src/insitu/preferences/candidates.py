@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -140,8 +142,9 @@ def _prompts_reported(
 def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Sequence[float]) -> dict[int, int]:
     """Index in `reported` -> position of its call, first of those made in its turn. None is given to two candidates.
 
-    A part such as a number may be in several completions of a turn. From its last candidate back, each gets the latest
-    call that fits, so that candidates in the order in which they were sampled get their own calls.
+    A part such as a number may be in several completions of a turn; one that has it as a word goes before another. From
+    its last candidate back, each gets the latest call that fits, so that candidates in the order in which they were
+    sampled get their own calls.
     """
     first: dict[str, int] = {}
     for index, (_, candidate) in enumerate(reported):
@@ -150,23 +153,29 @@ def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Seq
     backwards = sorted(range(len(reported)), key=place.__getitem__, reverse=True)
     texts = {k: _text(call.message).strip() for k, call in enumerate(calls) if call.message is not None}
     numbers: dict[int, int] = {}
-    # first those that repeat a completion, then those that are a part of one
-    for own_turn, whole in ((True, True), (True, False), (False, True), (False, False)):
+    for own_turn, fits in product((True, False), (str.__eq__, _is_word_of, _is_part_of)):
         for index in backwards:
             step, candidate = reported[index]
             response = candidate.response.strip()
-            if index in numbers or not (response or whole):
+            if index in numbers:
                 continue
             fitting = [
                 k
                 for k, text in texts.items()
-                if (response == text if whole else response in text)
-                and (not own_turn or since[index] <= calls[k].started <= step.event_timestamp)
+                if fits(response, text) and (not own_turn or since[index] <= calls[k].started <= step.event_timestamp)
             ]
             if fitting:
                 numbers[index] = max(fitting, key=lambda k: _likelihood(step, candidate, calls[k], k))
                 del texts[numbers[index]]
     return numbers
+
+
+def _is_word_of(response: str, text: str) -> bool:
+    return _is_part_of(response, text) and re.search(rf"(?<!\w){re.escape(response)}(?!\w)", text) is not None
+
+
+def _is_part_of(response: str, text: str) -> bool:
+    return response != "" and response in text
 
 
 def _likelihood(step: IntermediateStep, candidate: CandidateStep, call: ModelCall, position: int) -> tuple[Any, ...]:

@@ -1,14 +1,16 @@
 """Preference pairs: which candidates of a turn are compared, and why others are not."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from insitu.schemas.episodes import CandidateStep, DropReason, PreferencePair
 
 ALIKE = frozenset({DropReason.EQUAL_SCORES, DropReason.IDENTICAL_RESPONSES, DropReason.SMALL_DIFFERENCE})
 """Reasons for which candidates are no pair although they could be compared: nothing has failed."""
+_ROUNDING = 1e-9
 
 
 class PairOptions(NamedTuple):
@@ -25,12 +27,20 @@ class PairOptions(NamedTuple):
     """Whether a turn with a single candidate counts as dropped."""
 
 
+def are_equal(score: float, other: float) -> bool:
+    """Whether scores differ by no more than rounding."""
+    return abs(score - other) <= _ROUNDING * max(abs(score), abs(other), 1.0)
+
+
 def preference_pairs(
-    candidates: Iterable[CandidateStep], options: PairOptions
+    candidates: Iterable[CandidateStep],
+    options: PairOptions,
+    said: Callable[[CandidateStep], Any] = attrgetter("response"),
 ) -> tuple[list[PreferencePair], Counter[str]]:
     """The pairs of each turn, the largest difference first, and how many candidates, turns and pairs were dropped.
 
-    Equal scores and identical responses never make a pair. Equal differences keep the order of the candidates.
+    Equal scores never make a pair, nor do candidates that have `said` the same. Equal differences keep the order of the
+    candidates.
     """
     pairs: list[PreferencePair] = []
     dropped: Counter[str] = Counter()
@@ -42,12 +52,15 @@ def preference_pairs(
         dropped[DropReason.UNSCORED_CANDIDATE] += len(turn) - len(scored)
         if len(scored) == 1 and options.single_candidates_dropped:
             dropped[DropReason.SINGLE_CANDIDATE] += 1
-        pairs += _pairs_of_turn(scored, options, dropped)
+        pairs += _pairs_of_turn(scored, options, said, dropped)
     return pairs, Counter({str(reason): count for reason, count in dropped.items() if count})
 
 
 def _pairs_of_turn(
-    candidates: Sequence[CandidateStep], options: PairOptions, dropped: Counter[str]
+    candidates: Sequence[CandidateStep],
+    options: PairOptions,
+    said: Callable[[CandidateStep], Any],
+    dropped: Counter[str],
 ) -> list[PreferencePair]:
     pairs, reasons = [], Counter[str]()
     ordered = sorted(candidates, key=lambda candidate: candidate.candidate_index)
@@ -55,7 +68,7 @@ def _pairs_of_turn(
         pair = PreferencePair(one, other)
         if pair.score_diff < 0:
             pair = PreferencePair(other, one)
-        reason = _drop_reason(pair, options)
+        reason = _drop_reason(pair, options, said)
         if reason is None:
             pairs.append(pair)
         else:
@@ -70,13 +83,13 @@ def _pairs_of_turn(
     return kept
 
 
-def _drop_reason(pair: PreferencePair, options: PairOptions) -> DropReason | None:
-    if pair.score_diff == 0:
+def _drop_reason(pair: PreferencePair, options: PairOptions, said: Callable[[CandidateStep], Any]) -> DropReason | None:
+    if are_equal(pair.score_diff, 0.0):
         return DropReason.EQUAL_SCORES
-    if pair.chosen.response == pair.rejected.response:
+    if said(pair.chosen) == said(pair.rejected):
         return DropReason.IDENTICAL_RESPONSES
     if pair.chosen.prompt != pair.rejected.prompt:
         return DropReason.DIFFERENT_PROMPTS
-    if pair.score_diff < options.min_score_diff:
+    if pair.score_diff < options.min_score_diff and not are_equal(pair.score_diff, options.min_score_diff):
         return DropReason.SMALL_DIFFERENCE
     return None

@@ -4,32 +4,40 @@ The rows have the tokens that were sampled, or messages where no call was record
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from insitu.advantages.estimator import rows_of
 from insitu.errors import TrajectoryError
+from insitu.preferences.pairs import are_equal
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall, PreferencePair, TrainingRow
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
+_CONTENT = {"token_ids", "loss_mask", "preferred", "messages", "tools", "trained_messages"}
+"""What a row says to train, but for numbers that differ from sample to sample."""
+
 
 class Duplicates:
-    """Recognises pairs with the texts of an earlier one."""
+    """Recognises pairs with the content of an earlier one."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
-    def repeats(self, pair: DPOItem) -> bool:
-        text = hashlib.blake2b(pair.model_dump_json().encode(), digest_size=16).digest()
-        is_duplicate = text in self._seen
-        self._seen.add(text)
+    def repeats(self, content: Any) -> bool:
+        digest = hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=16).digest()
+        is_duplicate = digest in self._seen
+        self._seen.add(digest)
         return is_duplicate
 
 
-def distinct_pairs(collection: TrajectoryCollection) -> TrajectoryCollection:
-    """Drops pairs with the texts of an earlier one."""
-    seen = Duplicates()
-    repeated = [id(pair) for group in collection.trajectories for pair in group if seen.repeats(pair_item(pair))]
+def distinct_pairs(collection: TrajectoryCollection, *, as_text: bool = False) -> TrajectoryCollection:
+    """Drops pairs of which the same is trained as of an earlier one: tokens and messages of their rows, or texts."""
+    seen, repeated = Duplicates(), list[int]()
+    for pair in (pair for group in collection.trajectories for pair in group):
+        rows = [row.model_dump(mode="json", include=_CONTENT) for row in pair.rows if not as_text]
+        repeated += [id(pair)] if seen.repeats(rows or pair_item(pair).model_dump(mode="json")) else []
     return collection.without(dict.fromkeys(repeated, DropReason.DUPLICATE_PAIR))
 
 
@@ -41,10 +49,10 @@ def sampled_pairs(collection: TrajectoryCollection, count: int, seed: int) -> Tr
 
 
 def chosen_pairs(
-    collection: TrajectoryCollection, *, distinct: bool, count: int | None, seed: int
+    collection: TrajectoryCollection, *, distinct: bool, count: int | None, seed: int, as_text: bool = False
 ) -> TrajectoryCollection:
-    """At most `count` pairs, without repetitions if they have to be `distinct`."""
-    collection = distinct_pairs(collection) if distinct else collection
+    """At most `count` pairs, without repetitions if they have to be `distinct`; `as_text`: their texts are trained."""
+    collection = distinct_pairs(collection, as_text=as_text) if distinct else collection
     return collection if count is None else sampled_pairs(collection, count, seed)
 
 
@@ -61,7 +69,7 @@ def desirable(group: Sequence[Trajectory], threshold: float | None) -> list[bool
     None: at it.
     """
     limit = sum(t.reward for t in group) / len(group) if threshold is None else threshold
-    return [None if _equal(t.reward, limit) else t.reward > limit for t in group]
+    return [None if are_equal(t.reward, limit) else t.reward > limit for t in group]
 
 
 def labeled_episodes(collection: TrajectoryCollection, threshold: float | None) -> TrajectoryCollection:
@@ -87,10 +95,6 @@ def best_episodes(collection: TrajectoryCollection, count: int, min_reward: floa
     every = {id(t) for group in collection.trajectories for t in group}
     best = {id(t) for group in collection.trajectories for t in best_of_group(group, count, min_reward)}
     return _with_rows(collection.without(dict.fromkeys(every - best, DropReason.NOT_BEST)), {})
-
-
-def _equal(reward: float, limit: float) -> bool:
-    return abs(reward - limit) <= 1e-9 * max(abs(reward), abs(limit), 1.0)
 
 
 def _with_rows(collection: TrajectoryCollection, preferred: Mapping[int, bool | None]) -> TrajectoryCollection:

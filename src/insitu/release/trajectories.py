@@ -38,7 +38,6 @@ from insitu.schemas.finetuning import Trajectory
 from insitu.training.preference_builders import (
     DPOFromGroupsConfig,
     DPOTrajectoryBuilderConfig,
-    documented_pair,
     episode_candidate,
 )
 from insitu.training.report import counts
@@ -175,7 +174,7 @@ class Exporter:
         tools: Messages | None,
         episodes: tuple[Episode, Episode],
     ) -> Records:
-        if self._seen.repeats(documented_pair(pair)):
+        if self._seen.repeats([prompt, *sides, tools]):
             self._drop(DropReason.DUPLICATE_PAIR)
         elif not is_text(message for messages in (prompt, *sides) for message in messages):
             self._drop(DropReason.NOT_TEXT)

@@ -142,7 +142,13 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig, *, as_text: b
     """The group with a trajectory for each pair of its episodes with different rewards; `as_text`: without rows."""
     by_id = {trajectory.id: trajectory for trajectory in group.trajectories}
     played = {e.key.generation: (e, t) for e in group.episodes if (t := by_id.get(e.key.text())) is not None}
-    pairs, dropped = preference_pairs([episode_candidate(e, t) for e, t in played.values()], config.pair_options)
+    candidates = [episode_candidate(e, t) for e, t in played.values()]
+    # all that is trained of an episode; its text is that of its first conversation
+    said = {
+        generation: [(row.token_ids, row.loss_mask) for row in episode_rows(t) if not as_text]
+        for generation, (_, t) in played.items()
+    }
+    pairs, dropped = preference_pairs(candidates, config.pair_options, lambda c: said[c.candidate_index] or c.response)
     made = []
     for number, pair in enumerate(pairs):
         (episode, best), (_, worst) = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))

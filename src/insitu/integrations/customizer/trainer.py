@@ -167,7 +167,8 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
     def _selected(self, collected: TrajectoryCollection) -> TrajectoryCollection:
         """The pairs to train on."""
         config, seed = self.trainer_config, self._full_config.general.seed
-        chosen = chosen_pairs(collected, distinct=config.deduplicate_pairs, count=config.max_pairs, seed=seed)
+        distinct, count = config.deduplicate_pairs, config.max_pairs
+        chosen = chosen_pairs(collected, distinct=distinct, count=count, seed=seed, as_text=True)
         left_out = Counter(chosen.dropped) - Counter(collected.dropped)
         reasons = f"; left out: {counts(left_out)}" if left_out else ""
         self._run.report.note(f"training on {_size(chosen)} of {_size(collected)} pairs{reasons}")

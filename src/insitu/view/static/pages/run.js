@@ -5,7 +5,7 @@ import { compareWith, comparison, differences } from "../comparison.js";
 import { Curves } from "../curves.js";
 import { fill, h } from "../dom.js";
 import { ABSENT, compact, count, duration, isNumber, percent, score, signed, when } from "../format.js";
-import { FEW_TRAINED, OFTEN_CUT, trainedShare, warnings } from "../figures.js";
+import { OFTEN_CUT, trainedShare, trainsFew, warnings } from "../figures.js";
 import { Lists } from "../lists.js";
 import { remember } from "../links.js";
 import { arrow, choice, fact, failure, problems, section, stateBadge } from "../parts.js";
@@ -158,7 +158,7 @@ function header(run, adding, progress) {
       fact("Trained tokens", compact(summary.tokens), throughput(run)),
       fact("Time", duration(summary.seconds), "of complete epochs"),
       marked(
-        (trainedShare(last) ?? 1) < FEW_TRAINED,
+        trainsFew(last),
         fact(
           last?.pairs == null ? "Trained episodes" : "Trained pairs",
           percent(trainedShare(last)),
