@@ -88,6 +88,25 @@ def test_a_new_score_is_the_reward_of_an_export(run: Path) -> None:
     assert {e["reward_from"] for e in lines} == {"match"}
 
 
+def test_old_and_new_scores_are_never_mixed(run: Path) -> None:
+    """As after a rescoring that was interrupted."""
+
+    def refused() -> str:
+        done = show(run, "--format", "sft", "--output", run.parent / "out.jsonl", "--reward", "match", command="export")
+        assert done.code == (2 if done.err else 0)
+        return done.err
+
+    rescore(run, "--evaluator", "match")
+    path = run / "rescores.jsonl"
+    header, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([header, *lines[:2]]))
+    assert "2 of 3 episodes were scored again by 'match', others were not: `insitu trajectories rescore" in refused()
+    path.write_text("".join([header, *lines, json.dumps(json.loads(lines[0]) | {"dataset": "other"}) + "\n"]))
+    assert "by 'match' with other settings, code or rows than others" in refused()
+    assert rescore(run, "--evaluator", "match").code == 0
+    assert refused() == ""
+
+
 def test_failures_of_the_evaluator_are_counted(run: Path) -> None:
     done = rescore(run, "--evaluator", "broken")
     assert done.code == 1

@@ -75,7 +75,9 @@ def test_a_better_version_replaces_the_one_in_use(
     code, text = promote(elsewhere, agent)  # scored on other rows than what is in use
     assert code == 0, text
     assert "1 against 0 on 12 held-out rows" in text
-    assert "000002 was scored on other rows; comparing with the weights before training" in text
+    assert (
+        "000002 was scored on other rows, or by another evaluator; comparing with the weights before training" in text
+    )
     assert sorted(path.name for path in versions.iterdir()) == ["000002", "000003"]
 
 
@@ -103,7 +105,7 @@ def test_a_version_that_is_not_significantly_better_is_not_promoted(tmp_path: Pa
         "rows, a difference of +0.3125 (95 % interval +0 to +0.5714, p = 0.0625); the same difference would take about "
         "20 held-out rows",
     )
-    assert not (tmp_path / "agent").exists()
+    assert [path.name for path in tmp_path.glob("agent*")] == []
     code, text = promote(slightly, tmp_path / "agent", "--confidence", "0.9")
     assert code == 0, text
 
@@ -152,6 +154,19 @@ def test_what_is_no_evidence_is_said_in_a_sentence(strong: Path, tmp_path: Path)
         assert says in text
     assert not agent.exists()
     assert not list(tmp_path.glob("agent.versions/0*"))
+
+
+@pytest.mark.parametrize("key", ["evaluator", "scoring", "dataset"])
+def test_scores_of_other_evaluators_or_rows_are_not_compared(tmp_path: Path, key: str) -> None:
+    source = recorded_run(tmp_path / "run", WEAK, STRONG)
+    path = source / "validation_scores.jsonl"
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1][key] = "another"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
+    code, text = promote(source, tmp_path / "models/agent")
+    assert code == 2
+    assert "step_000001 was scored on other held-out rows, or by an evaluator with other settings or code, than" in text
+    assert not (tmp_path / "models").exists()
 
 
 def test_rows_that_were_scored_only_once_are_left_out(tmp_path: Path) -> None:

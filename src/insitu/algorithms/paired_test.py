@@ -51,9 +51,9 @@ def compare_paired(
 ) -> PairedComparison:
     """Tests the hypothesis that the differences by row are symmetric about 0, so that their signs are random.
 
-    The p-value is the share of random assignments of signs to the differences whose sum is at least as far from 0: for
-    scores of 0 and 1 the exact McNemar test, otherwise Fisher's randomization test (The Design of Experiments, 1935,
-    section 21), sampled for more than `EXACT_ROWS` rows, with the observed assignment as one of the samples (Phipson
+    The p-value is the share of random assignments of signs to the differences whose sum is at least as far from 0:
+    Fisher's randomization test (The Design of Experiments, 1935, section 21), which is McNemar's exact test for scores
+    of 0 and 1, sampled for more than `EXACT_ROWS` rows, with the observed assignment as one of the samples (Phipson
     and Smyth 2010, doi:10.2202/1544-6115.1585). The interval holds the differences that the same test does not reject,
     so it excludes 0 if and only if the p-value is at most 1 - confidence. If the candidate was selected as the best of
     several `candidates`, both are adjusted by Bonferroni's inequality (Dunn 1961, doi:10.1080/01621459.1961.10482090).

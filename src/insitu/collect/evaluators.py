@@ -1,10 +1,13 @@
 """Base class for evaluators, scoring, and the rewards of episodes; a failure is an error, not a score of 0."""
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -19,6 +22,7 @@ from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 from insitu.schemas.kinds import EVALUATOR
+from insitu.schemas.parts import code_file
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +133,18 @@ def reward_of(config: Config) -> tuple[str, int]:
             f"available: {', '.join(names) or 'none'}"
         )
     return names[0], 1
+
+
+def scoring_digest(config: Config, name: str) -> str:
+    """A digest of what decides which scores an evaluator gives: its block, its Python file, and what it adds up."""
+    block = config.block(EVALUATOR, name)
+    settings = block.model_dump(mode="json", fallback=str)
+    digest = hashlib.sha256(f"{block.type} {json.dumps(settings, sort_keys=True)}".encode())
+    with suppress(ValueError, OSError):  # code of a package, or of this process
+        digest.update(code_file(str(settings.get("function")), config.folder)[0].read_bytes())
+    for part in settings.get("weights") or ():
+        digest.update(scoring_digest(config, part).encode())
+    return digest.hexdigest()[:16]
 
 
 def unshaped_reward_of(config: Config) -> tuple[str, int]:

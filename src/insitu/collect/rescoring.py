@@ -1,7 +1,6 @@
 """Scores the recorded episodes of a run again, by an evaluator of its file or of another one."""
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -12,7 +11,7 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.collect.collector import run_limited
 from insitu.collect.datasets import find_dataset, load_dataset
-from insitu.collect.evaluators import parse_score, score
+from insitu.collect.evaluators import parse_score, score, scoring_digest
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.runs.files import RESCORES
@@ -20,7 +19,6 @@ from insitu.runs.replay import StoredRun, file_of_run
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
-from insitu.schemas.kinds import EVALUATOR
 
 _KEY = "RUN_DIR"
 
@@ -45,12 +43,16 @@ class Rescoring:
         if config_file is None:
             config_file = file_of_run(folder, "with --config_file")
         self.config, self.evaluator = load_config(config_file, override), evaluator
-        block = self.config.block(EVALUATOR, evaluator)
-        digest = hashlib.sha256(f"{block.type} {block.model_dump_json()}".encode()).hexdigest()
-        self._about = {"evaluator": evaluator, "config_file": self.config.source, "config_hash": digest[:16]}
+        digest = scoring_digest(self.config, evaluator)
         if dataset is None and (recorded := settings.get("dataset")):  # None: a builder of a plugin
             dataset = _unchanged_dataset(self.config, recorded, folder)
         self._rows = {str(row.id): row for row in load_dataset(self.config, dataset)}
+        self._about = {
+            "evaluator": evaluator,
+            "config_file": self.config.source,
+            "config_hash": digest,
+            "dataset": find_dataset(self.config, dataset).record()["sha256"],
+        }
         missing = {group.row_id for group in self._run.selected} - self._rows.keys()
         if missing:
             raise ConfigError(

@@ -93,7 +93,7 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
         yield "base model's commit", f"`{commit}`"
     if (dataset := settings.get("dataset")) is not None:
         yield "data", f"{_data(dataset)} (SHA-256 `{dataset['sha256']}`)"
-    yield "training jobs", f"{record.step} (epochs of the run: {settings.get('epochs')})"
+    yield "training jobs", str(record.step)
     yield "seed", str(settings.get("seed"))
     source = Path(str(settings.get("source")))
     file = f"{source.parent.name}/{source.name}" if (source.parent / RUN).is_file() else source.name

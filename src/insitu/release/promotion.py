@@ -23,6 +23,8 @@ from insitu.runs.reader import RowScores, RunReader
 logger = logging.getLogger(__name__)
 
 PROMOTION_FILE = "promotion.json"
+_SCORED = ("evaluator", "scoring", "dataset")
+"""Fields of RowScores: what has scored which rows."""
 
 
 class Destination:
@@ -88,13 +90,18 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
     """
     destination = Destination(path)
     source, candidate, earlier = _candidate(run, name)
+    trained = {each.policy_version for each in earlier} - {earlier[0].policy_version}
+    choices = 1 if name == "latest" else max(1, len(trained))  # from which the candidate was selected by its score
+
+    def compared() -> Promotion:
+        return _compare(source, candidate, *_baseline(destination, candidate, earlier), confidence, choices)
+
+    if not destination.versions.exists():  # nothing is made if it is refused
+        compared()
     destination.versions.mkdir(parents=True, exist_ok=True)
     with FolderLock(destination.versions, "DESTINATION"):
         delete_drafts(destination.versions)
-        baseline, scores = _baseline(destination, candidate, earlier)
-        trained = {each.policy_version for each in earlier} - {earlier[0].policy_version}
-        choices = 1 if name == "latest" else max(1, len(trained))  # from which the candidate was selected by its score
-        promotion = _compare(source, candidate, baseline, scores, confidence, choices)
+        promotion = compared()
         previous, numbered = destination.current, destination.numbered()
         number = int(numbered[-1].name) + 1 if numbered else 1
         version = destination.versions / f"{number:06d}"
@@ -123,6 +130,11 @@ def _candidate(run: Path, name: str | None) -> tuple[Source, RowScores, list[Row
     if not records:
         validated = ", ".join(str(each.epoch) for each in scored)
         raise ConfigError(f"--checkpoint: {source.folder.name} was not validated; validated epochs: {validated}")
+    if any(getattr(records[-1], key) != getattr(scored[0], key) for key in _SCORED):
+        raise ConfigError(
+            f"RUN_DIR: {run}: {source.folder.name} was scored on other held-out rows, or by an evaluator with other "
+            "settings or code, than the weights before training; their scores cannot be compared"
+        )
     return source, records[-1], scored
 
 
@@ -130,9 +142,12 @@ def _baseline(destination: Destination, candidate: RowScores, scored: list[RowSc
     """What the candidate is compared with, and its mean score by row."""
     if destination.current is not None:
         record = read_object(destination.current / PROMOTION_FILE)
-        if (record.get("evaluator"), record.get("dataset")) == (candidate.evaluator, candidate.dataset):
+        if all(record.get(key) == getattr(candidate, key) for key in _SCORED):
             return f"what is in use at {destination.path}", record["scores"]
-        logger.warning("%s was scored on other rows; comparing with the weights before training", destination.current)
+        logger.warning(
+            "%s was scored on other rows, or by another evaluator; comparing with the weights before training",
+            destination.current,
+        )
     return "the weights before training", scored[0].means()
 
 
@@ -170,7 +185,6 @@ def _record(source: Source, candidate: RowScores, promotion: Promotion) -> dict[
         "confidence": promotion.confidence,
         "candidates": promotion.candidates,
         "comparison": promotion.comparison._asdict(),
-        "evaluator": candidate.evaluator,
-        "dataset": candidate.dataset,
+        **{key: getattr(candidate, key) for key in _SCORED},
         "scores": candidate.means(),
     }

@@ -61,7 +61,7 @@ class Problems(list[str]):
 class RowScores(NamedTuple):
     """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
 
-    `dataset` is the SHA-256 of the file with the rows.
+    `dataset` is the SHA-256 of the file with the rows, `scoring` a digest of the evaluator's settings and code.
     """
 
     epoch: int
@@ -69,6 +69,7 @@ class RowScores(NamedTuple):
     evaluator: str
     dataset: str
     scores: dict[str, list[float]]
+    scoring: str = ""
 
     def means(self) -> dict[str, float]:
         """The mean score of each row."""

@@ -55,7 +55,7 @@ class StoredRun:
         complete = sorted({group.epoch for group in self._groups})
         if not complete:
             raise ConfigError(f"{self.files.where} has no complete group yet")
-        self.epochs = complete if epochs is None else epochs
+        self.epochs = complete if epochs is None else [*dict.fromkeys(epochs)]
         """The epochs to read, in this order."""
         if missing := [epoch for epoch in self.epochs if epoch not in complete]:
             numbers = ", ".join(map(str, complete[:_LISTED])) + " ..." * (len(complete) > _LISTED)
@@ -65,6 +65,7 @@ class StoredRun:
             evaluator, _ = parse_reward(reward)
             self._scores = {name: record for (name, _), record in self.files.rescores(evaluator).items()}
             self._check_reward(evaluator, "-" * reward.startswith("-"))
+            self._check_rescored(evaluator)
 
     def _check_reward(self, reward: str, sign: str) -> None:
         episodes = self.files.episode_records(self._groups)
@@ -75,6 +76,19 @@ class StoredRun:
                 f"{self.files.where} has no scores of {sign + reward!r}; available: {', '.join(names) or 'none'} "
                 f"(`insitu trajectories rescore {self.folder} --evaluator NAME` adds scores)"
             )
+
+    def _check_rescored(self, evaluator: str) -> None:
+        """Raises ConfigError if recorded scores and new ones would be mixed, or new ones of different evaluators."""
+        records = self.files.episode_records(self.selected) if self._scores else ()
+        played = [str(record["episode"]) for record in records if record["outcome"] == EpisodeStatus.OK]
+        rescored = [self._scores[name] for name in played if name in self._scores]
+        again = f"`insitu trajectories rescore {self.folder} --evaluator {evaluator}` scores all of them"
+        if 0 < len(rescored) < len(played):
+            problem = f"{len(rescored)} of {len(played)} episodes were scored again by {evaluator!r}, others were not"
+            raise ConfigError(f"{self.files.where}: {problem}: {again}")
+        if len({(record["config_hash"], record.get("dataset")) for record in rescored}) > 1:
+            problem = f"some episodes were scored again by {evaluator!r} with other settings, code or rows than others"
+            raise ConfigError(f"{self.files.where}: {problem}: {again}")
 
     def groups(self, epoch: int) -> list[StoredGroup]:
         """The groups of an epoch in the order they were written."""

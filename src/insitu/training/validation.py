@@ -9,6 +9,7 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.evaluation import held_out_config, validate
+from insitu.collect.evaluators import scoring_digest
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
@@ -184,7 +185,9 @@ class Validation:
         recorded = scores and {(line.epoch, line.policy_version) for line in RunReader(self._store.path).scores()}
         if scores and (epoch, version) not in recorded:  # else the process was killed before it wrote the history
             reward = self._run_config.reward_function
-            line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores)
+            assert reward is not None  # whose scores they are
+            scoring = scoring_digest(held_out_config(builder.config, builder.moved), reward.evaluator)
+            line = RowScores(epoch, version, reward.name, digest, scores, scoring)
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
         if self.best is record:
