@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def test_a_file_that_cannot_be_written_keeps_its_content_and_is_named(tmp_path: 
 def test_a_folder_is_complete_or_absent_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     survives = power_failures(monkeypatch)
     target = tmp_path / "step_000001"
-    (tmp_path / ".step_000001.draft").mkdir()  # of a process that was killed
-    (tmp_path / ".step_000001.draft/half").write_text("x")
+    with subprocess.Popen(["true"]) as killed:
+        killed.wait()
+    (tmp_path / f".step_000001.{killed.pid}-1.draft").mkdir()
+    (tmp_path / f".step_000001.{killed.pid}-1.draft/half").write_text("x")
     with new_folder(target) as draft:
         (draft / "deep").mkdir()
         (draft / "deep/weights").write_text("x")
@@ -71,6 +74,19 @@ def test_a_folder_is_complete_or_absent_and_never_overwritten(tmp_path: Path, mo
         raise InterruptedError
     delete_folder(target)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_of_two_that_make_a_folder_the_first_to_end_has_made_it(tmp_path: Path) -> None:
+    def make(content: str, *others: str) -> None:
+        with new_folder(tmp_path / "target") as draft:
+            (draft / content).touch()
+            if others:
+                with ThreadPoolExecutor() as executor:
+                    executor.submit(make, *others).result()
+
+    with pytest.raises(InsituError, match="target exists already; it is not overwritten"):
+        make("slow", "quick")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["target", "target/quick"]
 
 
 def test_what_a_killed_process_left_is_deleted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from factories import digits_project
-from fake_nemo import FakeNeMo
+from fake_nemo import FakeNeMo, Repository
 from marks import slow_but
 from processes import HANGS, run, start
 
@@ -35,6 +35,8 @@ def test_a_run_uploads_its_checkpoints(tmp_path: Path, push: str) -> None:
     digits_project(tmp_path, rows=4, held_out=8)
     with FakeNeMo(lfs_bytes=20_000) as hub:
         hub.token = TOKEN
+        earlier = {"adapter_config.json": b"{}", "model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
+        hub.repositories["me/agent"] = Repository(files=earlier)
         hub.fail("commit", 500)  # the first upload is lost
         errors = train(tmp_path, hub, {"repo": "me/agent", "push": push, "private": False}, *VALIDATION)
         uploaded = hub.repositories["me/agent"]
@@ -46,7 +48,7 @@ def test_a_run_uploads_its_checkpoints(tmp_path: Path, push: str) -> None:
     done = run("export", source, tmp_path / "out", "--checkpoint", chosen)
     assert done.returncode == 0, done.stderr
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert {**written, "README.md": b""} == {**uploaded.files, "README.md": b""}
+    assert {**written, "README.md": b"", "notes.txt": b"mine"} == {**uploaded.files, "README.md": b""}
     assert uploaded.files["README.md"].decode().startswith("---\nlibrary_name: transformers\n")
     assert "model-index" in uploaded.files["README.md"].decode()
     assert "finetuning.hub" not in errors, "the second attempt worked"

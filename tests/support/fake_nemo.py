@@ -323,6 +323,7 @@ class FakeNeMo:
             web.post(f"{models}/preupload/{{revision}}", self._preupload),
             web.post(f"{models}/commit/{{revision}}", self._commit),
             web.get(f"{models}/revision/{{revision}}", self._revision),
+            web.get(f"{models}/tree/{{revision}}", self._tree),
             web.post("/v1/hf/{namespace}/{name}.git/info/lfs/objects/batch", self._lfs_batch),
             web.put("/v1/hf/lfs/{oid}", self._lfs_upload),
         ]
@@ -398,6 +399,9 @@ class FakeNeMo:
         header, *lines = (json.loads(line) for line in (await request.read()).splitlines())
         for line in lines:
             value = line["value"]
+            if line["key"] == "deletedFile":
+                del repository.files[value["path"]]
+                continue
             stored = line["key"] == "lfsFile"
             repository.files[value["path"]] = (
                 self.objects[value["oid"]] if stored else base64.b64decode(value["content"])
@@ -407,6 +411,12 @@ class FakeNeMo:
         # relative: huggingface-hub 0.34 cannot parse the URL of an endpoint other than its own
         url = f"datasets/{'{namespace}/{name}'.format(**request.match_info)}/commit/{oid}"
         return web.json_response({"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
+
+    async def _tree(self, request: web.Request) -> web.Response:
+        files = self._repository(request).files
+        return web.json_response(
+            [{"type": "file", "path": path, "size": len(files[path]), "oid": _git_oid(files[path])} for path in files]
+        )
 
     async def _revision(self, request: web.Request) -> web.Response:
         oid = hashlib.sha1(repr(self._repository(request).files).encode()).hexdigest()

@@ -34,8 +34,8 @@ from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner, Learners
 from insitu.backend.model import LoadedModel, load_model, text_config
 from insitu.backend.protocols import ServedModels, Services, protocol_routes
-from insitu.disk.files import available_memory, readable_bytes, writable_folder
-from insitu.disk.folder_lock import FolderLock, is_alive
+from insitu.disk.files import available_memory, is_alive, readable_bytes, writable_folder
+from insitu.disk.folder_lock import FolderLock
 from insitu.errors import BackendError, InsituError, PluginError
 from insitu.formats.parser import format_problem, unknown_format
 from insitu.schemas.backend_processes import LearnerOptions, SamplerOptions

@@ -11,6 +11,7 @@ All have ordinary permissions, those that the umask leaves; `write_file` leaves 
 
 import contextlib
 import errno
+import glob
 import logging
 import os
 import shutil
@@ -159,17 +160,29 @@ def _is_free(target: Path) -> bool:
     return not target.exists() and not target.is_symlink()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # a process of another user may not be asked
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yields a draft that becomes `target` on success and is deleted on failure.
 
-    Raises InsituError if `target` exists and is not an empty folder. The process must own the parent folder: the draft
-    of an earlier process that was killed is deleted.
+    Raises InsituError if `target` exists and is not an empty folder, before or after. Drafts of processes that were
+    killed are deleted.
     """
-    if not _is_free(target):
-        raise InsituError(f"{target} exists already; it is not overwritten")
-    draft = target.with_name(f".{target.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
+    _check_absent(target)
+    owner = f"{os.getpid()}-{threading.get_native_id()}"  # two processes may want the same folder
+    draft = target.with_name(f".{target.name}.{owner}.draft")
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*.draft"):
+        pid = left.name.removeprefix(f".{target.name}.").partition("-")[0]
+        if left == draft or (pid.isdecimal() and not is_alive(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
     with writing(target):
         draft.mkdir(parents=True)
     try:
@@ -177,12 +190,18 @@ def new_folder(target: Path) -> Iterator[Path]:
         _open_to_readers(draft)
         for path in [*draft.rglob("*"), draft]:
             sync_path(path)
+        _check_absent(target)
         if target.exists():
             draft.chmod(stat.S_IMODE(target.stat().st_mode))
         draft.rename(target)
         sync_path(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_absent(target: Path) -> None:
+    if not _is_free(target):
+        raise InsituError(f"{target} exists already; it is not overwritten")
 
 
 @contextlib.contextmanager

@@ -11,21 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from insitu.disk.files import NOT_SUPPORTED, open_received, read_received
+from insitu.disk.files import NOT_SUPPORTED, is_alive, open_received, read_received
 from insitu.errors import ConfigError
 
 LOCK_FILE = ".lock"
 _OWNER_SECONDS = 1.0
 """Time for a process that has just locked a folder to write who it is."""
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process on this machine."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # a process of another user may not be asked
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 class _Owner(NamedTuple):

@@ -20,6 +20,8 @@ from insitu.release.model_card import CardSubject, model_card
 
 CARD_FILE = "README.md"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*", "adapter_*"]
+"""Files of a repository from which libraries load weights."""
 
 
 class Source(NamedTuple):
@@ -126,11 +128,13 @@ def create_repository(name: str, private: bool = True) -> str:
 def upload(folder: Path, name: str, message: str) -> None:
     """Uploads the folder as one commit to a model repository; files that are there already are not sent again.
 
-    Raises BackendError.
+    Weights of an earlier upload are deleted there: beside those of a model, libraries load an adapter. Raises
+    BackendError.
     """
     api: Any = _hub().HfApi(library_name="insitu")
+    options = {"commit_message": message, "delete_patterns": _WEIGHTS}
     try:
-        api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, commit_message=message)
+        api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, **options)
     except Exception as error:  # as above
         raise BackendError(f"its upload to {name} failed: {_one_line(error)}") from error
 
