@@ -552,6 +552,20 @@ async def test_completions_outside_every_episode_are_counted(config: Config) -> 
     assert counted == [{"player": 1}]
 
 
+async def test_they_are_counted_once_whatever_version_is_served(folder: Path) -> None:
+    (folder / "policy.yml").write_text(yaml.safe_dump(content({"_type": "policy"})))
+    config, counted = load_config(folder / "policy.yml"), list[Any]()
+    with FakeOpenAI(policy_version=1) as server:
+        async with serving(config) as (service, address), session_with(address, on_counts=counted.append) as session:
+            versions = [ServedPolicy(base_url=server.base_url, model=f"m@{n}", renamed=True) for n in (1, 2)]
+            for version in versions:
+                assert (await ask(session, "plain", version)).outcome == "ok"
+            async with service.hosted.workflow(versions[-1]) as workflow:
+                await workflow.ainvoke({"do": "plain"})
+            await ask(session, "echo", versions[-1])
+    assert counted == [{"player": 1}]
+
+
 async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> None:
     (folder / "policy.yml").write_text(yaml.safe_dump(content({"_type": "policy"})))
     config = load_config(folder / "policy.yml")

@@ -327,8 +327,9 @@ class AttemptStream:
 
     async def _attempt(self, body: EpisodeRequest) -> bytes:
         """The line of an attempt; runs in the loop of the workflows."""
-        if body.policy not in self._counted:
-            self._counted[body.policy] = self._hosted.stray_completions(body.policy)
+        policy = body.policy and body.policy.unversioned  # a workflow serves all versions
+        if policy not in self._counted:
+            self._counted[policy] = self._hosted.stray_completions(policy)
         with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
             result = await self._hosted.attempt(body)
         return result_line(body.attempt, result, **await self._new_counts())
