@@ -691,8 +691,13 @@ def test_plugins_come_from_the_folder_of_the_file(write: Any) -> None:
 def test_a_plugin_that_fails_is_named(write: Any) -> None:
     write("raise RuntimeError('broken inside')", "my_broken_plugin.py")
     write("import a_package_that_is_not_there", "my_hungry_plugin.py")
-    for name, reason in (("my_broken_plugin", "broken inside"), ("my_hungry_plugin", "a_package_that_is_not_there")):
-        with pytest.raises(PluginError, match=f"general.plugins: '{name}' could not be imported.*{reason}"):
+    file = write("def play(:", "my_wrong_plugin.py")
+    for name, kind, reason in (
+        ("my_broken_plugin", PluginError, "broken inside"),
+        ("my_hungry_plugin", ConfigError, "a_package_that_is_not_there"),
+        ("my_wrong_plugin", ConfigError, rf"SyntaxError: invalid syntax \({file}, line 1\)$"),
+    ):
+        with pytest.raises(kind, match=f"general.plugins: '{name}' could not be imported.*{reason}"):
             load_config(write({"general": {"plugins": [name]}}))
 
 

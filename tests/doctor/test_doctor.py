@@ -103,6 +103,21 @@ async def test_a_trajectory_builder_whose_name_has_a_dot(tmp_path: Path, backend
     assert (await diagnose(tmp_path, backend, *named)).budget["episodes_played"] == 16
 
 
+async def test_the_figures_of_pairs_are_those_of_episodes(tmp_path: Path, backend: str) -> None:
+    diagnosis = await diagnose(
+        tmp_path,
+        backend,
+        ("eval.evaluators.score.function", "doctor_parts:distinct"),
+        ("trajectory_builders.episodes._type", "dpo_from_groups"),
+        ("trainers.grpo._type", "insitu_dpo_trainer"),
+        ("trainer_adapters.backend.training", {"method": "dpo"}),
+    )
+    played = diagnosis.played
+    assert (played["num_episodes"], played["failed_episodes"], played["num_groups"]) == (16, 0, 4)
+    assert 10 <= played["min_reward"] <= played["avg_reward"] <= played["max_reward"] < 11  # a pair's is a difference
+    assert serious(diagnosis) == []
+
+
 @pytest.mark.slow
 async def test_workspaces_of_agents_that_fail_are_not_kept(tmp_path: Path, backend: str) -> None:
     """They would be in the folder of the run."""
@@ -146,6 +161,7 @@ CURRICULUM = "finetuning.curriculum_learning"
         (scored_by("broken"), "evaluator_error", STOPS, "eval.evaluators.score", "correct the evaluator"),
         (scored_by("not_a_number"), "nan_score", STOPS, "eval.evaluators.score", "a finite number"),
         (agent("fail"), "workflow_error", STOPS, "workflow", "correct the agent"),
+        (agent("silent"), "no_output", STOPS, "workflow", "is a `return` missing?"),
         (agent("elaborate"), "prompt_too_long", STOPS, "trainer_adapters.backend.model", "shorten the prompts"),
         (agent("by_own_client"), "no_calls", STOPS, "workflow", "call the model of its llm"),
         (agent("rewrite"), "answers_rewritten", HARMS, "workflow", "as it was returned"),

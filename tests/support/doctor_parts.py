@@ -70,6 +70,10 @@ async def hang_once(question: str, model: insitu.Model) -> str:
     return await model.ask(question, max_tokens=4)
 
 
+async def silent(question: str, model: insitu.Model) -> None:
+    await model.ask(question)
+
+
 async def elaborate(question: str, model: insitu.Model) -> str:
     return await model.ask(question * 200)
 
@@ -77,6 +81,11 @@ async def elaborate(question: str, model: insitu.Model) -> str:
 def score(answer: str) -> float:
     """Scores the last digit of the answer, as a share of 9."""
     return int(next((c for c in reversed(answer) if c.isdigit()), 0)) / 9
+
+
+def distinct(answer: str) -> float:
+    """From 10 to 11."""
+    return 10 + sum(answer.encode()) % 97 / 100
 
 
 def always_half(answer: str) -> float:

@@ -71,10 +71,15 @@ def test_a_score_that_no_row_has_an_answer_for(tmp_path: Path) -> None:
         if not is_refused:
             asyncio.run(check_run(FinetuneRunConfig(config_file=path)))
             continue
-        assert refusal(folder) == (
+        problem = (
             "eval.evaluators.other: no row has an expected answer; eval.general.dataset.structure.answer_key names its "
             "column, of id, question"
         )
+        assert refusal(folder) == problem
+        write_rows(folder, [{"say": "a"}], "held_out.jsonl")
+        (folder / "answered.jsonl").write_text('{"id": 1, "question": "a", "answer": "b"}\n')
+        held_out = ("-o", "finetuning.validation.dataset", "held_out.jsonl")
+        assert refusal(folder, *held_out, dataset=Path("answered.jsonl")) == f"validation: {problem}"
 
 
 def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:

@@ -385,7 +385,8 @@ def test_a_failed_validation_fails_the_run_and_is_no_reward(project: Path) -> No
     records = json.loads((project / "run/validation_history.json").read_text())
     assert all("error" in r and "avg_reward" not in r for r in records)
     assert [r["epoch"] for r in records] == [0, 1]  # before the first step and after the last, whatever the interval
-    assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: 1 nan_score\n" in err
+    assert "failed: 2 validation(s) failed; the first, at epoch 0: no example could be scored: 1 nan_score; row 0: the "
+    assert "score is nan; allowed: from -1e+30 to 1e+30\n" in err
 
 
 def backend_of(process: Process) -> psutil.Process:

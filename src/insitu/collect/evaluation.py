@@ -285,14 +285,16 @@ def validation_record(output: EvaluationRunOutput, run_config: FinetuneConfig, e
     dropped: Counter[str] = Counter()
     for failed in (item for item in output.eval_input.eval_input_items if item.error is not None):
         dropped[failed.reason or "workflow_error"] += 1
+    first = ""
     for item in results[reward.evaluator].eval_output_items:
-        _, reason, _ = parse_score(item)
+        _, reason, problem = parse_score(item)
         if reason is not None:
             dropped[str(reason)] += 1
+            first = first or f"; row {item.id}: {problem}"
     scores = scores_by_row(results[reward.evaluator], reward.sign)
     if not scores:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        return {"epoch": epoch, "error": f"no example could be scored: {reasons}", "dropped": dict(dropped)}
+        return {"epoch": epoch, "error": f"no example could be scored: {reasons}{first}", "dropped": dict(dropped)}
     estimate = rows_ci95([reward.sign * score for score in of_row] for of_row in scores.values())
     estimate = estimate if reward.sign > 0 else estimate.negated()
     return {

@@ -19,7 +19,14 @@ from insitu.collect.watchdog import doing, seconds_since
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
-from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluatorInfo
+from insitu.schemas.evaluation import (
+    EvalInput,
+    EvalInputItem,
+    EvalOutput,
+    EvalOutputItem,
+    EvaluatorBaseConfig,
+    EvaluatorInfo,
+)
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 from insitu.schemas.kinds import EVALUATOR
 from insitu.schemas.parts import code_file
@@ -133,6 +140,13 @@ def reward_of(config: Config) -> tuple[str, int]:
             f"available: {', '.join(names) or 'none'}"
         )
     return names[0], 1
+
+
+def check_rows(config: Config, rows: Sequence[EvalInputItem]) -> None:
+    """Raises ConfigError if an evaluator can score none of the rows."""
+    for name in config.names(EVALUATOR):
+        if isinstance(block := config.block(EVALUATOR, name), EvaluatorBaseConfig):
+            block.check_rows(f"eval.evaluators.{name}", rows)
 
 
 def scoring_digest(config: Config, name: str) -> str:

@@ -56,7 +56,8 @@ def make_importable(folder: Path) -> None:
 
 
 def import_module(name: str, key: str, folder: Path) -> Any:
-    """Raises ConfigError if there is no such module, PluginError if it cannot be imported.
+    """Raises ConfigError if there is no such module, or one that it imports, or it is no Python; PluginError if its
+    code fails.
 
     The module may be a script that calls `insitu.finetune`: it is imported as far as to that call.
     """
@@ -69,7 +70,8 @@ def import_module(name: str, key: str, folder: Path) -> Any:
     except Exception as error:  # its code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             raise ConfigError(f"{key}: no module named {name!r} (also searched in {folder})") from None
-        raise PluginError(f"{key}: {name!r} could not be imported: {describe_error(error)}") from error
+        kind = ConfigError if isinstance(error, ImportError | SyntaxError) else PluginError
+        raise kind(f"{key}: {name!r} could not be imported: {describe_error(error)}") from error
     finally:
         _importing.reset(token)
 

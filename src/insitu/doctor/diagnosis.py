@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from insitu.runs.episodes import load_decoder
 from insitu.runs.files import CHECKPOINTS, GROUPS
 from insitu.runs.records import new_run_id
 from insitu.schemas.components import WORKFLOW
-from insitu.schemas.episodes import Episode, EpisodeStatus
+from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingStatusEnum, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
@@ -357,15 +358,18 @@ def _played(evidence: Evidence) -> dict[str, Any]:
     """The numbers of what was played."""
     calls = [call for call in evidence.answers if call.prompt_token_ids is not None]
     prompts = [len(call.prompt_token_ids or ()) for call in calls]
-    metrics = collected_metrics(evidence.groups)
+    metrics = collected_metrics(evidence.groups, evidence.scored)
+    outputs = Counter(
+        str(e.output) for e in evidence.episodes if e.outcome is EpisodeStatus.OK and e.output is not None
+    )
     if not (evidence.compares_groups or evidence.makes_pairs):
         metrics["frac_reward_zero_std"] = None  # a teacher judges each token, whatever the rewards
     return {
         **metrics,
-        "most_frequent_answers": most_frequent_answers(evidence.groups, 3),
+        "most_frequent_answers": outputs.most_common(3) or most_frequent_answers(evidence.groups, 3),
         "rows_per_episode": rows_per_episode(evidence.groups),
         "prompts_max_length": max(prompts, default=None),
         "completions_max_length": max((len(call.token_ids or ()) for call in calls), default=None),
         "context_length": evidence.served.max_length if evidence.served is not None else None,
-        "failed_episodes": sum(episode.reason is not None for episode in evidence.episodes),
+        "failed_episodes": sum(episode.reason not in (None, DropReason.NO_PAIR) for episode in evidence.episodes),
     }

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.finetuning import PolicyEndpoint, Trajectory, TrajectoryCollection
 from insitu.training.metrics import trained_calls
+from insitu.training.observers import Scored
 
 _OFTEN = 0.1
 """Share of the episodes from which a failure of some of them harms."""
@@ -84,6 +85,15 @@ class Evidence:
     @property
     def groups(self) -> Sequence[Sequence[Trajectory]]:
         return self.collection.trajectories
+
+    @property
+    def scored(self) -> list[list[Scored]] | None:
+        """What the episodes with a reward have scored, by row; None if there is none."""
+        rows: dict[str, list[Scored]] = {}
+        for episode in self.episodes:
+            if episode.reward is not None:
+                rows.setdefault(episode.key.row_id, []).append(Scored(episode.reward, episode.scores))
+        return [*rows.values()] or None
 
     @property
     def has_groups(self) -> bool:

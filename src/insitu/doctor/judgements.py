@@ -37,6 +37,7 @@ _CHANGES: dict[str, tuple[str, str]] = {
     ),
     DropReason.CAPTURE_ERROR: ("{llm}", "use an llm of _type: policy, whose server returns token ids and logprobs"),
     DropReason.EVALUATOR_ERROR: ("{plan.evaluator}", "correct the evaluator: it must score every answer of the agent"),
+    "no_output": ("workflow", "the agent returned None: is a `return` missing?"),
     DropReason.NO_SCORE: ("{plan.evaluator}", "return a number for every answer, 0 for a useless one"),
     DropReason.NAN_SCORE: ("{plan.evaluator}", "return a finite number for every answer"),
     DropReason.TEACHER_ERROR: ("{plan.trainer}.teacher", "see why it does not score every sampled token"),
@@ -132,7 +133,7 @@ def about_failures(plan: Plan, evidence: Evidence, findings: Sequence[Finding]) 
     episodes, explained = evidence.episodes, {finding.code for finding in findings}
     by_reason: dict[str, list[Episode]] = {}
     for episode in episodes:
-        if episode.reason is not None:
+        if episode.reason not in (None, DropReason.NO_PAIR):  # with which nothing is wrong
             by_reason.setdefault(_code(episode), []).append(episode)
     for code, failed in by_reason.items():
         if code == DropReason.NO_CALLS and "stray_calls" in explained:
@@ -152,6 +153,8 @@ def _code(episode: Episode) -> str:
     """The reason of a failed episode, or a more exact one."""
     if _TOO_LONG.search(episode.error or ""):
         return "prompt_too_long"
+    if episode.reason is DropReason.EVALUATOR_ERROR and episode.output is None:
+        return "no_output"
     without_ids = [call for call in episode.calls if call.token_ids is None and call.error is None]
     if episode.reason is DropReason.NO_TARGET_CALLS and len(without_ids) == len(episode.calls):
         return "no_token_ids"

@@ -15,6 +15,7 @@ from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.episodes import LocalExecutor, executor_of
 from insitu.collect.evaluation import EvaluationRun, held_out_config
+from insitu.collect.evaluators import check_rows
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.disk.files import check_writable
@@ -265,13 +266,13 @@ async def check_inputs(config: Config, request: FinetuneRunConfig) -> None:
     rows: list[EvalInputItem] = []
     if not isinstance(builder, TrajectoryBuilderConfig) or builder.needs_dataset:
         rows = load_dataset(config, request.dataset)
-    for name in config.names(EVALUATOR):
-        if isinstance(block := config.block(EVALUATOR, name), EvaluatorBaseConfig):
-            block.check_rows(f"eval.evaluators.{name}", rows)
+    check_rows(config, rows)
     if config.finetuning.validation is not None:
         held_out, reward = held_out_config(config), config.finetuning.reward_function
         try:
-            _warn_of_seen(load_dataset(held_out, config.finetuning.validation.dataset), rows)
+            held_out_rows = load_dataset(held_out, config.finetuning.validation.dataset)
+            check_rows(held_out, held_out_rows)
+            _warn_of_seen(held_out_rows, rows)
         except ConfigError as error:
             raise ConfigError(f"validation: {error}") from error
         if reward is not None and reward.evaluator not in (names := held_out.names(EVALUATOR)):
