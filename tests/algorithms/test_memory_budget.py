@@ -265,7 +265,7 @@ def test_the_header_has_the_limit_that_the_backend_gets() -> None:
 def test_checkpoints_that_are_kept_at_once() -> None:
     assert kept_versions(KeepConfig(), 10, 0, keeps_best=True) == (5, 3)
     assert kept_versions(KeepConfig(last=1, every=2), 10, 0, keeps_best=False) == (8, 3)
-    assert kept_versions(KeepConfig(), 1, 0, keeps_best=True) == (2, 2)
+    assert kept_versions(KeepConfig(), 1, 0, keeps_best=True) == (1, 1)
 
 
 def test_validate_says_what_a_file_needs(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ _LATEST = 2
 
 
 def kept_versions(keep: KeepConfig, epochs: int, staleness: int, *, keeps_best: bool) -> tuple[int, int]:
-    """How many checkpoints there are at most, and how many with optimizer state; one is being written."""
+    """How many checkpoints there are at most, and how many with optimizer state, with one that is being written."""
     versions = max(keep.last, _LATEST + staleness) + int(keep.best and keeps_best)
-    versions = min(epochs, versions + (epochs // keep.every if keep.every is not None else 0))
-    return versions + 1, min(epochs, keep.optimizer) + 1
+    versions += epochs // keep.every if keep.every is not None else 0
+    return min(epochs, versions + 1), min(epochs, keep.optimizer + 1)
 
 
 @dataclass(frozen=True)
