@@ -86,7 +86,7 @@ class StoredRun:
         if 0 < len(rescored) < len(played):
             problem = f"{len(rescored)} of {len(played)} episodes were scored again by {evaluator!r}, others were not"
             raise ConfigError(f"{self.files.where}: {problem}: {again}")
-        if len({(record["config_hash"], record.get("dataset")) for record in rescored}) > 1:
+        if len({(record.get("config_hash"), record.get("dataset")) for record in rescored}) > 1:
             problem = f"some episodes were scored again by {evaluator!r} with other settings, code or rows than others"
             raise ConfigError(f"{self.files.where}: {problem}: {again}")
 
