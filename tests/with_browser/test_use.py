@@ -228,7 +228,7 @@ def test_what_the_settings_leave_out_is_not_marked(tmp_path: Path, open_page: Op
     run.end_epoch(1, filtered_trajectories=1, num_trajectories=4, dropped={"not_best": 3}, frac_reward_zero_std=0.0)
     run.end()
     with view_server(tmp_path) as url:
-        page = open_page("/run", url=url, run="best")
+        page = open_page("/run", url=url, refused=True, run="best")
         expect(page.locator(".fact").filter(has_text="Trained episodes")).to_contain_text("25 %")
         expect(page.locator(".fact.is-bad").filter(has_text="Trained episodes")).to_have_count(0)
 
