@@ -11,7 +11,8 @@ from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
 from insitu.collect.datasets import find_dataset
-from insitu.config import Config
+from insitu.collect.evaluators import scoring_digest
+from insitu.config import Config, load_config
 from insitu.disk.folder_lock import FolderLock
 
 FILE: dict[str, Any] = {
@@ -105,6 +106,21 @@ def test_old_and_new_scores_are_never_mixed(run: Path) -> None:
     assert "by 'match' with other settings, code or rows than others" in refused()
     assert rescore(run, "--evaluator", "match").code == 0
     assert refused() == ""
+
+
+@pytest.mark.parametrize("function", ["mine.py:score", "mine_scores:score"])
+def test_a_digest_of_scoring_changes_with_code_and_settings(write: Any, tmp_path: Path, function: str) -> None:
+    def digest(weight: float) -> str:
+        parts = {"_type": "weighted_sum", "weights": {"mine": weight}}
+        block = {"evaluators": {"mine": {"_type": "python", "function": function}, "sum": parts}}
+        return scoring_digest(load_config(write({"eval": block})), "sum")
+
+    file = function.partition(":")[0].removesuffix(".py") + ".py"
+    write("def score(answer): return 1.0", file)
+    first = digest(1.0)
+    assert (first == digest(1.0), first == digest(2.0)) == (True, False)
+    write("def score(answer): return 0.5", file)
+    assert digest(1.0) != first
 
 
 def test_failures_of_the_evaluator_are_counted(run: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 
 from insitu.advantages.credit import TrainedCalls, credited_function
@@ -154,8 +155,11 @@ def scoring_digest(config: Config, name: str) -> str:
     block = config.block(EVALUATOR, name)
     settings = block.model_dump(mode="json", fallback=str)
     digest = hashlib.sha256(f"{block.type} {json.dumps(settings, sort_keys=True)}".encode())
+    ref = str(settings.get("function"))
     with suppress(ValueError, OSError):  # code of a package, or of this process
-        digest.update(code_file(str(settings.get("function")), config.folder)[0].read_bytes())
+        file = Path(ref.rpartition(":")[0]).expanduser()
+        file = config.folder / file if file.suffix == ".py" else code_file(ref, config.folder.resolve())[0]
+        digest.update(file.read_bytes())
     for part in settings.get("weights") or ():
         digest.update(scoring_digest(config, part).encode())
     return digest.hexdigest()[:16]

@@ -99,7 +99,7 @@ def best_episodes(collection: TrajectoryCollection, count: int, min_reward: floa
 
 def _with_rows(collection: TrajectoryCollection, preferred: Mapping[int, bool | None]) -> TrajectoryCollection:
     groups = [
-        [t.model_copy(update={"rows": episode_rows(t, preferred=preferred.get(id(t)))}) for t in group]
+        [t.model_copy(update={"rows": episode_rows(t, preferred.get(id(t)))}) for t in group]
         for group in collection.trajectories
     ]
     return collection.model_copy(update={"trajectories": groups})
@@ -118,10 +118,10 @@ def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> li
     return [row.model_copy(update={"pair": name, "preferred": preferred}) for row, preferred in rows]
 
 
-def episode_rows(episode: Trajectory, *, pair: str = "", preferred: bool | None = None) -> list[TrainingRow]:
-    """The rows of an episode, which may be one side of a pair."""
+def episode_rows(episode: Trajectory, preferred: bool | None = None) -> list[TrainingRow]:
+    """The rows of an episode."""
     rows = rows_of(episode.calls, dict.fromkeys(episode.trained_calls, 1.0), episode.id or "", tempered=False)
-    return [row.model_copy(update={"pair": pair, "preferred": preferred}) for row in rows]
+    return [row.model_copy(update={"preferred": preferred}) for row in rows]
 
 
 def _tokens_known(candidate: CandidateStep, calls: Sequence[ModelCall]) -> bool:

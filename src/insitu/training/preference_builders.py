@@ -143,11 +143,9 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig, *, as_text: b
     by_id = {trajectory.id: trajectory for trajectory in group.trajectories}
     played = {e.key.generation: (e, t) for e in group.episodes if (t := by_id.get(e.key.text())) is not None}
     candidates = [episode_candidate(e, t) for e, t in played.values()]
+    own = {generation: [] if as_text else episode_rows(t) for generation, (_, t) in played.items()}
     # all that is trained of an episode; its text is that of its first conversation
-    said = {
-        generation: [(row.token_ids, row.loss_mask) for row in episode_rows(t) if not as_text]
-        for generation, (_, t) in played.items()
-    }
+    said = {generation: [(row.token_ids, row.loss_mask) for row in rows] for generation, rows in own.items()}
     pairs, dropped = preference_pairs(candidates, config.pair_options, lambda c: said[c.candidate_index] or c.response)
     made = []
     for number, pair in enumerate(pairs):
@@ -156,7 +154,8 @@ def episode_pairs(group: GroupRecord, config: DPOFromGroupsConfig, *, as_text: b
         calls = [*best.calls, *worst.calls]
         trained = [*best.trained_calls, *(len(best.calls) + k for k in worst.trained_calls)]
         sides = (("chosen", best), ("rejected", worst))
-        rows = [r for side, t in sides for r in episode_rows(t, pair=name, preferred=side == "chosen") if not as_text]
+        marks = ((pair.chosen, {"pair": name, "preferred": True}), (pair.rejected, {"pair": name, "preferred": False}))
+        rows = [row.model_copy(update=mark) for side, mark in marks for row in own[side.candidate_index]]
         metadata = [side_metadata(side, str(t.id), [t.calls[k] for k in t.trained_calls]) for side, t in sides]
         fields = {"calls": calls, "trained_calls": trained, "rows": rows, "metadata": metadata[0] | metadata[1]}
         made.append(_trajectory(pair, episode, name, **fields))
