@@ -82,6 +82,18 @@ def test_a_score_that_no_row_has_an_answer_for(tmp_path: Path) -> None:
         assert refusal(folder, *held_out, dataset=Path("answered.jsonl")) == f"validation: {problem}"
 
 
+def test_adapters_of_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
+    folder = digits_project(tmp_path, rows=1)
+    key = "trainer_adapters.backend.training.lora"
+    said = refusal(folder, "-o", key, "{target_modules: [q_porj, nowhere]}")
+    assert said.startswith(
+        f"{key}.target_modules: the layer 'q_porj' does not exist (did you mean 'q_proj'?); available: "
+    )
+    for targets in ("[self_attn.q_proj]", "[lm_head]", "'.*q_porj'"):  # patterns are the backend's affair
+        overrides = ((key, f"{{target_modules: {targets}}}"),)
+        asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml", override=overrides)))
+
+
 def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:
     """It is no error in a service, nor if the service's is the only one."""
     folder = digits_project(tmp_path, workflow={"_type": "python", "function": "alone.py:answer"})

@@ -286,11 +286,12 @@ def code_problem(error: Exception) -> str | None:
 
 class StoredModel(NamedTuple):
     """What the files of a model say of its size: its config.json, the number of its parameters, None if the weights are
-    not here, and the rank of its adapters, if it is an adapter."""
+    not here, the rank of its adapters, if it is an adapter, and the names of its modules with weights, if known."""
 
     config: dict[str, Any]
     parameters: int | None
     lora_rank: int | None = None
+    modules: frozenset[str] = frozenset()
 
 
 def stored_model(source: str) -> StoredModel | None:
@@ -308,8 +309,10 @@ def stored_model(source: str) -> StoredModel | None:
             model = stored_model(base if Path(base).exists() else str(folder / base)) or stored_model(base)
             return model._replace(lora_rank=int(adapter.get("r") or 0) or None) if model is not None else None
         files = [path for path in folder.glob("*.safetensors") if path.name != OPTIMIZER_FILE]
-        parameters = sum(map(_parameters, files)) if files else None
-        return StoredModel(read_object(folder / "config.json", follow_links=True), parameters)
+        sizes = {name: size for path in files for name, size in _tensors(path).items()}
+        modules = frozenset(name.rpartition(".")[0] for name in sizes)
+        config = read_object(folder / "config.json", follow_links=True)
+        return StoredModel(config, sum(sizes.values()) if files else None, modules=modules)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, InsituError) as error:
         logger.info("the size of %s is unknown: %s", source, error)
         return None
@@ -344,8 +347,8 @@ def downloaded(source: str) -> Path | None:
     return snapshot if revision and (snapshot := model / "snapshots" / revision).is_dir() else None
 
 
-def _parameters(path: Path) -> int:
-    """The number of elements in a safetensors file, by its header."""
+def _tensors(path: Path) -> dict[str, int]:
+    """The number of elements of each tensor in a safetensors file, by its header."""
     with path.open("rb") as file:
         header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -1,6 +1,7 @@
 """The model of a backend that a run starts, and its memory plan, from the run's file and the files of the model."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from insitu.algorithms.memory_budget import CPU_MICRO_BATCH, Workload, model_shape
@@ -9,6 +10,7 @@ from insitu.collect.datasets import load_dataset
 from insitu.disk.gguf_files import model_sizes
 from insitu.disk.memory import machine_memory
 from insitu.disk.processor import cpu_dtype, processor_words
+from insitu.errors import ConfigError, not_found
 from insitu.schemas.config import warn_once
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
 from insitu.training.episodes_builder import CollectingBuilderConfig
@@ -33,6 +35,9 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     model, config = resolve_model(str(block.model), builder), builder.config
     stored = model_sizes(model)
     shape = model_shape(stored.config, stored.parameters) if stored is not None else None
+    if stored is not None and block.training.lora is not None:
+        key = f"trainer_adapters.{config.finetuning.trainer_adapter}.training.lora.target_modules"
+        check_targets(block.training.lora.target_modules, stored.modules, key)
     if stored is None or shape is None or block.learner.total > 1 or block.sampler.kind != "embedded":
         return None
     on_gpu = block.device.startswith("cuda") or (block.device == "auto" and _NVIDIA.exists())
@@ -70,6 +75,18 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     key = f"trainer_adapters.{finetuning.trainer_adapter}"
     machine = machine_memory() if not on_gpu else None
     return MemoryPlan(key, model, shape, workload, epoch, *kept, config.run_dir, machine)
+
+
+def check_targets(targets: str | list[str], modules: Collection[str], key: str) -> None:
+    """Raises ConfigError if a list names none of a model's modules, as far as files name them.
+
+    Those of experts have other names there, and a tied `lm_head` none.
+    """
+    names = {module.rpartition(".")[2] for module in modules}
+    if isinstance(targets, str) or not names or any(".experts." in module for module in modules):
+        return
+    if not any(f".{module}".endswith(f".{target}") for module in (*modules, "lm_head") for target in targets):
+        raise ConfigError(f"{key}: {not_found('the layer', targets[0], sorted(names))}")
 
 
 def _epoch(builder: Builder) -> tuple[Epoch, int, int]:
