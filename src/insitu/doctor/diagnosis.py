@@ -359,9 +359,8 @@ def _played(evidence: Evidence) -> dict[str, Any]:
     calls = [call for call in evidence.answers if call.prompt_token_ids is not None]
     prompts = [len(call.prompt_token_ids or ()) for call in calls]
     metrics = collected_metrics(evidence.groups, evidence.scored)
-    outputs = Counter(
-        str(e.output) for e in evidence.episodes if e.outcome is EpisodeStatus.OK and e.output is not None
-    )
+    ended = (episode.output for episode in evidence.episodes if episode.outcome is EpisodeStatus.OK)
+    outputs = Counter(output for output in ended if isinstance(output, str))  # of others, what the model has said
     if not (evidence.compares_groups or evidence.makes_pairs):
         metrics["frac_reward_zero_std"] = None  # a teacher judges each token, whatever the rewards
     return {
