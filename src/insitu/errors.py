@@ -41,7 +41,7 @@ def describe_error(error: BaseException) -> str:
     A user frame is in neither insitu nor a library. Without any, the frames of the first installed package that
     insitu called count as the user's, but not for an error of insitu, whose message is complete.
     """
-    if isinstance(error, SyntaxError) and error.filename is not None:  # of a file that was to be imported
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):  # it was to be imported
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     if isinstance(error, InsituError):

@@ -40,6 +40,9 @@ def test_the_place_is_never_in_the_code_of_insitu() -> None:
     with pytest.raises(AttributeError) as caught:
         describe_error(None)  # type: ignore[arg-type]
     assert describe_error(caught.value).endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
+    with pytest.raises(SyntaxError) as refused:
+        compile("an answer", "<answer>", "eval")  # no file that was to be imported
+    assert describe_error(refused.value).endswith(f"({__file__}, line {refused.traceback[0].lineno + 1})")
 
 
 def test_an_error_of_insitu_has_no_place_unless_code_of_the_user_raised_it() -> None:

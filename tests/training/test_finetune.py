@@ -60,6 +60,9 @@ def test_a_run_trains_validates_records_and_can_be_repeated(project: Path) -> No
     validations = json.loads((folder / "validation_history.json").read_text())
     assert [(v["epoch"], v["policy_version"]) for v in validations] == [(0, 0), (1, 1), (2, 2)]
     assert all(v["num_examples"] == 5 and v["dropped"] == {} for v in validations)
+    _, *scores = read_lines(folder / "validation_scores.jsonl")
+    assert [len(line["scoring"]) for line in scores] == [16] * 3
+    assert len({line["scoring"] for line in scores}) == 1
     assert json.loads((folder / "best.json").read_text())["avg_reward"] == max(v["avg_reward"] for v in validations)
     assert [r["epoch"] for r in json.loads((folder / "reward_history.json").read_text())] == [1, 2]
     assert (folder / "reward_plot.png").read_bytes().startswith(b"\x89PNG")

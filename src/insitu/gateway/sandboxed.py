@@ -23,7 +23,11 @@ from insitu.wire.endings import end_tasks
 from insitu.workflow.programs import Program, run_program
 
 _SCRIPT = Path(__file__).with_name("sandbox.py")
-_RUNNERS = Path(__file__).with_name("runners.txt").read_text()
+_RUNNERS = [
+    name
+    for line in Path(__file__).with_name("runners.txt").read_text().splitlines()
+    for name in line.partition("#")[0].split()
+]
 _PYTHON = os.path.realpath("/proc/self/exe")
 _MAX_OPEN_FILES = 4096
 """Of a program; also descriptors that are sent and not yet received."""
@@ -161,7 +165,7 @@ class Sandboxed:
             "most_files": limits.files,
             "sockets": limits.sockets if inside else None,
             "limits": {name: value for name, value in rlimits.items() if value is not None},
-            "runners": [name for line in _RUNNERS.splitlines() if line[:1] != "#" for name in line.split()],
+            "runners": _RUNNERS if "left" in outside else [],
         }
         confining = list[str]()
         if inside:

@@ -96,12 +96,12 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
     def compared() -> Promotion:
         return _compare(source, candidate, *_baseline(destination, candidate, earlier), confidence, choices)
 
-    if not destination.versions.exists():  # nothing is made if it is refused
-        compared()
+    promotion = compared() if not destination.versions.exists() else None  # nothing is made if it is refused
     destination.versions.mkdir(parents=True, exist_ok=True)
     with FolderLock(destination.versions, "DESTINATION"):
         delete_drafts(destination.versions)
-        promotion = compared()
+        if promotion is None or destination.current is not None:
+            promotion = compared()
         previous, numbered = destination.current, destination.numbered()
         number = int(numbered[-1].name) + 1 if numbered else 1
         version = destination.versions / f"{number:06d}"

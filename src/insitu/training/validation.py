@@ -65,8 +65,8 @@ class Validation:
         """The record of the highest score so far."""
         return best_validation(self.history)
 
-    def _read_rows(self) -> tuple[int, str]:
-        """The number of episodes of a validation, and the digest of their dataset."""
+    def _read_rows(self) -> tuple[int, str, str]:
+        """The number of episodes of a validation, and the digests of their dataset and of what scores them."""
         moved = self._builder.moved
         held_out = held_out_config(self._builder.config, moved)
         rows = load_dataset(held_out, self.config.dataset, moved=moved)
@@ -75,7 +75,9 @@ class Validation:
         if self._digest not in (None, digest):
             self._report.note(f"the held-out dataset {dataset} has changed: its scores before are of other rows")
         self._digest = digest
-        return len(rows) * self.config.reps, self._digest
+        reward = self._run_config.reward_function
+        scoring = scoring_digest(held_out, reward.evaluator) if reward is not None else ""
+        return len(rows) * self.config.reps, self._digest, scoring
 
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
@@ -167,7 +169,7 @@ class Validation:
             endpoint = pinned(endpoint, beside)
         version = endpoint.version if endpoint is not None else None
         sampled = (endpoint.base_url, endpoint.model) if endpoint is not None and beside is not None else None
-        episodes, digest = await asyncio.to_thread(self._read_rows)
+        episodes, digest, scoring = await asyncio.to_thread(self._read_rows)
         scores: dict[str, list[float]] = {}
         advance = (lambda _: self._report.advance()) if sampled is None else None
         with self._report.phase(f"epoch {epoch}: validating", episodes) if sampled is None else nullcontext():
@@ -185,9 +187,7 @@ class Validation:
         recorded = scores and {(line.epoch, line.policy_version) for line in RunReader(self._store.path).scores()}
         if scores and (epoch, version) not in recorded:  # else the process was killed before it wrote the history
             reward = self._run_config.reward_function
-            assert reward is not None  # whose scores they are
-            scoring = scoring_digest(held_out_config(builder.config, builder.moved), reward.evaluator)
-            line = RowScores(epoch, version, reward.name, digest, scores, scoring)
+            line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores, scoring)
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
         if self.best is record:
