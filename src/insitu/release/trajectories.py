@@ -158,13 +158,15 @@ class Exporter:
         """Pairs of the episodes of a row, as `dpo_from_groups` makes them."""
         played = {episode.key.generation: (episode, t) for episode, t in self._trainable(episodes)}
         candidates = [episode_candidate(episode, t) for episode, t in played.values()]
-        pairs, dropped = preference_pairs(candidates, DPOFromGroupsConfig().pair_options)
+        said = {index: _first_dialogue(t) for index, (_, t) in played.items()}
+        options = DPOFromGroupsConfig().pair_options
+        pairs, dropped = preference_pairs(candidates, options, lambda c: said[c.candidate_index].completion)
         self.dropped.update(dropped)
         for pair in pairs:
-            best, worst = (played[side.candidate_index] for side in (pair.chosen, pair.rejected))
-            chosen, rejected = (_first_dialogue(t) for _, t in (best, worst))
-            sides = [chosen.completion, rejected.completion]
-            yield from self._preference(pair, chosen.prompt, sides, chosen.tools, (best[0], worst[0]))
+            best, worst = (pair.chosen.candidate_index, pair.rejected.candidate_index)
+            sides = [said[best].completion, said[worst].completion]
+            episodes = (played[best][0], played[worst][0])
+            yield from self._preference(pair, said[best].prompt, sides, said[best].tools, episodes)
 
     def _preference(
         self,
