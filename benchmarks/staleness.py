@@ -81,11 +81,7 @@ def row(arm: Arm, ends: list[End]) -> str:
 
 
 def report(
-    title: str,
-    make: Callable[[Path], tuple[Path, Mapping[str, Any]]],
-    arms: Sequence[Arm],
-    fewest: int,
-    seeds: int,
+    title: str, make: Callable[[Path], tuple[Path, Mapping[str, Any]]], arms: Sequence[Arm], fewest: int, seeds: int
 ) -> str:
     """A section of RESULTS.md. `make` returns the file of the task, and what of it is changed in all runs."""
     with contextlib.ExitStack() as stack:

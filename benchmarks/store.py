@@ -77,10 +77,7 @@ def child(arguments: list[str]) -> None:
     from insitu.training import loop
 
     spent = [0.0]
-    for owner, names in (
-        (RunStore, ("append", "append_group", "sync", "write")),
-        (loop, ("journal_record",)),
-    ):
+    for owner, names in ((RunStore, ("append", "append_group", "sync", "write")), (loop, ("journal_record",))):
         for name in names:
             setattr(owner, name, timed(getattr(owner, name), spent))
     opened = ResumableRun.open_folder

@@ -24,11 +24,7 @@ CONVENTIONS = {
     "dr_grpo": AdvantageConfig(baseline="mean", scale="none"),
     "rloo": AdvantageConfig(baseline="leave_one_out", scale="none"),
 }
-SETTING_NAMES = {
-    "level": "importance_sampling_level",
-    "aggregation": "loss_agg_mode",
-    "constant": "loss_scale_factor",
-}
+SETTING_NAMES = {"level": "importance_sampling_level", "aggregation": "loss_agg_mode", "constant": "loss_scale_factor"}
 """The file's `params` to the fields of LossSettings, where the names differ."""
 INPUTS = {"note", "clip_eps", "old_logp", "new_logp", "ref_logp", "rollout_logp", "mask", "rewards", "group"}
 

@@ -24,12 +24,7 @@ from typing import Any
 from fake_openai import FakeOpenAI
 
 from insitu.integrations.nat.base_parser import parse_to_conversations
-from insitu.schemas.steps import (
-    IntermediateStepPayload,
-    IntermediateStepType,
-    StreamEventData,
-    TraceMetadata,
-)
+from insitu.schemas.steps import IntermediateStepPayload, IntermediateStepType, StreamEventData, TraceMetadata
 from insitu.wire.json_values import decode, encode
 from insitu.workflow.context import Context, EpisodeScope
 

@@ -20,14 +20,7 @@ from safetensors import safe_open
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from insitu.algorithms.memory_budget import (
-    ModelShape,
-    Workload,
-    memory_budget,
-    model_shape,
-    operations,
-    remedies,
-)
+from insitu.algorithms.memory_budget import ModelShape, Workload, memory_budget, model_shape, operations, remedies
 from insitu.backend.model import load_model
 from insitu.disk.memory import MachineMemory
 from insitu.disk.model_files import stored_model

@@ -335,10 +335,7 @@ def test_a_run_whose_continuation_is_refused_is_left_as_it_was(
 
 
 REFUSED = [
-    (
-        "finetune(answer, train=ROWS)",
-        "ConfigError: a score, model must be given, or config, a file that names them",
-    ),
+    ("finetune(answer, train=ROWS)", "ConfigError: a score, model must be given, or config, a file that names them"),
     (
         "finetune(score=score, train=ROWS, model=MODEL)",
         r"ConfigError: an agent must be given (in place of an agent: url= or workflow=, for a service or a "
@@ -384,10 +381,7 @@ REFUSED = [
         "finetune(answer, score, train=7, model=MODEL)",
         "ConfigError: train is an int; it must be a path, a list of rows",
     ),
-    (
-        "finetune(answer, score, train=[{'x': {1}}], model=MODEL)",
-        "ConfigError: train, row 1 cannot be written as JSON",
-    ),
+    ("finetune(answer, score, train=[{'x': {1}}], model=MODEL)", "ConfigError: train, row 1 cannot be written as JSON"),
     ("finetune(answer, score, train=[{'x': 1}], model=MODEL)", "row 1: the question key 'question' does not exist"),
     ("finetune(answer, score, train='rows.txt', model=MODEL)", "the file format '.txt' does not exist"),
     ("finetune(answer, score, train='rows.jsonl', model=MODEL)", "'rows.jsonl' does not exist; looked for "),

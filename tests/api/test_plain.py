@@ -145,11 +145,7 @@ def test_functions_are_trained_as_registered_components_are(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("workflow", "score", "problems"),
     [
-        (
-            {"function": "my_agent:answr"},
-            {},
-            ["in my_agent, 'answr' does not exist (did you mean 'answer'?)"],
-        ),
+        ({"function": "my_agent:answr"}, {}, ["in my_agent, 'answr' does not exist (did you mean 'answer'?)"]),
         ({"function": "no_agent:answer"}, {}, ["workflow.function: no module named 'no_agent' (also searched in "]),
         (
             {"function": "answer"},
@@ -187,11 +183,7 @@ def test_what_cannot_be_imported_is_refused(
                 {},
                 "workflow.model is missing: my_agent:answer takes a model; available under llms: player",
             ),
-            (
-                {"arguments": {"size": 3}},
-                {},
-                "(my_agent:answer): the parameter 'size' does not exist; available: ",
-            ),
+            ({"arguments": {"size": 3}}, {}, "(my_agent:answer): the parameter 'size' does not exist; available: "),
             (
                 {},
                 {"function": "my_agent:score_with_reason"},

@@ -17,13 +17,7 @@ from insitu.collect.evaluation import EvaluationRun, validation_record
 from insitu.collect.evaluators import BaseEvaluator, average, parse_score
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, WorkflowError
-from insitu.schemas.evaluation import (
-    EvalInput,
-    EvalInputItem,
-    EvalOutputItem,
-    EvaluationRunConfig,
-    EvaluationRunOutput,
-)
+from insitu.schemas.evaluation import EvalInput, EvalInputItem, EvalOutputItem, EvaluationRunConfig, EvaluationRunOutput
 from insitu.schemas.finetuning import FinetuneConfig, RewardFunctionConfig
 from insitu.training.report import evaluation_table
 

@@ -23,12 +23,7 @@ from insitu.errors import ConfigError, PluginError
 from insitu.registry import registry
 from insitu.schemas.components import WritableModel, frozen, writable
 from insitu.schemas.config import Config, EvalGeneralConfig, GeneralConfig
-from insitu.schemas.finetuning import (
-    CurriculumLearningConfig,
-    FinetuneConfig,
-    FinetuneRunConfig,
-    RewardFunctionConfig,
-)
+from insitu.schemas.finetuning import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig, RewardFunctionConfig
 from insitu.schemas.kinds import DATASET, EXECUTOR, FUNCTION, KINDS, LLM, TRAINER, TRAINER_ADAPTER, Kind
 from insitu.schemas.parts import Part
 

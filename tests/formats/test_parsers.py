@@ -217,7 +217,7 @@ HISTORIES: dict[str, list[BaseMessage]] = {
                 {"type": "file", "base64": PNG, "mime_type": "application/pdf", "filename": "a.pdf"},
                 {"type": "file", "base64": PNG, "mime_type": "application/pdf", "extras": {"filename": "b.pdf"}},
             ]
-        ),
+        )
     ],
     "thinking": [
         HumanMessage("u"),

@@ -362,7 +362,7 @@ PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
             "plugin": "[os.mkdir(f'x-1.{n}-info') for n in ('dist', 'egg')];"
             "write('x-1.dist-info/METADATA', 'Name: x'); write('x-1.egg-info/PKG-INFO', 'Name: x');"
             "[write(f'x-1.{n}-info/entry_points.txt', '[pytest11]\\nx = evil') for n in ('dist', 'egg')];"
-            f"write('evil.py', {PASS!r})",
+            f"write('evil.py', {PASS!r})"
         },
     ),
     "module": (JUDGE, {"module": f"os.mkdir('judge'); write('judge/__init__.py', {PASS!r})"}),
@@ -385,14 +385,14 @@ PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["sh", "-c", f"git status > /dev/null; {sys.executable} cases/check.py"],
         {
             "git": "write('.git/x', '#!/bin/sh\\necho 1 > reward.json'); os.chmod('.git/x', 0o755);"
-            "subprocess.run(['git', 'config', 'core.fsmonitor', '.git/x'])",
+            "subprocess.run(['git', 'config', 'core.fsmonitor', '.git/x'])"
         },
     ),
     "hooks": (
         ["sh", "-c", f"git init -q; git config core.hooksPath .hooks; git checkout -q -b x; {shlex.join(CHECK)}"],
         {
             "hooks": "os.mkdir('.hooks'); write('.hooks/post-checkout', '#!/bin/sh\\necho 1 > reward.json');"
-            "os.chmod('.hooks/post-checkout', 0o755)",
+            "os.chmod('.hooks/post-checkout', 0o755)"
         },
     ),
     "bare": (
@@ -401,7 +401,7 @@ PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
             "bare": "[os.makedirs(f'solutions/{n}') for n in ('objects', 'refs')];"
             "write('solutions/HEAD', 'ref: refs/heads/a');"
             "write('solutions/x', '#!/bin/sh\\necho 1 > ../reward.json'); os.chmod('solutions/x', 0o755);"
-            "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')",
+            "write('solutions/config', '[core]\\nbare=false\\nworktree=.\\nrepositoryformatversion=0\\nfsmonitor=./x')"
         },
     ),
 }

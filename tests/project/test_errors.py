@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.errors import (
-    RequestRefused,
-    WorkflowError,
-    describe_error,
-    exception_chain,
-    format_error,
-    memory_problem,
-)
+from insitu.errors import RequestRefused, WorkflowError, describe_error, exception_chain, format_error, memory_problem
 from insitu.view.episode_lists import number
 
 

@@ -92,10 +92,7 @@ def config(folder: Path, backend: str) -> Config:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, config: Config) -> Iterator[str]:
-    with serve("config.yml", folder) as (
-        _,
-        address,
-    ):
+    with serve("config.yml", folder) as (_, address):
         yield address
 
 
@@ -664,10 +661,7 @@ def test_training_and_validation_through_a_service(tmp_path: Path, folder: Path,
     refused = finetune("--endpoint", "http://127.0.0.1:9")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "failed: no answer from the workflow service at http://127.0.0.1:9" in refused.stderr
-    with serve("train.yml", tmp_path) as (
-        running,
-        address,
-    ):
+    with serve("train.yml", tmp_path) as (running, address):
         for options in ([], ["--endpoint", address]):
             output = ["-o", "finetuning.output_dir", f"run{len(options)}"]
             done = finetune(*output, *options)

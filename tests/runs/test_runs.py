@@ -196,10 +196,7 @@ async def test_what_is_trained_is_on_disk_before_the_job(
 
 
 async def test_a_backend_that_serves_another_model_is_refused(write: Any, served: Served) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"name is 'mine', but http.* serves 'policy'; set name to 'policy'",
-    ):
+    with pytest.raises(ConfigError, match=r"name is 'mine', but http.* serves 'policy'; set name to 'policy'"):
         await train(project(write, served, {}), ("trainer_adapters.a.name", "mine"))
 
 

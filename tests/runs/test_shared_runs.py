@@ -511,9 +511,7 @@ async def test_a_validation_without_a_reward_fails_the_run(bench: Bench, says: s
 
     with pytest.raises(InsituError, match=r"1 validation.* failed; the first, at epoch 3: no example could be scored"):
         await bench.finetune(
-            script,
-            validation_dataset=bench.folder / "held_out.jsonl",
-            override=(("eval.evaluators.exact.says", says),),
+            script, validation_dataset=bench.folder / "held_out.jsonl", override=(("eval.evaluators.exact.says", says),)
         )
 
 

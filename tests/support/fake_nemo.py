@@ -31,10 +31,7 @@ State = str | tuple[str, float | None] | None
 
 CONFIG = "meta/llama-3.2-1b-instruct@v1.0.0+A100"
 HYPERPARAMETERS = {"training_type", "finetuning_type", "epochs", "batch_size", "learning_rate", "seed", "dpo"}
-FIELDS = {
-    "dpo": ({"prompt", "chosen_response", "rejected_response"},),
-    "sft": ({"prompt", "completion"}, {"messages"}),
-}
+FIELDS = {"dpo": ({"prompt", "chosen_response", "rejected_response"},), "sft": ({"prompt", "completion"}, {"messages"})}
 
 
 @dataclass

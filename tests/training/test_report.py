@@ -21,13 +21,7 @@ from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.training.metrics import (
-    collected_metrics,
-    likely_causes,
-    missing_step_rewards,
-    one_answer,
-    without_variance,
-)
+from insitu.training.metrics import collected_metrics, likely_causes, missing_step_rewards, one_answer, without_variance
 from insitu.training.observers import FirstRewards, Progress
 from insitu.training.report import Report
 
@@ -150,10 +144,7 @@ def test_one_answer_to_all_rows_is_told(right: int, earlier: list[dict[str, Any]
 @pytest.mark.parametrize(
     ("mean", "says"),
     [
-        (
-            0.45,
-            "every episode has the reward 0, after 0.45 on average in epoch 2: the model has probably moved too",
-        ),
+        (0.45, "every episode has the reward 0, after 0.45 on average in epoch 2: the model has probably moved too"),
         (0.05, "every episode has the reward 0: check"),
     ],
 )

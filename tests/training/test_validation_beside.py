@@ -241,10 +241,7 @@ def test_an_interrupted_run_cancels_the_validation_beside_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
-    [
-        ({"patience": 0}, "finetuning.validation.patience"),
-        ({"beside": "sometimes"}, "finetuning.validation.beside"),
-    ],
+    [({"patience": 0}, "finetuning.validation.patience"), ({"beside": "sometimes"}, "finetuning.validation.beside")],
 )
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     code, _, err = run_project(project(tmp_path / "project", **settings))

@@ -52,10 +52,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     for mode in ("token", "sequence", "constant")
 }
 PREFERENCES: dict[str, dict[str, Any]] = {
-    f"{kind}-{'mean' if average else 'sum'}": {
-        "method": "dpo",
-        "dpo": {"loss_type": kind, "average_logprobs": average},
-    }
+    f"{kind}-{'mean' if average else 'sum'}": {"method": "dpo", "dpo": {"loss_type": kind, "average_logprobs": average}}
     for kind in ("sigmoid", "ipo", "hinge", "robust")
     for average in (False, True)
 }

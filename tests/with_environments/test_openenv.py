@@ -41,13 +41,7 @@ def project(tmp_path: Path) -> Project:
     return Project("openenv", tmp_path)
 
 
-def write(
-    project: Project,
-    address: str,
-    workflow: dict[str, Any],
-    rows: list[dict[str, Any]],
-    **general: Any,
-) -> None:
+def write(project: Project, address: str, workflow: dict[str, Any], rows: list[dict[str, Any]], **general: Any) -> None:
     """Its model hardly changes, as the tests share it."""
     (project.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = {"_type": "jsonl", "file_path": "rows.jsonl"}
@@ -56,10 +50,7 @@ def write(
         "general": {"seed": 3},
         "llms": {"student": {"_type": "policy", "max_tokens": 6, "temperature": 1.0}},
         "workflow": {"_type": "openenv", "model": "student", **workflow},
-        "eval": {
-            "general": {**limits, "dataset": dataset, **general},
-            "evaluators": {"reward": {"_type": "openenv"}},
-        },
+        "eval": {"general": {**limits, "dataset": dataset, **general}, "evaluators": {"reward": {"_type": "openenv"}}},
     }
     project.write(file | training(address, generations=GENERATIONS, learning_rate=1e-9))
 

@@ -19,9 +19,7 @@ from harness import (
     number_in,
     train,
 )
-from harness import (
-    finetune as train_project,
-)
+from harness import finetune as train_project
 from looker import COLOURS, NIGHT, SEEN
 
 from insitu.schemas.episodes import ModelCall

@@ -234,13 +234,7 @@ def test_kto_is_that_of_liger(seed: int) -> None:
     kl = torch.tensor(0.7)
     liger = LigerFusedLinearKTOLoss(beta=settings.beta, compiled=False, use_ref_model=True)
     theirs, *_ = liger(
-        hidden,
-        head,
-        targets,
-        preference_labels=is_desirable,
-        ref_input=ref_hidden,
-        ref_weight=ref_head,
-        kl=kl,
+        hidden, head, targets, preference_labels=is_desirable, ref_input=ref_hidden, ref_weight=ref_head, kl=kl
     )
     ratios = sums(hidden, head, targets) - sums(ref_hidden, ref_head, targets)
     agree(kto_loss(ratios, is_desirable, kl, settings).mean(), theirs, [hidden, head])

@@ -37,10 +37,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 async def session(address: str) -> AsyncIterator[aiohttp.ClientSession]:
-    options: dict[str, Any] = {
-        "timeout": aiohttp.ClientTimeout(total=None),
-        "connector": aiohttp.TCPConnector(limit=0),
-    }
+    options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "connector": aiohttp.TCPConnector(limit=0)}
     async with aiohttp.ClientSession(address, **options) as session:
         yield session
 

@@ -237,14 +237,8 @@ def test_a_server_that_takes_no_new_weights_samples_and_does_not_train(player: P
     """The check is made when a run begins."""
     fixed = lesser[2].address
     problems: list[tuple[dict[str, Any], str]] = [
-        (
-            {},
-            f"all weights are trained, but the server at {fixed} cannot load new ones: start it with VLLM_SERVER_",
-        ),
-        (
-            {"lora": {"rank": 4}},
-            f"lora is set, but the server at {fixed} cannot load adapters: start it with --ena",
-        ),
+        ({}, f"all weights are trained, but the server at {fixed} cannot load new ones: start it with VLLM_SERVER_"),
+        ({"lora": {"rank": 4}}, f"lora is set, but the server at {fixed} cannot load adapters: start it with --ena"),
     ]
     with backend(player, "--sampler", "vllm", "--sampler_addresses", fixed) as client:
         assert chat(client, max_tokens=2)["policy_version"] == 0

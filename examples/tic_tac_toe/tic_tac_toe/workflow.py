@@ -39,11 +39,7 @@ def worth(board: str, text: str, skill: float, unplayable: float) -> float:
 def report(dialogue: Dialogue, board: str, index: int, text: str, score: float) -> None:
     """Reports a candidate as a step, which the builder of preference pairs reads."""
     candidate = TTCEventData(
-        input=dialogue,
-        output=text,
-        turn_id=f"{board} {len(dialogue)}",
-        candidate_index=index,
-        score=score,
+        input=dialogue, output=text, turn_id=f"{board} {len(dialogue)}", candidate_index=index, score=score
     )
     step = IntermediateStepPayload(event_type=IntermediateStepType.TTC_END, name="dpo_candidate_move", data=candidate)
     Context.get().intermediate_step_manager.push_intermediate_step(step)

@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 from insitu.advantages.credit import TrainedCalls
 from insitu.schemas.episodes import GROUP_KEY, DropReason, Episode, EpisodeStatus, ModelCall
-from insitu.schemas.finetuning import (
-    EpisodeItem,
-    EpisodeItemRole,
-    Trajectory,
-    TrajectoryCollection,
-    text_content,
-)
+from insitu.schemas.finetuning import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection, text_content
 from insitu.schemas.groups import GroupRecord
 from insitu.wire.connection import chat_entries
 from insitu.wire.http_format import format_token_id

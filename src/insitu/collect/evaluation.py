@@ -33,9 +33,7 @@ from insitu.schemas.evaluation import (
     RunRequest,
     TaskEvaluation,
 )
-from insitu.schemas.evaluation import (
-    EvaluationRunConfig as EvaluationRunConfig,  # documented under this path too
-)
+from insitu.schemas.evaluation import EvaluationRunConfig as EvaluationRunConfig  # documented under this path too
 from insitu.schemas.finetuning import FinetuneConfig, FinetuneRunConfig
 from insitu.schemas.kinds import EVALUATOR, LLM
 from insitu.schemas.parts import load_named, names

@@ -46,8 +46,7 @@ def requested_config(request: RunRequest) -> Config:
 
 
 def changed_config(
-    config: Config,
-    values: Mapping[str, Any] | Mapping[tuple[str, str, str], Any] | Mapping[tuple[str, ...], Any],
+    config: Config, values: Mapping[str, Any] | Mapping[tuple[str, str, str], Any] | Mapping[tuple[str, ...], Any]
 ) -> Config:
     """Returns the file with other values, by dotted key, or by the parts of one, which may have dots, checked anew."""
     assert config.data is not None, "only what was read can be changed"

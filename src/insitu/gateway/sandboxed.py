@@ -82,12 +82,7 @@ class Sandboxed:
     """
 
     def __init__(
-        self,
-        place: Place,
-        command: Sequence[str],
-        folder: Path,
-        wants: Mapping[str, Any],
-        named: Collection[Path] = (),
+        self, place: Place, command: Sequence[str], folder: Path, wants: Mapping[str, Any], named: Collection[Path] = ()
     ) -> None:
         self._place, self.command, self._folder = place, command, folder
         self.wants, self._named = wants, named

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 from insitu.disk.files import check_free, new_folder
 from insitu.disk.gguf_files import model_location, weights_location
-from insitu.disk.model_files import (
-    NO_CODE,
-    TrainingRecord,
-    check_model,
-    copy_model,
-    read_record,
-)
+from insitu.disk.model_files import NO_CODE, TrainingRecord, check_model, copy_model, read_record
 from insitu.errors import BackendError, ConfigError, foreign_errors, format_error, needing
 from insitu.release.model_card import CardSubject, model_card
 

@@ -35,11 +35,7 @@ from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCOR
 from insitu.runs.replay import StoredRun
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus, PreferencePair
 from insitu.schemas.finetuning import Trajectory
-from insitu.training.preference_builders import (
-    DPOFromGroupsConfig,
-    DPOTrajectoryBuilderConfig,
-    episode_candidate,
-)
+from insitu.training.preference_builders import DPOFromGroupsConfig, DPOTrajectoryBuilderConfig, episode_candidate
 from insitu.training.report import counts
 from insitu.training.trainers import SFTTrainerConfig
 

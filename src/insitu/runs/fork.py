@@ -157,11 +157,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _write_files(
-    origin: _Origin,
-    store: RunStore,
-    progress: RunProgress,
-    states: list[EpochState],
-    settings: Mapping[str, Any],
+    origin: _Origin, store: RunStore, progress: RunProgress, states: list[EpochState], settings: Mapping[str, Any]
 ) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch

@@ -24,14 +24,7 @@ from insitu.disk.json_files import (
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
 from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
-from insitu.runs.records import (
-    EpochState,
-    RunProgress,
-    StoredGroup,
-    format_problem,
-    restore_calls,
-    restore_journaled,
-)
+from insitu.runs.records import EpochState, RunProgress, StoredGroup, format_problem, restore_calls, restore_journaled
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.wire.http_format import load_json

@@ -12,13 +12,7 @@ from insitu.errors import ConfigError, PluginError
 from insitu.schemas.components import WORKFLOW, FunctionBaseConfig
 from insitu.schemas.episodes import Needs
 from insitu.schemas.kinds import FUNCTION
-from insitu.training.interfaces import (
-    GroupTrainer,
-    RewardAdapter,
-    Trainer,
-    TrainerAdapter,
-    TrajectoryBuilder,
-)
+from insitu.training.interfaces import GroupTrainer, RewardAdapter, Trainer, TrainerAdapter, TrajectoryBuilder
 from insitu.wire.addresses import is_same_server
 from insitu.wire.connection import read_at_most
 from insitu.workflow.llms import OpenAIConfig

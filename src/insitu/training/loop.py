@@ -8,12 +8,7 @@ from typing import Any
 from insitu.algorithms.selection import CurriculumState
 from insitu.builder import Builder
 from insitu.errors import ConfigError
-from insitu.schemas.finetuning import (
-    FinetuneConfig,
-    TrainerConfig,
-    TrainingJobRef,
-    TrainingJobStatus,
-)
+from insitu.schemas.finetuning import FinetuneConfig, TrainerConfig, TrainingJobRef, TrainingJobStatus
 from insitu.training.interfaces import PairTrainer, TrainerAdapter, TrajectoryBuilder
 from insitu.training.jobs import check_completed, job_label, submit_once, wait_for_job
 from insitu.training.metrics import metrics_of_run

@@ -71,11 +71,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        builder: Builder,
-        trajectory_builder: TrajectoryBuilder,
-        run: Run,
-        config: LoopTrainerConfig | None = None,
+        self, builder: Builder, trajectory_builder: TrajectoryBuilder, run: Run, config: LoopTrainerConfig | None = None
     ) -> None:
         config = config or LoopTrainerConfig()
         self.staleness, self.pinned = config.staleness, config.versions == "pinned"

@@ -43,11 +43,7 @@ class EpisodePages:
             "pairs": attempt(lambda: _pairs(group), []),
             "dropped": orjson.loads(group.row["dropped"]),
             "episodes": [
-                {
-                    **each.record,
-                    **attempt(partial(_training, each), {}),
-                    "dialogue": dialogue,
-                }
+                {**each.record, **attempt(partial(_training, each), {}), "dialogue": dialogue}
                 for each, dialogue in zip(group.episodes, dialogues, strict=True)
             ],
             "epochs": [

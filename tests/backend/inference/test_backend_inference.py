@@ -33,11 +33,7 @@ from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams
 from insitu.backend.inference.tokenizer import ChatTokenizer, CompletionText
 from insitu.backend.model import load_model
-from insitu.backend.protocols.openai.chat import (
-    ChatRequest,
-    Message,
-    template_messages,
-)
+from insitu.backend.protocols.openai.chat import ChatRequest, Message, template_messages
 from insitu.backend.server import run
 from insitu.errors import InsituError
 

@@ -28,12 +28,7 @@ from insitu.backend.inference.batches import Span
 from insitu.backend.inference.engine import Engine
 from insitu.backend.inference.kv_pool import BLOCK, Block, BlockStore, KVPool, LayerShape, Layout, Windows
 from insitu.backend.inference.runner import Runner
-from insitu.backend.inference.sampler import (
-    GenerationRequest,
-    OutputDelta,
-    SamplingParams,
-    WeightVersion,
-)
+from insitu.backend.inference.sampler import GenerationRequest, OutputDelta, SamplingParams, WeightVersion
 from insitu.backend.inference.sampling import SLOT, choice_seed, sample, uniforms
 from insitu.backend.inference.scheduler import EngineOptions
 from insitu.backend.learner.batches import Row

@@ -197,10 +197,7 @@ async def test_demonstrations_are_imitated_before_the_first_epoch(write: Any, se
         ('{"messages": []}\n', r"shown.jsonl, line 1: messages: List should have at least 2 items"),
         (None, r"'shown.jsonl' does not exist"),
         (f"{SHOWN}\n\n{SHOWN[:-9]}", r"shown.jsonl, line 3 is not JSON"),
-        (
-            f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n",
-            "line 2: messages: no message of the role assistant",
-        ),
+        (f"{SHOWN}\n{SHOWN.replace('assistant', 'user')}\n", "line 2: messages: no message of the role assistant"),
         (SHOWN.replace('"role": "user", ', ""), r"shown.jsonl, line 1: messages.0.role: Field required"),
         (SHOWN.replace('"hi"', "3"), r"shown.jsonl, line 1: messages.0.content.str: Input should be a valid string"),
         (SHOWN.replace(', "content": "yo"', ""), r"line 1: messages.1: .* has neither content nor tool_calls"),

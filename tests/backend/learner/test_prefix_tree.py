@@ -20,15 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from insitu.algorithms.memory_budget import model_shape
 from insitu.backend.attention import attend, by_blocks
-from insitu.backend.learner.batches import (
-    MIN_SHARED,
-    PrefixTree,
-    Row,
-    build_tree,
-    collate,
-    common_prefix,
-    group_rows,
-)
+from insitu.backend.learner.batches import MIN_SHARED, PrefixTree, Row, build_tree, collate, common_prefix, group_rows
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.learner import Learner
 from insitu.backend.learner.logprobs import LogprobComputer

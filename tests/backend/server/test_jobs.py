@@ -183,11 +183,7 @@ async def test_another_body_with_the_same_key_is_told(loaded, tmp_path):
             | {"micro_batch_tokens": 7, "attention": "padded", "kl_rows": 3},
         ),
     ]
-    other = [
-        lines([row(), row(episode="c")]),
-        lines([row()]),
-        lines(mine, SETTINGS | {"learning_rate": 0.5}),
-    ]
+    other = [lines([row(), row(episode="c")]), lines([row()]), lines(mine, SETTINGS | {"learning_rate": 0.5})]
     garbage = [gzip.compress(lines(mine))[:-9], b"{", b"", lines(mine)[:-9], lines(mine) + b"no row"]
 
     async def answers(backend) -> list[bool]:
@@ -449,11 +445,7 @@ PAIR = [side(True), side(False)]
         ("kto", [dialogue(messages=[])], "none of the 1 rows has a trained token"),
         ("kto", [dialogue(messages=[{"role": "user", "content": 1}])], r"row 1: messages\.0\.content"),
         ("kto", [dialogue(messages=[{"content": "a"}])], r"row 1: messages\.0\.role"),
-        (
-            "kto",
-            [dialogue(trained_messages=[0])],
-            r"row 1: trained_messages has 0, .* of role 'user'",
-        ),
+        ("kto", [dialogue(trained_messages=[0])], r"row 1: trained_messages has 0, .* of role 'user'"),
         ("kto", [dialogue(trained_messages=[2])], r"row 1: trained_messages has 2, but messages\[2\] does not exist"),
         ("kto", [dialogue(trained_messages=[-1])], r"row 1: trained_messages has -1, .* does not exist"),
         (

@@ -24,11 +24,7 @@ from insitu.collect.conversations import main_conversation
 from insitu.config import Config, load_config
 from insitu.errors import BackendUnavailable, ConfigError, RequestRefused, TrajectoryError
 from insitu.integrations.art.components import ARTTrainer, ARTTrajectoryBuilder
-from insitu.integrations.art.config import (
-    ARTTrainerAdapterConfig,
-    ARTTrainerConfig,
-    ARTTrajectoryBuilderConfig,
-)
+from insitu.integrations.art.config import ARTTrainerAdapterConfig, ARTTrainerConfig, ARTTrajectoryBuilderConfig
 from insitu.integrations.art.conversion import art_trajectory, check_order
 from insitu.integrations.art.remote_backend import known_metrics, mean_metrics
 from insitu.plugin_api import Builder, FinetuneConfig, FinetuneRunConfig, register_trajectory_builder

@@ -453,11 +453,7 @@ async def test_what_art_asks_of_a_server_besides(loaded, tmp_path):
         assert {*kinds.values()} == {"gauge"}
         assert len(re.findall(r"^# HELP \S+ .+$", text, re.MULTILINE)) == 4
         *metrics, started = (line for line in text.splitlines() if not line.startswith("#"))
-        assert metrics == [
-            "vllm:num_requests_running 0",
-            "vllm:num_requests_waiting 0",
-            "vllm:request_success_total 0",
-        ]
+        assert metrics == ["vllm:num_requests_running 0", "vllm:num_requests_waiting 0", "vllm:request_success_total 0"]
         assert 0 <= time.time() - float(started.removeprefix("process_start_time_seconds ")) < 600
         prompted = {"name": "gpt", "project": "games", "trainable": False}
         assert (await client.post("/register", json=prompted)).json() is None

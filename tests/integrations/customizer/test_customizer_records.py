@@ -9,10 +9,7 @@ from pairs_plugin import pairs_of
 
 from insitu.disk.json_files import dump_lines
 from insitu.errors import TrajectoryError
-from insitu.integrations.customizer.records import (
-    single_pairs,
-    split_records,
-)
+from insitu.integrations.customizer.records import single_pairs, split_records
 from insitu.plugin_api import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from insitu.preferences.selection import distinct_pairs, pair_item, sampled_pairs
 

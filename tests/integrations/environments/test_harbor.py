@@ -225,12 +225,7 @@ async def test_a_reward_that_is_missing_or_malformed_is_none(
 @pytest.mark.parametrize(
     ("block", "task", "kind", "message"),
     [
-        (
-            {"run": [*RUN[:-1], "absent"]},
-            {},
-            BackendUnavailable,
-            "has not started: docker .*125: .*absent",
-        ),
+        ({"run": [*RUN[:-1], "absent"]}, {}, BackendUnavailable, "has not started: docker .*125: .*absent"),
         (
             {"run": [*RUN[:4], *MOUNTS[2:], "-v", "{logs}:/log", "{image}"]},
             {},

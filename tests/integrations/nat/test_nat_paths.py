@@ -118,11 +118,7 @@ def _never_imported() -> Iterator[None]:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, env=os.environ | environment, check=False
     )
 
 

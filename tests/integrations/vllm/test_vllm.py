@@ -137,10 +137,7 @@ def test_an_address_without_a_server_is_refused_at_start() -> None:
     ("options", "problem"),
     [
         (("--sampler_gpus", "0"), "sampler: gpus: allowed with _type: vllm only"),
-        (
-            ("--sampler", "vllm"),
-            "sampler: vllm is not installed in the Python of the backend (pip install -e",
-        ),
+        (("--sampler", "vllm"), "sampler: vllm is not installed in the Python of the backend (pip install -e"),
         (("--sampler", "vllm", "--sampler_python", sys.executable), f"sampler.python: {sys.executable} has no vllm"),
         (("--sampler", "vllm", "--sampler_python", "/no/python"), "sampler.python: /no/python cannot be run: "),
     ],

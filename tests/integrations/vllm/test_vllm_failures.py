@@ -16,13 +16,7 @@ from tiny_models import save_tiny_model
 from waiting import turns, until
 
 from insitu.backend.compute import ComputeThread
-from insitu.backend.inference.sampler import (
-    LATEST,
-    GenerationRequest,
-    OutputDelta,
-    SamplingParams,
-    WeightVersion,
-)
+from insitu.backend.inference.sampler import LATEST, GenerationRequest, OutputDelta, SamplingParams, WeightVersion
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
 from insitu.backend.learner.learner import Learner

@@ -19,14 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from insitu.errors import (
-    BackendError,
-    BackendUnavailable,
-    ConfigError,
-    RequestRefused,
-    exception_chain,
-    needing,
-)
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused, exception_chain, needing
 from insitu.integrations.customizer.config import NeMoCustomizerTrainerAdapterConfig
 from insitu.plugin_api import suppress_logs
 from insitu.schemas.finetuning import TrainingStatusEnum

@@ -14,13 +14,7 @@ import aiohttp
 import orjson
 
 from insitu.backend import SAMPLER_KEY_VARIABLE
-from insitu.backend.inference.sampler import (
-    LOGITS_NOT_FINITE,
-    Completion,
-    SampledTokens,
-    SamplingParams,
-    WeightVersion,
-)
+from insitu.backend.inference.sampler import LOGITS_NOT_FINITE, Completion, SampledTokens, SamplingParams, WeightVersion
 from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
 from insitu.integrations.vllm.servers import StartedServer
 from insitu.schemas.episodes import GREEDY_TEMPERATURE

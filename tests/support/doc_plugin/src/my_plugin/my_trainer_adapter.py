@@ -54,9 +54,7 @@ class MyTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         backend = self.adapter_config.backend
         self.client = httpx.AsyncClient(
-            base_url=backend.endpoint,
-            headers={"Authorization": f"Bearer {backend.api_key}"},
-            timeout=backend.timeout,
+            base_url=backend.endpoint, headers={"Authorization": f"Bearer {backend.api_key}"}, timeout=backend.timeout
         )
 
     async def is_healthy(self) -> bool:

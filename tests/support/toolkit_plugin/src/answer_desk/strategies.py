@@ -34,11 +34,7 @@ class DraftSearch(StrategyBase):
         return StageTypeEnum.SEARCH
 
     async def ainvoke(
-        self,
-        items: list[TTCItem],
-        original_prompt: str | None = None,
-        agent_context: str | None = None,
-        **kwargs,
+        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs
     ) -> list[TTCItem]:
         prompts = [item.input for item in items for _ in range(kwargs["drafts"])]
         answers = await asyncio.gather(*(self.llm.ainvoke(prompt) for prompt in prompts))
@@ -63,11 +59,7 @@ class DigitScoring(StrategyBase):
         return StageTypeEnum.SCORING
 
     async def ainvoke(
-        self,
-        items: list[TTCItem],
-        original_prompt: str | None = None,
-        agent_context: str | None = None,
-        **kwargs,
+        self, items: list[TTCItem], original_prompt: str | None = None, agent_context: str | None = None, **kwargs
     ) -> list[TTCItem]:
         for item in items:
             digits = [int(c) for c in item.output if c in "0123456789"]
