@@ -161,8 +161,8 @@ class Exporter:
         for pair in pairs:
             best, worst = (pair.chosen.candidate_index, pair.rejected.candidate_index)
             sides = [said[best].completion, said[worst].completion]
-            episodes = (played[best][0], played[worst][0])
-            yield from self._preference(pair, said[best].prompt, sides, said[best].tools, episodes)
+            both = (played[best][0], played[worst][0])
+            yield from self._preference(pair, said[best].prompt, sides, said[best].tools, both)
 
     def _preference(
         self,
