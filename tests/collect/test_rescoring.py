@@ -11,8 +11,8 @@ from factories import read_lines
 from test_inspection import Run, episode, failed, show
 
 from insitu.collect.datasets import find_dataset
-from insitu.collect.evaluators import scoring_digest
 from insitu.config import Config, load_config
+from insitu.config.resolved import block_digest
 from insitu.disk.folder_lock import FolderLock
 
 FILE: dict[str, Any] = {
@@ -113,14 +113,30 @@ def test_a_digest_of_scoring_changes_with_code_and_settings(write: Any, tmp_path
     def digest(weight: float) -> str:
         parts = {"_type": "weighted_sum", "weights": {"mine": weight}}
         block = {"evaluators": {"mine": {"_type": "python", "function": function}, "sum": parts}}
-        return scoring_digest(load_config(write({"eval": block})), "sum")
+        return block_digest(load_config(write({"eval": block})), "eval.evaluators", "sum")
 
     file = function.partition(":")[0].removesuffix(".py") + ".py"
     write("def score(answer): return 1.0", file)
     first = digest(1.0)
     assert (first == digest(1.0), first == digest(2.0)) == (True, False)
-    write("def score(answer): return 0.5", file)
-    assert digest(1.0) != first
+    write("# a comment\nimport os\ndef score(answer):\n    return 1.0\ndef agent(): return 2", file)
+    assert digest(1.0) == first
+    write("HALF = 0.5\ndef score(answer): return HALF", file)
+    half = digest(1.0)
+    write("HALF = 0.25\ndef score(answer): return HALF", file)
+    assert len({first, half, digest(1.0)}) == 3
+
+
+def test_a_digest_of_scoring_has_the_judge_and_the_code_of_a_plugin(write: Any) -> None:
+    def digest(model: str, key: str = "a", weight: float = 1.0) -> str:
+        judge = {"_type": "openai", "model_name": model, "base_url": "http://127.0.0.1:9/v1", "api_key": key}
+        parts = {"judge": {"_type": "llm_judge", "llm": "judge", "rubric": "good?"}}
+        parts["sum"] = {"_type": "weighted_sum", "weights": {"judge": weight}}
+        file = write({"llms": {"judge": judge}, "eval": {"evaluators": parts}})
+        return block_digest(load_config(file), "eval.evaluators", "sum")
+
+    assert digest("large") == digest("large", key="b")
+    assert len({digest("large"), digest("small"), digest("large", weight=2.0)}) == 3
 
 
 def test_failures_of_the_evaluator_are_counted(run: Path) -> None:

@@ -519,10 +519,13 @@ def test_changed_inputs_are_noticed_when_a_run_continues(tmp_path: Path) -> None
     code, _, err = run_project(project, *VALIDATION, *other, "--resume", "--force")
     assert code == 2
     assert "error: --force: trainer_adapters.backend.model was 'model' and is 'other', but the run in run" in err
-    code, _, err = run_project(project, *VALIDATION, "--resume", "--force")
+    code, out, err = run_project(project, *VALIDATION, "--resume", "--force")
     assert code == 0, err
     scored = read_lines(project / "run/validation_scores.jsonl")[-1]["dataset"]
     assert scored == hashlib.sha256((project / "validation.jsonl").read_bytes()).hexdigest()
+    assert "these scores are of other rows, or by other settings or code: they cannot be compared" in out
+    assert json.loads((project / "run/run.json").read_text())["held_out"]["sha256"] == scored, "as it is now"
+    assert run_project(project, *VALIDATION, "--resume")[0] == 0
 
 
 @pytest.mark.slow

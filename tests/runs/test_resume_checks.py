@@ -10,7 +10,7 @@ from factories import digits_project
 
 from insitu.builder import Builder
 from insitu.config import Config, load_config
-from insitu.config.resolved import leaves, resolved_config
+from insitu.config.resolved import code_of, leaves, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError
 from insitu.runs.reader import RunReader
 from insitu.runs.records import RunProgress
@@ -87,6 +87,21 @@ def test_inputs_are_compared_by_content(
         return
     with pytest.raises(ConfigError, match=f"dataset {(now or {}).get('file')} has changed"):
         check_same_run(run, config, {name: now}, force=False)
+
+
+def test_code_of_scores_may_not_change_and_that_of_agents_is_said(tmp_path: Path, write: Any) -> None:
+    python = {"workflow": "agent.py:answer", "score": "scores.py:exact"}
+    write("def answer(question): return question", "agent.py")
+    write("def exact(answer): return 1.0", "scores.py")
+    blocks = {name: {"_type": "python", "function": function} for name, function in python.items()}
+    file = write({"workflow": blocks["workflow"], "eval": {"evaluators": {"exact": blocks["score"]}}})
+    run = started_with(tmp_path, load_config(file), code=code_of(load_config(file)))
+    write("def answer(question): return question.upper()", "agent.py")
+    assert check_same_run(run, load_config(file), {}, force=False) == ["the code of workflow has changed"]
+    write("def exact(answer): return 0.5", "scores.py")
+    with pytest.raises(ConfigError, match=r"other settings: the code of eval\.evaluators\.exact has changed"):
+        check_same_run(run, load_config(file), {}, force=False)
+    assert len(check_same_run(run, load_config(file), {}, force=True)) == 2
 
 
 async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, config: Config) -> None:

@@ -1,16 +1,12 @@
 """Base class for evaluators, scoring, and the rewards of episodes; a failure is an error, not a score of 0."""
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 
 from insitu.advantages.credit import TrainedCalls, credited_function
@@ -30,7 +26,6 @@ from insitu.schemas.evaluation import (
 )
 from insitu.schemas.finetuning import ALLOWED_REWARDS, MAX_REWARD, RewardFunctionConfig, signed
 from insitu.schemas.kinds import EVALUATOR
-from insitu.schemas.parts import code_file
 
 logger = logging.getLogger(__name__)
 
@@ -148,21 +143,6 @@ def check_rows(config: Config, rows: Sequence[EvalInputItem]) -> None:
     for name in config.names(EVALUATOR):
         if isinstance(block := config.block(EVALUATOR, name), EvaluatorBaseConfig):
             block.check_rows(f"eval.evaluators.{name}", rows)
-
-
-def scoring_digest(config: Config, name: str) -> str:
-    """A digest of what decides which scores an evaluator gives: its block, its Python file, and what it adds up."""
-    block = config.block(EVALUATOR, name)
-    settings = block.model_dump(mode="json", fallback=str)
-    digest = hashlib.sha256(f"{block.type} {json.dumps(settings, sort_keys=True)}".encode())
-    ref = str(settings.get("function"))
-    with suppress(ValueError, OSError):  # code of a package, or of this process
-        file = Path(ref.rpartition(":")[0]).expanduser()
-        file = config.folder / file if file.suffix == ".py" else code_file(ref, config.folder.resolve())[0]
-        digest.update(file.read_bytes())
-    for part in settings.get("weights") or ():
-        digest.update(scoring_digest(config, part).encode())
-    return digest.hexdigest()[:16]
 
 
 def unshaped_reward_of(config: Config) -> tuple[str, int]:

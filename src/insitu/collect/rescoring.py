@@ -11,14 +11,16 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.collect.collector import run_limited
 from insitu.collect.datasets import find_dataset, load_dataset
-from insitu.collect.evaluators import parse_score, score, scoring_digest
+from insitu.collect.evaluators import parse_score, score
 from insitu.config import Config, load_config
+from insitu.config.resolved import block_digest
 from insitu.errors import ConfigError
 from insitu.runs.files import RESCORES
 from insitu.runs.replay import StoredRun, file_of_run
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
+from insitu.schemas.kinds import EVALUATOR
 
 _KEY = "RUN_DIR"
 
@@ -43,7 +45,7 @@ class Rescoring:
         if config_file is None:
             config_file = file_of_run(folder, "with --config_file")
         self.config, self.evaluator = load_config(config_file, override), evaluator
-        digest = scoring_digest(self.config, evaluator)
+        digest = block_digest(self.config, EVALUATOR.section, evaluator)
         if dataset is None and (recorded := settings.get("dataset")):  # None: a builder of a plugin
             dataset = _unchanged_dataset(self.config, recorded, folder)
         self._rows = {str(row.id): row for row in load_dataset(self.config, dataset)}

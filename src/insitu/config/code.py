@@ -1,12 +1,13 @@
 """Python code that a file names, `my_agent:answer` or `agents/my_agent.py:answer`: loaded, checked and called."""
 
+import ast
 import asyncio
 import hashlib
 import importlib
 import inspect
 import symtable
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -139,6 +140,49 @@ def check_defined(ref: str, key: str, folder: Path) -> None:
     own = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported() or each.is_namespace()]
     if name not in own and b"import *" not in source:
         raise ConfigError(not_found(f"{key}: in {file},", name, own))
+
+
+def code_digest(ref: CodeRef, folder: Path) -> str | None:
+    """A digest of what a name of a Python file is made of: its statements, and those of what they use of the file.
+
+    None for code that is in no file.
+    """
+    place, _, name = ref.rpartition(":")
+    file: Any = folder / Path(place).expanduser() if place.endswith(".py") else _file_of(place)
+    if ref.code is not None:
+        file, name = _file_of(str(getattr(ref.code, "__module__", ""))), getattr(ref.code, "__qualname__", "")
+    try:
+        source = Path(file).read_bytes()
+        made_of = _statements_of(name.partition(".")[0], ast.parse(source))
+    except (OSError, TypeError, SyntaxError, ValueError):  # it is in no file, or not in Python
+        return None
+    content = "\n".join(map(ast.dump, made_of)).encode() if made_of else source
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _statements_of(name: str, module: ast.Module) -> list[ast.stmt]:
+    """The statements of a module that give a name its value, and those that give one to the names in these."""
+    binding = {each: {*_bound(each)} for each in module.body}
+    wanted, found = {name}, set[ast.stmt]()
+    while added := [each for each, names in binding.items() if each not in found and names & wanted]:
+        found.update(added)
+        wanted |= {node.id for each in added for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return [each for each in module.body if each in found]
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement may give a value; more than that, if it has functions."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
 
 
 def load_function(ref: str, key: str, folder: Path) -> Callable[..., Any]:

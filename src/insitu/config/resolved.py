@@ -1,11 +1,16 @@
 """A checked file as plain values without its secrets, and how they differ from others."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from insitu.config.keys import fields_not_in_file, may_change
+from insitu.config.code import code_digest
+from insitu.config.keys import fields_not_in_file, may_change, references
+from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel
 from insitu.schemas.config import Config
 from insitu.schemas.parts import PYTHON
 from insitu.wire.redaction import MASK, hide_url_secrets, is_reference, is_secret_key, is_sent_block, redact
@@ -59,6 +64,44 @@ def is_harmless(config: Config, key: str) -> bool:
         for where, model in models.items()
         if key.startswith(f"{where}.")
     )
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """Digests of the Python code that the blocks of a file name, by their keys."""
+    return {
+        "workflow" if name == WORKFLOW else f"{section}.{name}": digest
+        for (section, name), block in config.blocks.items()
+        if (digest := "".join(_code(block, config.folder)))
+    }
+
+
+def _code(block: TypedBaseModel, folder: Path) -> Iterator[str]:
+    """The digests of the code that a block names; of a plugin's, also of the file that its settings are from."""
+    module = type(block).__module__
+    if not module.startswith("insitu."):
+        yield code_digest(CodeRef(f"{module}:"), folder) or ""
+    for _, ref in references(block, ""):
+        if isinstance(ref, CodeRef):
+            yield code_digest(ref, folder) or ""
+
+
+def block_digest(config: Config, section: str, name: str) -> str:
+    """A digest of what decides the results of a block: its settings and code, and those of the blocks that it names.
+
+    What may change between the processes of a run is none of that.
+    """
+    digest, left, seen = hashlib.sha256(), [(section, name)], set[tuple[str, str]]()
+    while left:
+        if (place := left.pop()) in seen or (block := config.blocks.get(place)) is None:
+            continue
+        seen.add(place)
+        key = ".".join(place)
+        values = leaves(without_secrets(_plain(block, given=False)))
+        settings = {name: value for name, value in values if not is_harmless(config, f"{key}.{name}")}
+        content = [key, block.type, settings, *_code(block, config.folder)]
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+        left += [(ref.section, str(ref)) for _, ref in references(block, "") if not isinstance(ref, CodeRef)]
+    return digest.hexdigest()[:16]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -9,7 +9,7 @@ import yaml
 
 from insitu import __version__
 from insitu.disk.model_files import TrainingRecord, split_revision
-from insitu.runs.files import RUN
+from insitu.runs.files import EVENTS, RUN
 from insitu.runs.reader import RunReader
 
 _METHODS = {
@@ -38,8 +38,16 @@ def model_card(run: Path, subject: CardSubject) -> str:
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
+    lines += _changes(run)
     lines += ["", "## Evaluation", "", *_evaluation(before, after), "", "## Use", "", *_use(subject), ""]
     return "\n".join(lines)
+
+
+def _changes(run: Path) -> list[str]:
+    """What was changed when the run was continued; the options are those of its last process."""
+    resumed = [each for each in RunReader(run).records(EVENTS) if each.get("changes")]
+    changes = [f"- after epoch {each['epoch']}: {change}" for each in resumed for change in each["changes"]]
+    return ["", "Changed while it was trained:", "", *changes] if changes else []
 
 
 def _base(record: TrainingRecord) -> tuple[str, bool]:

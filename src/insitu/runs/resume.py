@@ -12,7 +12,7 @@ from typing import Any
 
 from insitu.builder import Builder
 from insitu.config import Config
-from insitu.config.resolved import code_digests, differences, is_harmless, leaves, nested, resolved_config
+from insitu.config.resolved import code_digests, code_of, differences, is_harmless, leaves, nested, resolved_config
 from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
@@ -21,6 +21,7 @@ from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus
+from insitu.schemas.kinds import EVALUATOR
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,10 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
         before, now = (of.get(name) or {} for of in (recorded, origin))
         if _content(before) != _content(now) and (name == "dataset" or (before and now)):
             serious.append(f"{what} {now.get('file', now.get('source'))} has changed")
+    code, now = recorded.get("code") or {}, code_of(config)
+    for key in (key for key, digest in code.items() if now.get(key, digest) != digest):
+        changes = serious if key.startswith(EVALUATOR.section) else harmless
+        changes.append(f"the code of {key} has changed")
     if serious and not force:
         listed = "; ".join(serious[:_LISTED]) + (f"; and {len(serious) - _LISTED} more" * (len(serious) > _LISTED))
         raise ConfigError(

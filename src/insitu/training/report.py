@@ -230,12 +230,17 @@ def _rows(validation: Mapping[str, Any]) -> int:
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
     """How much the score has changed from one validation to another; None of too few rows that both scored."""
-    means = {line.epoch: line.means() for line in RunReader(store.path).scores()}
-    first, last = (means.get(record["epoch"], {}) for record in (before, after))
-    rows = [row for row in first if row in last]
+    lines = {line.epoch: line for line in RunReader(store.path).scores()}
+    first, last = (lines.get(record["epoch"]) for record in (before, after))
+    if first is None or last is None:
+        return None
+    if (first.dataset, first.scoring) != (last.dataset, last.scoring):
+        return "these scores are of other rows, or by other settings or code: they cannot be compared"
+    means, later = first.means(), last.means()
+    rows = [row for row in means if row in later]
     if len(rows) < fewest_rows(_CONFIDENCE):
         return None
-    found = compare_paired([first[row] for row in rows], [last[row] for row in rows], _CONFIDENCE)
+    found = compare_paired([means[row] for row in rows], [later[row] for row in rows], _CONFIDENCE)
     interval = f"95 % CI {found.low:+.3f} to {found.high:+.3f}, paired by {found.rows} rows"
     unclear = "; this may be chance" * (found.difference != 0 and found.low <= 0 <= found.high)
     return f"changed by {found.difference:+.3f} ({interval}){unclear}"

@@ -22,7 +22,7 @@ from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config import Config
-from insitu.config.resolved import resolved_config, without_secrets
+from insitu.config.resolved import code_of, resolved_config, without_secrets
 from insitu.disk.json_files import read_object
 from insitu.disk.model_files import downloaded, model_digest
 from insitu.errors import InsituError, TrajectoryError, install_command
@@ -110,18 +110,22 @@ class Run(ResumableRun):
             self.check_version(_version(await adapter.policy_endpoint()), warms_up=trains_before)
             self.check_versions(epochs_ahead)
 
-    async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
-        """Records the settings of a new run, and plays one row."""
+    def _record_settings(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
+        """Writes `run.json`; of a run that continues, what has changed is in its events."""
         trajectories = trainer.trajectory_builder
         origin = origin_of(builder, trajectories, self.store.folder)
         planned = trajectories.episodes_per_epoch
         self.store.write(files.RUN, run_record(self.id, builder.config, planned, origin, settings))
+
+    async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
+        """Records the settings of a new run, and plays one row."""
+        self._record_settings(trainer, builder, settings)
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.id, settings)
         endpoint = await trainer.trainer_adapter.policy_endpoint()
         await self.commit(run_id=self.id, policy_version=_version(endpoint))
         with self.report.phase("playing one row before the first epoch"):
-            problem = await trajectories.rehearse(self.id)
+            problem = await trainer.trajectory_builder.rehearse(self.id)
         if problem is not None:
             self.report.note(problem)
 
@@ -131,6 +135,7 @@ class Run(ResumableRun):
         with self.recorded_end():
             if self.continues:
                 self.continue_run()
+                self._record_settings(trainer, builder, settings)
             else:
                 await self.start(trainer, builder, settings)
             yield
@@ -374,5 +379,6 @@ def run_record(
         "given": resolved_config(config, given=True),
         **origin,
         **settings,
+        "code": code_of(config),
         "config": resolved_config(config),
     }

@@ -9,12 +9,13 @@ from typing import Any
 from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset, load_dataset
 from insitu.collect.evaluation import held_out_config, validate
-from insitu.collect.evaluators import scoring_digest
+from insitu.config.resolved import block_digest
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
 from insitu.runs.reader import RowScores, RunReader
 from insitu.runs.records import EarlyStop, RunProgress, best_validation, checkpoints_of
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
+from insitu.schemas.kinds import EVALUATOR
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
 from insitu.training.run import Run
 from insitu.training.schedule import pinned
@@ -76,7 +77,7 @@ class Validation:
             self._report.note(f"the held-out dataset {dataset} has changed: its scores before are of other rows")
         self._digest = digest
         reward = self._run_config.reward_function
-        scoring = scoring_digest(held_out, reward.evaluator) if reward is not None else ""
+        scoring = block_digest(held_out, EVALUATOR.section, reward.evaluator) if reward is not None else ""
         return len(rows) * self.config.reps, self._digest, scoring
 
     def restore(self, progress: RunProgress) -> None:
