@@ -320,6 +320,11 @@ JSON, NUMERIC = {"_type": "json_fields"}, {"_type": "numeric"}
         (NUMERIC | {"zero_at": 4}, "5", 3, 0.5),
         (NUMERIC | {"zero_at": 1}, "-5", 3, 0.0),
         (NUMERIC, "none", 3, 0.0),
+        (NUMERIC, "10-5", 5, 1.0),
+        (NUMERIC, "x-1,234,567", 1234567, 1.0),
+        (NUMERIC, "it is \u2212.5e1", -5, 1.0),
+        (NUMERIC, "1,2", 2, 1.0),
+        (NUMERIC, "(-2)", "-2", 1.0),
     ],
 )
 async def test_comparisons(tmp_path: Path, block: dict[str, Any], answer: Any, expected: Any, score: float) -> None:

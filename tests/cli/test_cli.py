@@ -1,5 +1,7 @@
 """The command line as processes: quick help, exit codes, and messages that name the mistake."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -299,6 +301,27 @@ def test_the_part_of_the_answer_and_who_gives_it(write: Any) -> None:
     dead = insitu("eval", "--config_file", path, "--endpoint", "http://127.0.0.1:9")
     assert (dead.returncode, dead.stdout) == (1, "")
     assert dead.stderr.startswith("failed: no answer from the workflow service at http://127.0.0.1:9: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_a_command_without_an_event_loop_alike(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "config.yml")
+    command = [sys.executable, "-m", "insitu", "validate", str(tmp_path / "config.yml")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+        descriptor = os.open(tmp_path / "config.yml", os.O_WRONLY)  # which waits for it
+        waiting.send_signal(number)
+        assert waiting.wait(30) == 130
+        assert waiting.stderr is not None
+        assert waiting.stderr.read() == "interrupted\n"
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+def test_standard_input_may_be_closed(write: Any) -> None:
+    """Its descriptor would be that of an event loop, which does not expect it."""
+    command = f'exec "{sys.executable}" -m insitu validate "{project(write)}" <&-'
+    done = subprocess.run(["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(TESTS)})
+    assert done.returncode == 0
 
 
 def test_run_prints_the_answer(write: Any) -> None:

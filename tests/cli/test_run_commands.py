@@ -79,7 +79,9 @@ def test_a_run_is_found_by_its_depth(project: Path) -> None:
         (project / place).mkdir(parents=True)
         shutil.copytree(project / "run", project / place, dirs_exist_ok=True)
     (project / "link").symlink_to(project / "run")
-    assert listed(project, ".").keys() == {"run", "a/b/c"}
+    (project / "another").symlink_to(project / "a/.hidden")
+    (project / "above").symlink_to(project / "a")
+    assert listed(project, ".").keys() == {"run", "a/b/c", "another"}
     assert listed(project, "a/b", "run", "./run").keys() == {"a/b/c", "a/b/c2/d", "run"}
     assert run("runs", "list", folder=project).stdout == "no run in runs or .tmp\n"
     done = run("runs", "list", "missing", folder=project)
@@ -177,7 +179,8 @@ def lose(name: str) -> Callable[[Path], None]:
         (lose("progress_history.jsonl"), 2, 2, "epochs that can be forked: 3\n"),
         (lose("progress.json"), 2, 2, "RUN_DIR: the run in run has no progress.json"),
         (lose("backend/started_from.json"), 2, 2, "RUN_DIR: the backend of run was not started by the run"),
-        (cut("calls.jsonl.gz", 13), 2, 1, "calls.jsonl.gz has 13 bytes, but "),
+        (cut("calls.jsonl.gz", 13), 2, 1, "failed: run/calls.jsonl.gz has 13 bytes, but "),
+        (lose("groups.jsonl"), 2, 1, "failed: run/groups.jsonl is missing: the run cannot be copied\n"),
         (cut("progress_history.jsonl", 100), 3, 0, ""),
         (garble("progress_history.jsonl", '{"epoch": 1}\n'), 3, 1, "line 1 is not the state of an epoch: "),
         (cut("backend/checkpoints/step_000002/model.safetensors", 99), 2, 1, "model.safetensors is damaged"),
@@ -317,6 +320,8 @@ def test_runs_that_have_not_ended_are_not_pruned(project: Path) -> None:
     shutil.copytree(project / "run", project / "runs/killed")
     shutil.copytree(project / "run", project / "runs/busy")
     shutil.copytree(project / "run", project / "runs/damaged")
+    shutil.copytree(project / "run", project / "runs/lost")
+    lose("best.json")(project / "runs/lost")
     change(project / "runs/killed/progress.json", status="running")
     cut("calls.jsonl.gz", 13)(project / "runs/damaged")
     before = saved(project / "run")
@@ -324,7 +329,13 @@ def test_runs_that_have_not_ended_are_not_pruned(project: Path) -> None:
         said = pruned(project).splitlines()
     assert said[0] == "runs/busy: nothing is deleted: it is running"
     assert said[1].startswith("runs/damaged: nothing is deleted: runs/damaged/calls.jsonl.gz has 13 bytes, but ")
-    assert said[2:] == ["runs/killed: nothing is deleted: it is killed", "freed 0 B"]
-    assert [saved(project / "runs" / name) for name in ("busy", "damaged", "killed")] == [before] * 3
+    missing = "runs/lost/best.json is missing, although the run was validated"
+    assert said[2:] == [
+        "runs/killed: nothing is deleted: it is killed",
+        f"runs/lost: nothing is deleted: {missing}",
+        "freed 0 B",
+    ]
+    assert [saved(project / "runs" / name) for name in ("busy", "damaged", "killed", "lost")] == [before] * 4
+    assert run("export", "runs/lost", "out", folder=project).stderr == f"failed: {missing}\n"
     done = run("runs", "prune", "missing", folder=project)
     assert (done.returncode, done.stderr) == (2, "error: FOLDER: missing is not a folder\n")

@@ -116,6 +116,8 @@ async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server:
     assert arguments == ["--level=3", "a {level} \u00fc 7", "{other} {}"]
     assert given == "a {level} \u00fc"
     assert others == ["7", "yes", "http://127.0.0.1:", 0, str(tmp_path / "below")]
+    with pytest.raises(WorkflowError, match="row '7': input is null, which no text can hold"):
+        await output(tmp_path, server, code, None, **options)
     assert await output(tmp_path, server, "print(' plain\\n')") == "plain"
     with pytest.raises(WorkflowError, match="not JSON"):
         await output(tmp_path, server, "print('plain')", answer="json")

@@ -239,6 +239,13 @@ def test_editors_find_the_schema_of_the_file(tmp_path: Path) -> None:
     assert not check.is_valid(yaml.safe_load(text.replace("num_epochs:", "num_epoch:")))
 
 
+def test_a_name_may_have_spaces(tmp_path: Path) -> None:
+    _, out, _ = init(tmp_path, "my désk")
+    assert out.splitlines()[-1] == "next: cd 'my désk' && insitu finetune config.yml"
+    config = yaml.safe_load((tmp_path / "my désk/config.yml").read_text())
+    assert config["finetuning"]["output_dir"] == "runs/my-désk"
+
+
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "desk").mkdir(mode=0o700)
     assert init(tmp_path, "desk")[0] == 0

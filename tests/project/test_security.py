@@ -635,6 +635,7 @@ def encodings(secret: str) -> dict[str, str]:
         "JSON in JSON": json.dumps({"arguments": once}),
         "repr": repr([secret]),
         "ascii": ascii([secret]),
+        "JSON of repr": json.dumps(repr(secret)),
         "bytes": repr(data),
         "HTML": html.escape(secret),
         "query": urlencode({"key": data}),

@@ -37,6 +37,8 @@ T = TypeVar("T")
 _NAME = "model"
 _OF_AGENT = ("llms.", "functions.")
 """How the keys begin that say what the agent is."""
+_NOT_SERVED = ("url", "api_key", "chat_template", "learner", "sampler", "training", "keep")
+"""Keys of the adapter's block that say how a run trains; a checkpoint has its chat template."""
 
 
 class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
@@ -54,7 +56,10 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
             raise ConfigError(f"{run}: trainer_adapters.{adapter} trains on a server, which keeps the trained weights")
         self.checkpoint = weights
         """The folder of its weights."""
-        served = {"_type": block["_type"], "model": str(weights), "device": device or block.get("device", "auto")}
+        served = {key: value for key, value in block.items() if value is not None and key not in _NOT_SERVED}
+        served |= {"model": str(weights), "device": device or block.get("device", "auto")}
+        if lora := (block.get("training") or {}).get("lora"):
+            served["training"] = {"lora": lora}
         self._config = check_config(data | {"trainer_adapters": {adapter: served}}, file)
         if not self._config.serves_policy:
             raise ConfigError(f"{file}: none of the llms is of _type policy, so none has the trained weights")

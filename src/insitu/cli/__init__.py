@@ -4,6 +4,8 @@ import importlib.util
 import io
 import os
 import re
+import shutil
+import signal
 import sys
 
 import click
@@ -86,10 +88,14 @@ def main() -> None:
     from insitu.wire.redaction import redact_stream, remember_environment
 
     remember_environment(os.environ)
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell: the next file to be opened would take its place
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
-        redact_stream(getattr(sys, name))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (as long as the process)
+    redact_stream(sys.stdout)
+    redact_stream(sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end a command as Ctrl-C does; under nohup, the second is ignored
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     if json_lines := re.search(r"(?:^|\0)--log[-_]format[=\0]json(?:\0|$)", "\0".join(sys.argv[1:])) is not None:
         from insitu.wire.log_lines import write_json_lines
 
@@ -130,7 +136,8 @@ def _run(json_lines: bool) -> int:
         _say(f"error: {error}")
         return 2
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
-        _say(f"failed: {error}")
+        first = error.args[0][0][-1] if isinstance(error, shutil.Error) and error.args[0] else error  # of many copies
+        _say(f"failed: {first}")
         return 1
     except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
         if (problem := memory_problem(error)) is None:

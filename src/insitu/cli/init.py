@@ -1,6 +1,7 @@
 """The command `init`."""
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -42,4 +43,4 @@ def command(
     if "make_model.py" in files:
         first = " && python make_model.py"
         print(f"needs the extra gguf: {install_command('local,gguf')} in the clone of insitu")
-    print(f"next: cd {name}{first} && insitu finetune config.yml")
+    print(f"next: cd {shlex.quote(str(name))}{first} && insitu finetune config.yml")

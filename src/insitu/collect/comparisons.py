@@ -17,7 +17,8 @@ from insitu.workflow.functions import convert
 
 Score = tuple[float, str]
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?")
+"""A sign is not one after a letter or digit, as in `5-7`, and a comma only before each three digits."""
 
 
 def _text(value: Any, what: str) -> str:
@@ -214,4 +215,4 @@ def _field(value: Any, name: str) -> Any:
 def _last_number(text: str) -> float | None:
     """`1,234.5` is one number."""
     numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    return float(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None

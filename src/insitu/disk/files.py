@@ -177,12 +177,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     killed are deleted.
     """
     _check_absent(target)
-    owner = f"{os.getpid()}-{threading.get_native_id()}"  # two processes may want the same folder
-    draft = target.with_name(f".{target.name}.{owner}.draft")
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*.draft"):
-        pid = left.name.removeprefix(f".{target.name}.").partition("-")[0]
-        if left == draft or (pid.isdecimal() and not is_alive(int(pid))):
-            shutil.rmtree(left, ignore_errors=True)
+    draft = new_draft(target)
     with writing(target):
         draft.mkdir(parents=True)
     try:
@@ -197,6 +192,17 @@ def new_folder(target: Path) -> Iterator[Path]:
         sync_path(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def new_draft(target: Path) -> Path:
+    """Where this process makes a folder; drafts of processes that were killed are deleted."""
+    owner = f"{os.getpid()}-{threading.get_native_id()}"  # two processes may want the same folder
+    draft = target.with_name(f".{target.name}.{owner}.draft")
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*.draft"):
+        pid = left.name.removeprefix(f".{target.name}.").partition("-")[0]
+        if left == draft or (pid.isdecimal() and not is_alive(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
+    return draft
 
 
 def _check_absent(target: Path) -> None:

@@ -130,7 +130,7 @@ def locked_by(folder: Path) -> str | None:
     owner = _parse_owner(path)
     try:
         if owner is None:
-            return "another process" if time.time() - path.stat().st_mtime < _OWNER_SECONDS else None
+            return "another process" if abs(time.time() - path.stat().st_mtime) < _OWNER_SECONDS else None
         if owner.ended:
             return None
         with open_received(path) as file:

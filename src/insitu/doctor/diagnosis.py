@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from insitu.collect.conversations import collection_of
 from insitu.collect.evaluators import parse_score, score
 from insitu.collect.shared_run import share
 from insitu.config import Config, changed_config
-from insitu.disk.files import nearest_folder
+from insitu.disk.files import nearest_folder, new_draft
 from insitu.disk.json_files import write_json
 from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate
 from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, worst_first
@@ -317,12 +317,15 @@ async def _memory_plan(config: Config, request: FinetuneRunConfig) -> MemoryPlan
 def _scratch_beside(output_dir: Path) -> Iterator[Path]:
     """A temporary folder on the disk of the run, which has to have space for a checkpoint. Raises ConfigError."""
     folder = nearest_folder(output_dir.absolute().parent)
+    scratch = new_draft(folder / "insitu-doctor")
     try:
-        temporary = TemporaryDirectory(prefix=".insitu-doctor-", dir=folder)
+        scratch.mkdir()
     except OSError as error:
         raise ConfigError(f"finetuning.output_dir: {folder} cannot be written: {error.strerror}") from error
-    with temporary:
-        yield Path(temporary.name)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _limited(

@@ -34,7 +34,7 @@ from insitu.gateway.templates import check_placeholders, filled, filled_text, se
 from insitu.gateway.visible import misses_file, missing_note
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
-from insitu.schemas.components import Block, FunctionBaseConfig, LLMRef
+from insitu.schemas.components import Block, FunctionBaseConfig, LLMRef, MayChange
 from insitu.wire.child_process import describe_exit
 from insitu.wire.connection import read_at_most
 from insitu.wire.json_values import json_form, json_path, value_at
@@ -110,7 +110,7 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
     cwd: Path | None = None
     """Working directory, relative to the workspace or, without one, to the folder of the YAML file; none: that
     folder."""
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: MayChange[float | None] = Field(default=None, gt=0)
     """Time limit in seconds, also of `verify`; none: that of the episode."""
     answer: Literal["text", "json"] = "text"
     """How to parse the standard output."""
@@ -152,7 +152,7 @@ class HttpConfig(ExternalConfig, name="http"):
     percent-encoded."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Additional headers, with placeholders as in `url`."""
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: MayChange[float | None] = Field(default=None, gt=0)
     """Time limit for a response in seconds; none: that of the episode."""
     max_output: int = Field(default=2**20, ge=1)
     """Maximum size of a response, in bytes."""
@@ -259,7 +259,13 @@ def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path)
     """A command with the values of its placeholders; a path of a program, without `..`, is relative to the folder."""
     field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
     start = os.path.abspath(folder / command[0]) if os.sep in command[0] else command[0]
-    return [start, *(field.sub(lambda match: convert(values[match[1]], str), part) for part in command[1:])]
+    return [start, *(field.sub(lambda match: _text(values, match[1]), part) for part in command[1:])]
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    if values[name] is None:
+        raise WorkflowError(f"workflow.command: row {values['row_id']!r}: {name} is null, which no text can hold")
+    return str(convert(values[name], str))
 
 
 @register_function(config_type=CommandConfig)

@@ -58,7 +58,7 @@ def export_model(
                 (draft / file).unlink()
             _merge(source.folder, draft)
         subject = CardSubject(name or target.name, source.record, source.is_adapter and not merged)
-        (draft / CARD_FILE).write_text(model_card(source.run, subject))
+        (draft / CARD_FILE).write_text(model_card(source.run, subject), encoding="utf-8")
         for file, content in extra.items():
             (draft / file).write_bytes(content)
     return target

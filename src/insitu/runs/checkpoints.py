@@ -16,6 +16,7 @@ from insitu.disk.json_files import read_object
 from insitu.disk.model_files import JOB_LOG
 from insitu.errors import ConfigError
 from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, LOGGED_JOBS, RUN, STARTED_FILE, holds_run
+from insitu.runs.reader import RunReader
 from insitu.runs.store import OUTPUT_DIR
 
 NAMES = ("best", "latest")
@@ -129,16 +130,16 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     saved = run / CHECKPOINTS
     if name is not None and name not in NAMES:
         return Checkpoint(_kept(saved / name, key), f"of {run}")
-    if name == "latest" or (name is None and not (run / BEST).exists()):
+    record = None if name == "latest" else RunReader(run).best()
+    if name == "latest" or (name is None and record is None):
         folders = _steps(saved)
         if not folders:
             raise ConfigError(f"{key}: {saved} holds no checkpoints; {_why_none(run)}")
         newer = [path.name for path in _steps(run / LOGGED_JOBS) if path.name > folders[-1].name]
         more = f" that is written: of {', '.join(newer)} only the jobs are logged" if newer else ""
         return Checkpoint(folders[-1], f"the latest of {run}{more}")
-    if not (run / BEST).exists():
+    if record is None:
         raise ConfigError(f"{key}: {run} has no {BEST}: it was never validated; {run}/latest is its newest")
-    record = read_object(run / BEST)
     note = f"the best of {run}: {record.get('avg_reward')} at epoch {record.get('epoch')}"
     checkpoint = record.get("checkpoint")
     if checkpoint is None:

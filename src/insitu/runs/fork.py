@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.disk.files import cannot_write, new_folder, writable_folder
-from insitu.disk.json_files import read_object
+from insitu.disk.json_files import read_object, shorter_than_written
 from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, check_optimizer_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
@@ -77,6 +77,11 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
     settings = origin.reader.settings(required=True)
     changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0}
     progress = state.restore(origin.progress).model_copy(update=changes)
+    for name, size in state.sizes.items():
+        if not (run / name).is_file():
+            raise InsituError(f"{run / name} is missing: the run cannot be copied")
+        if (written := (run / name).stat().st_size) < size:
+            raise InsituError(shorter_than_written(run / name, written, size))
     target = writable_folder(target.absolute().parent, KEY) / target.name
     states = _states_until(origin, epoch, target)
     try:

@@ -68,7 +68,7 @@ def _surplus(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus:
     if not reader.own_backend or progress is None or (served := progress.policy_version) is None:
         return Surplus(run)
     sampled = reader.sampled_versions(reader.history(progress), progress.epoch)
-    best = Path((reader.object(files.BEST) or {}).get("checkpoint") or "none").name
+    best = Path((reader.best() or {}).get("checkpoint") or "none").name
     surplus = {
         record.version: path
         for path, record in saved[:-1]

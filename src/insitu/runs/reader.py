@@ -24,7 +24,15 @@ from insitu.disk.json_files import (
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
 from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
-from insitu.runs.records import EpochState, RunProgress, StoredGroup, format_problem, restore_calls, restore_journaled
+from insitu.runs.records import (
+    EpochState,
+    RunProgress,
+    StoredGroup,
+    best_validation,
+    format_problem,
+    restore_calls,
+    restore_journaled,
+)
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.wire.http_format import load_json
@@ -84,6 +92,15 @@ class RunReader:
         """The JSON object in a file; None if there is no such file."""
         path = self.folder / name
         return read_object(path) if path.is_file() else None
+
+    def best(self) -> dict[str, Any] | None:
+        """`best.json`; None before a validation. Raises InsituError if it is damaged, or missing after one."""
+        best = self.object(files.BEST)
+        if best is None and best_validation(self.validations()) is not None:
+            raise InsituError(f"{self.folder / files.BEST} is missing, although the run was validated")
+        if best is not None and not isinstance(best.get("checkpoint"), str | None):
+            raise InsituError(f"{self.folder / files.BEST} is damaged: checkpoint is {best['checkpoint']!r:.80}")
+        return best
 
     def warmed_up(self, version: int | None) -> str | None:
         """The checkpoint of this version if the warm-up made it."""

@@ -91,7 +91,7 @@ def _content(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moved(folder: Path, moved: Path) -> str:
     """What to report of an earlier run in `folder` that was moved."""
-    place, earlier = folder.with_name(moved.name), None
+    place, earlier = moved if folder.is_symlink() else folder.with_name(moved.name), None
     with suppress(ConfigError):  # its file cannot be used
         earlier = RunReader(moved).progress()
     if earlier is None or earlier.status == "completed":

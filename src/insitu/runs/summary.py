@@ -64,7 +64,7 @@ class RunDetails:
 def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
     """The run directories in folders that exist, and up to three levels below them, in natural order.
 
-    A folder may be a run itself. Symbolic links below them and hidden folders are not followed.
+    A folder may be a run itself. A symbolic link below them counts if it leads to a run, hidden folders do not.
     """
     seen: set[Path] = set()
     for folder in folders:
@@ -76,15 +76,15 @@ def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: natural(entry.name))
+        entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), natural(entry.name)))
     except OSError:  # not readable for this user, or deleted meanwhile
         return
     if {entry.name for entry in entries} & {*RUN_FILES, PROGRESS}:
         yield folder
     elif depth:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                yield from _runs_below(folder / entry.name, depth - 1)
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from _runs_below(folder / entry.name, 0 if entry.is_symlink() else depth - 1)
 
 
 def read_summary(run: Path) -> RunSummary:

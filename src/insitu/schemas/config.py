@@ -59,7 +59,7 @@ class EvalGeneralConfig(Block):
     """Folder for the files of an evaluation, relative to the working directory; none: `output.dir`."""
     output: MayChange[OutputConfig | None] = None
     """Alternative to `output_dir`."""
-    episode_timeout: float | None = Field(default=None, gt=0)
+    episode_timeout: MayChange[float | None] = Field(default=None, gt=0)
     """Time limit for one attempt at an episode, in seconds; none: no limit."""
     retries: int = Field(default=0, ge=0)
     """Retries of an episode after a transient error (timeout, backend unavailable)."""

@@ -227,7 +227,8 @@ def _flow(block: dict[str, Any]) -> str:
 
 
 def _name(folder: Path) -> str:
-    return folder.name if re.fullmatch(r"[\w.-]+", folder.name, re.ASCII) else json.dumps(folder.name)
+    """The name of the folder, as commands and the file can have it without quotes."""
+    return re.sub(r"[^\w.-]+", "-", folder.name)
 
 
 def _of_model(model: str | None, template: Path | None) -> dict[str, str]:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from insitu.collect.evaluators import check_rows
 from insitu.collect.shared_run import RunState, share
 from insitu.config import Config, changed_config, requested_config
 from insitu.disk.files import check_writable
+from insitu.disk.temporary import temporary_folder
 from insitu.errors import (
     ConfigError,
     InsituError,
@@ -390,8 +390,8 @@ async def serve_policy(builder: Builder) -> AsyncIterator[None]:
         yield
         return
     adapter = await builder.get_trainer_adapter(finetuning.trainer_adapter)
-    with TemporaryDirectory(prefix="insitu-") as scratch:
-        await adapter.initialize(writable(finetuning.model_copy(update={"output_dir": Path(scratch)})))
+    async with temporary_folder() as scratch:
+        await adapter.initialize(writable(finetuning.model_copy(update={"output_dir": scratch})))
         try:
             async with watched(adapter):
                 yield

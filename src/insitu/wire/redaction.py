@@ -133,7 +133,10 @@ def _forms(text: str) -> Iterator[str]:
     for quoted in (json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]):
         yield quoted
         yield json.dumps(quoted)[1:-1]  # as in the arguments of a tool call
-    yield from (repr(text)[1:-1], ascii(text)[1:-1], repr(data)[2:-1], html.escape(text))
+    for quoted in (repr(text)[1:-1], ascii(text)[1:-1]):
+        yield quoted
+        yield json.dumps(quoted)[1:-1]  # as in the error of an episode
+    yield from (repr(data)[2:-1], html.escape(text))
     for quoted in (*(quote(data, safe=safe) for safe in _SAFE_IN_URLS), quote_plus(data)):
         yield quoted
         yield re.sub("%..", lambda code: code[0].lower(), quoted)
