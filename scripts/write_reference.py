@@ -23,7 +23,7 @@ from insitu.config.keys import fields_not_in_file, models_of
 from insitu.registry import registry
 from insitu.schemas import kinds
 from insitu.schemas.backend_processes import MemorySize
-from insitu.schemas.components import ComponentRef, FunctionGroupBaseConfig
+from insitu.schemas.components import CodeRef, ComponentRef, FunctionGroupBaseConfig
 from insitu.schemas.documentation import field_docstrings
 from insitu.schemas.finetuning import FinetuneConfig
 from insitu.schemas.kinds import Kind
@@ -103,6 +103,8 @@ def type_text(annotation: Any) -> str:
         return f"list of {type_text(parts[0])}s"
     if origin is tuple:
         return f"list of {len(parts)} {type_text(parts[0])}s"
+    if annotation is CodeRef:
+        return "MODULE:NAME or FILE.py:NAME"
     if isinstance(annotation, type) and issubclass(annotation, ComponentRef):
         return f"name under `{annotation.section}`"
     return "block" if annotation is Any or origin is dict or models_of(annotation) else str(annotation)
