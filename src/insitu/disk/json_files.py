@@ -293,16 +293,16 @@ class AppendedLines:
                 raise FileReplaced(self._path) from None
             return
         with file:
-            inode = self._seek(file)
+            self._seek(file)
             for content in file:
-                _, offset, number, _ = self.position
+                inode, offset, number, _ = self.position
                 if not content.endswith(b"\n") or (end is not None and offset + len(content) > end):
                     return
                 line = Line(number + 1, offset, content)
                 self.position = Position(inode, offset + len(content), line.number, content[-_REMEMBERED:])
                 yield line
 
-    def _seek(self, file: BinaryIO) -> int:
+    def _seek(self, file: BinaryIO) -> None:
         inode, offset, _, last = self.position
         status = os.fstat(file.fileno())
         if inode not in (0, status.st_ino) or status.st_size < offset:
@@ -311,7 +311,6 @@ class AppendedLines:
         if file.read(len(last)) != last:
             raise FileReplaced(self._path)
         self.position = self.position._replace(inode=status.st_ino)
-        return status.st_ino
 
 
 def gzip_lines(header: dict[str, Any] | None, rows: Sequence[BaseModel]) -> bytes:
