@@ -9,7 +9,7 @@ parquet        a table with a row per episode (see `parquet`)
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +52,6 @@ class ExportOptions:
     best: int | None = None
     min_reward: float | None = None
 
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
 
 ALLOWED = {
     "preferences": ("pairs",),
@@ -76,8 +73,8 @@ def export(
 
     Raises ConfigError if the options do not fit the format or the file exists, TrajectoryError if there is no record.
     """
-    for name in options.given():
-        if name not in ALLOWED[format]:
+    for name, value in vars(options).items():
+        if value is not None and name not in ALLOWED[format]:
             takers = " and ".join(f for f, names in ALLOWED.items() if name in names)
             raise ConfigError(f"--{name} has no effect with --format {format}; it is for {takers}")
     if target.is_dir() or (target.exists() and not overwrite):
@@ -233,8 +230,7 @@ class Exporter:
         group = scored_group(episodes, self._trained)
         self.dropped.update(group.dropped)
         made = {str(trajectory.id): trajectory for trajectory in group.trajectories}
-        left_out = [episode for episode in group.episodes if episode.key.text() not in made]
-        self._note_errors(left_out)
+        self._note_errors(episode for episode in group.episodes if episode.key.text() not in made)
         return [(episode, made[episode.key.text()]) for episode in group.episodes if episode.key.text() in made]
 
     def _text_dialogues(self, trajectory: Trajectory) -> Iterator[Dialogue]:
@@ -257,7 +253,7 @@ class Exporter:
         self.dropped[str(reason)] += 1
         self._note_errors([episode] if episode is not None else [])
 
-    def _note_errors(self, left_out: Sequence[Episode]) -> None:
+    def _note_errors(self, left_out: Iterable[Episode]) -> None:
         errors = (f"{episode.key.text()}: {episode.error}" for episode in left_out if episode.error is not None)
         self.first_error = self.first_error or next(errors, None)
 
