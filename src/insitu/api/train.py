@@ -118,9 +118,8 @@ def train(
         override(settings, key, parse_override(key, text))
     project = Project.of(settings, {})
     set_tiny_training(project, None, {})
-    output = set_output(
-        project, "finetuning.output_dir", output_dir, f"runs/{getattr(function, '__name__', type(function).__name__)}"
-    )
+    name = getattr(function, "__name__", type(function).__name__)
+    output = set_output(project, "finetuning.output_dir", output_dir, f"runs/{name}")
     with errors_in_words(project, _OPTIONS):
         config, all_rows = _rows(project, rows)
         left, held = split(all_rows, 0.0 if isinstance(share, Path) else share, config.general.seed)
