@@ -225,13 +225,12 @@ class Examination:
 
     def measure(self, evidence: Evidence) -> None:
         """Adds what can be read while the backend runs."""
-        measures, pid = self.measures, None
+        measures, adapter = self.measures, self._adapter
         measures.collected = sum(map(len, evidence.groups))
         measures.episodes = len(evidence.episodes) or measures.collected
         if evidence.episodes:
             measures.together = fmean(episode.seconds for episode in evidence.episodes)
-        if isinstance(self._adapter, TrainerAdapter):
-            pid = self._adapter.backend_pid
+        pid = adapter.backend_pid if isinstance(adapter, TrainerAdapter) else None
         measures.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measures.backend_memory = peak_memory(pid) if pid is not None else None
 

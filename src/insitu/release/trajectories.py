@@ -9,7 +9,7 @@ parquet        a table with a row per episode (see `parquet`)
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ from insitu.training.trainers import SFTTrainerConfig
 
 Records = Iterator[dict[str, Any]]
 Group = list[tuple[Episode, Trajectory]]
+PairTexts = tuple[Messages, Messages, Messages]
+"""The prompt of a pair, the chosen completion and the rejected one."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,9 @@ class Exporter:
             pairs, dropped = preference_pairs(episode.candidates, options)
             self.dropped.update(dropped)
             for pair in pairs:
-                prompt, *sides = _candidate_messages(pair, episode)
                 call = pair.chosen.call
                 tools = episode.calls[call].tools if call is not None else None
-                yield from self._preference(pair, prompt, sides, tools, (episode, episode))
+                yield from self._preference(pair, _candidate_messages(pair, episode), tools, (episode, episode))
 
     def _episode_pairs(self, episodes: list[Episode]) -> Records:
         """Pairs of the episodes of a row, as `dpo_from_groups` makes them."""
@@ -157,27 +158,23 @@ class Exporter:
         self.dropped.update(dropped)
         for pair in pairs:
             best, worst = (pair.chosen.candidate_index, pair.rejected.candidate_index)
-            sides = [said[best].completion, said[worst].completion]
+            texts = (said[best].prompt, said[best].completion, said[worst].completion)
             both = (played[best][0], played[worst][0])
-            yield from self._preference(pair, said[best].prompt, sides, said[best].tools, both)
+            yield from self._preference(pair, texts, said[best].tools, both)
 
     def _preference(
-        self,
-        pair: PreferencePair,
-        prompt: Messages,
-        sides: Sequence[Messages],
-        tools: Messages | None,
-        episodes: tuple[Episode, Episode],
+        self, pair: PreferencePair, texts: PairTexts, tools: Messages | None, episodes: tuple[Episode, Episode]
     ) -> Records:
-        if self._seen.repeats([prompt, *sides, tools]):
+        if self._seen.repeats([*texts, tools]):
             self._drop(DropReason.DUPLICATE_PAIR)
-        elif not is_text(message for messages in (prompt, *sides) for message in messages):
+        elif not is_text(message for messages in texts for message in messages):
             self._drop(DropReason.NOT_TEXT)
         else:
+            prompt, chosen, rejected = map(template_messages, texts)
             yield {
-                "prompt": template_messages(prompt),
-                "chosen": template_messages(sides[0]),
-                "rejected": template_messages(sides[1]),
+                "prompt": prompt,
+                "chosen": chosen,
+                "rejected": rejected,
                 **_tools(tools),
                 "score_chosen": pair.chosen.score,
                 "score_rejected": pair.rejected.score,
@@ -265,8 +262,8 @@ def _first_dialogue(trajectory: Trajectory) -> Dialogue:
     return next(dialogue for dialogue in candidates if any(call is first for call in dialogue.calls))
 
 
-def _candidate_messages(pair: PreferencePair, episode: Episode) -> tuple[Messages, Messages, Messages]:
-    """Prompt and both completions: what was sampled, or the reported texts if that is not known of both sides."""
+def _candidate_messages(pair: PreferencePair, episode: Episode) -> PairTexts:
+    """What was sampled, or the reported texts if that is not known of both sides."""
     sides = (pair.chosen, pair.rejected)
     prompt = pair.chosen.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
