@@ -24,7 +24,7 @@ from insitu.api.settings import Project
 from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
 from insitu.config import SECTIONS, Config, check_config
-from insitu.config.code import stop_import
+from insitu.config.code import stop_import, takes
 from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
@@ -219,11 +219,6 @@ def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) 
         project.settings["workflow"] = {"_type": "http", "url": url, "llm": project.student}
     elif isinstance(workflow, Mapping) and workflow.get("_type") in ("http", "command"):
         project.settings.setdefault("workflow", {"llm": project.student})
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _set_scores(project: Project, score: Any, reward: str | None, caller: Mapping[str, Any]) -> None:

@@ -24,13 +24,12 @@ from insitu.api.calls import (
     set_output,
     set_tiny_training,
     start_request,
-    takes,
 )
 from insitu.api.results import Run
 from insitu.api.settings import STUDENT, WRITTEN, Project, Settings, saved_rows, short_settings
 from insitu.collect.datasets import load_dataset, question_key
 from insitu.config import Config, check_config
-from insitu.config.code import load_code
+from insitu.config.code import load_code, takes
 from insitu.config.yaml_loader import override, parse_override
 from insitu.disk.files import writable_folder
 from insitu.errors import ConfigError, not_found
@@ -199,9 +198,7 @@ def _needs_no_settings(name: str) -> bool:
 
 def _check_free(save: Path | None) -> None:
     """Raises ConfigError if `insitu train` cannot write this file, or would replace one that it has not written."""
-    if save is None:
-        return
-    if save.is_file() and save.read_bytes().startswith(WRITTEN.encode()):
+    if save is None or (save.is_file() and save.read_bytes().startswith(WRITTEN.encode())):
         return
     writable_folder(save.parent, "--save")
     for path in (save, *(saved_rows(save, f"{name}.jsonl") for name in ("rows", "held_out"))):
