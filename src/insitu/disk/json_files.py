@@ -24,16 +24,7 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from insitu.disk.files import (
-    cannot_write,
-    open_received,
-    read_received,
-    reading,
-    sync_descriptor,
-    sync_path,
-    write_file,
-    writing,
-)
+from insitu.disk.files import open_received, read_received, reading, sync_descriptor, sync_path, write_file, writing
 from insitu.errors import InsituError
 from insitu.wire.http_format import load_json
 from insitu.wire.json_values import json_form
@@ -168,13 +159,14 @@ class LineFile:
                 data = gzip.compress(redact_bytes(lines), 0, mtime=0)
         rest, block = memoryview(data), Block(self.size, len(data))
         self._unsynced = True
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self.size)
-            raise cannot_write(self._path, error) from error
+        with writing(self._path):
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self.size)
+                raise
         self.size = block.end
         return block
 
