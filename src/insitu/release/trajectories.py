@@ -159,8 +159,7 @@ class Exporter:
         for pair in pairs:
             best, worst = (pair.chosen.candidate_index, pair.rejected.candidate_index)
             texts = (said[best].prompt, said[best].completion, said[worst].completion)
-            both = (played[best][0], played[worst][0])
-            yield from self._preference(pair, texts, said[best].tools, both)
+            yield from self._preference(pair, texts, said[best].tools, (played[best][0], played[worst][0]))
 
     def _preference(
         self, pair: PreferencePair, texts: PairTexts, tools: Messages | None, episodes: tuple[Episode, Episode]

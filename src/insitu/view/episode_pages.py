@@ -139,11 +139,8 @@ def _decoder(folder: Path) -> Decode | None:
 
 def _training(episode: RecordedEpisode) -> dict[str, Any]:
     """How an episode was trained; `advantage` is the mean over its trained tokens."""
-    weights = [
-        (advantage, len(call.token_ids or ()))
-        for call in episode.calls
-        if (advantage := episode.advantages.get(call.index)) is not None
-    ]
+    known = {index: advantage for index, advantage in episode.advantages.items() if advantage is not None}
+    weights = [(known[call.index], len(call.token_ids or ())) for call in episode.calls if call.index in known]
     tokens = sum(count for _, count in weights)
     status = episode.status
     return {
