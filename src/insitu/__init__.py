@@ -28,25 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = (
-    "BackendError",
-    "BackendUnavailable",
-    "CaptureError",
-    "ConfigError",
-    "EpisodeTimeout",
-    "InputError",
-    "InsituError",
-    "JobFailed",
-    "JobLost",
-    "PluginError",
-    "RequestRefused",
-    "Stalled",
-    "TrajectoryError",
-    "UnknownJob",
-    "WorkflowError",
-)
 _LAZY = {
-    **{name: ("insitu.errors", name) for name in _ERRORS},
     "Evaluation": ("insitu.api.results", "Evaluation"),
     "Model": ("insitu.workflow.llms", "ModelClient"),
     "Row": ("insitu.schemas.evaluation", "Row"),
@@ -58,14 +40,23 @@ _LAZY = {
 """Imported when they are used, so that the command line and programs that import insitu start quickly."""
 
 
+def _places() -> dict[str, tuple[str, str]]:
+    """By name, the module and its attribute: those of `_LAZY`, and all exceptions."""
+    import insitu.errors as errors
+
+    kinds = [name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)]
+    return _LAZY | {name: (errors.__name__, name) for name in kinds}
+
+
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'insitu' has no attribute {name!r}; it has: {', '.join(sorted(_LAZY))}")
+    places = _places()
+    if name not in places:
+        raise AttributeError(f"module 'insitu' has no attribute {name!r}; it has: {', '.join(sorted(places))}")
     from importlib import import_module
 
-    module, attribute = _LAZY[name]
+    module, attribute = places[name]
     return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_places()])

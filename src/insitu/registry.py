@@ -72,13 +72,11 @@ class Registry:
         frameworks: Iterable[Any] = (),
     ) -> None:
         """Raises PluginError for a class without a name, of another kind, or with a name that is taken."""
-        name = config_type.static_type()
+        class_name, name = config_type.__name__, config_type.static_type()
         if name is None:
-            raise PluginError(
-                f"{config_type.__name__} has no name: declare class {config_type.__name__}(..., name=...)"
-            )
+            raise PluginError(f"{class_name} has no name: declare class {class_name}(..., name=...)")
         if not issubclass(config_type, kind.base):
-            raise PluginError(f"{config_type.__name__} ({name}) is not a {kind.base.__name__}")
+            raise PluginError(f"{class_name} ({name}) is not a {kind.base.__name__}")
         registration = self._known.get((kind.section, name))
         if name in kind.built_in:
             if not kind.replaceable and not _is_own(config_type):

@@ -6,7 +6,6 @@ The keywords become the settings that a YAML file would hold, which are checked 
 """
 
 import inspect
-import logging
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ from insitu.api.settings import Project
 from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record
 from insitu.config import SECTIONS, Config, check_config
-from insitu.config.code import stop_import
+from insitu.config.code import stop_import, takes
 from insitu.config.resolved import nested
 from insitu.disk.files import writable_folder
 from insitu.disk.folder_lock import FolderLock
@@ -37,6 +36,7 @@ from insitu.schemas.evaluation import EvaluationRunConfig
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.schemas.training_jobs import TrainingSettings
 from insitu.starter import tiny_training
+from insitu.training.logs import suppress_logs
 from insitu.training.runtime import check_run, evaluation_main, finetuning_main
 from insitu.wire.redaction import remember_environment, results_console
 from insitu.workflow.event_loop import run_anywhere
@@ -128,9 +128,8 @@ def evaluate(
     weights = None if checkpoint is None else Path(checkpoint)
     printed = console or results_console()
     with errors_in_words(project, project.keywords()):
-        request = EvaluationRunConfig(
-            config_file=checked_settings(project, ("rows", rows), None, sections, output), reps=repetitions
-        )
+        checked = checked_settings(project, ("rows", rows), None, sections, output)
+        request = EvaluationRunConfig(config_file=checked, reps=repetitions)
         done = run_anywhere(lambda: evaluation_main(request, weights, printed, printed))
     return Evaluation(output, done)
 
@@ -191,11 +190,9 @@ def _check_complete(config: Any, sections: Mapping[str, Any], arguments: Mapping
     """Raises ConfigError if neither a file nor the arguments and sections say what is run."""
     adapters = sections.get("trainer_adapters")
     blocks = [each for each in adapters.values() if isinstance(each, Mapping)] if isinstance(adapters, Mapping) else []
-    present = {
-        "an agent": url is not None or "workflow" in sections,
-        "model": any(not each.keys().isdisjoint(("model", "url", "_type")) for each in blocks)
-        or nested(sections, "finetuning.model") is not None,
-    }
+    has_block = any(not each.keys().isdisjoint(("model", "url", "_type")) for each in blocks)
+    has_model = has_block or nested(sections, "finetuning.model") is not None
+    present = {"an agent": url is not None or "workflow" in sections, "model": has_model}
     missing = [name for name, value in arguments.items() if value is None and not present.get(name)]
     if config is None and missing:
         instead = " (in place of an agent: url= or workflow=, for a service or a program)" * ("an agent" in missing)
@@ -222,11 +219,6 @@ def _set_external(project: Project, agent: Any, url: str | None, workflow: Any) 
         project.settings["workflow"] = {"_type": "http", "url": url, "llm": project.student}
     elif isinstance(workflow, Mapping) and workflow.get("_type") in ("http", "command"):
         project.settings.setdefault("workflow", {"llm": project.student})
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _set_scores(project: Project, score: Any, reward: str | None, caller: Mapping[str, Any]) -> None:
@@ -271,8 +263,7 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
     """The run in `output`, whose files are written once nothing refuses it."""
     with TemporaryDirectory(prefix="insitu-") as draft:  # nothing is moved aside for settings that cannot be run
         config = checked(Path(draft))
-        with _without_warnings():  # the run gives them
-            run_anywhere(lambda: check_run(FinetuneRunConfig(config_file=config, resume=resume)))
+        run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
         continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
     if not resume:
         set_aside(output)
@@ -280,15 +271,9 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
         return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    log = logging.getLogger("insitu")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+async def _check(request: FinetuneRunConfig) -> None:
+    async with suppress_logs("insitu"):  # the run gives the warnings
+        await check_run(request)
 
 
 def _inputs(config: Config, run: Path) -> dict[str, Any]:

@@ -49,8 +49,7 @@ _SESSION = "session"
 def short_settings(model: str | None) -> Settings:
     """The settings that a call begins with, in the short form."""
     evaluation: Settings = {"general": {}, "evaluators": {}}
-    llms = {STUDENT: {"_type": "policy"}}
-    return {"general": {}, "llms": llms, "eval": evaluation, "finetuning": {"model": model}}
+    return {"general": {}, "llms": {STUDENT: {"_type": "policy"}}, "eval": evaluation, "finetuning": {"model": model}}
 
 
 @dataclass

@@ -24,13 +24,12 @@ from insitu.api.calls import (
     set_output,
     set_tiny_training,
     start_request,
-    takes,
 )
 from insitu.api.results import Run
 from insitu.api.settings import STUDENT, WRITTEN, Project, Settings, saved_rows, short_settings
 from insitu.collect.datasets import load_dataset, question_key
 from insitu.config import Config, check_config
-from insitu.config.code import load_code
+from insitu.config.code import load_code, takes
 from insitu.config.yaml_loader import override, parse_override
 from insitu.disk.files import writable_folder
 from insitu.errors import ConfigError, not_found
@@ -118,9 +117,8 @@ def train(
         override(settings, key, parse_override(key, text))
     project = Project.of(settings, {})
     set_tiny_training(project, None, {})
-    output = set_output(
-        project, "finetuning.output_dir", output_dir, f"runs/{getattr(function, '__name__', type(function).__name__)}"
-    )
+    name = getattr(function, "__name__", type(function).__name__)
+    output = set_output(project, "finetuning.output_dir", output_dir, f"runs/{name}")
     with errors_in_words(project, _OPTIONS):
         config, all_rows = _rows(project, rows)
         left, held = split(all_rows, 0.0 if isinstance(share, Path) else share, config.general.seed)
@@ -200,9 +198,7 @@ def _needs_no_settings(name: str) -> bool:
 
 def _check_free(save: Path | None) -> None:
     """Raises ConfigError if `insitu train` cannot write this file, or would replace one that it has not written."""
-    if save is None:
-        return
-    if save.is_file() and save.read_bytes().startswith(WRITTEN.encode()):
+    if save is None or (save.is_file() and save.read_bytes().startswith(WRITTEN.encode())):
         return
     writable_folder(save.parent, "--save")
     for path in (save, *(saved_rows(save, f"{name}.jsonl") for name in ("rows", "held_out"))):

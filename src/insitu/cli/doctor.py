@@ -23,10 +23,7 @@ _SECONDS = click.option("--seconds", type=click.FloatRange(min=1), default=120.0
 
 @click.command("doctor")
 @options.request("FinetuneRunConfig", _EPISODES, _SECONDS, options.as_json)
-@click.pass_context
-def command(
-    ctx: click.Context, request: "FinetuneRunConfig", episodes: int | None, seconds: float, as_json: bool
-) -> None:
+def command(request: "FinetuneRunConfig", episodes: int | None, seconds: float, as_json: bool) -> None:
     """Say whether a run will learn, and what it will cost: plays a few rows and trains on them once.
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.
@@ -41,7 +38,7 @@ def command(
         console = results_console()
         for line in _lines(diagnosis):
             console.print(line, markup=False, soft_wrap=True)
-    ctx.exit(0 if diagnosis.will_learn else 1)
+    click.get_current_context().exit(0 if diagnosis.will_learn else 1)
 
 
 def _lines(diagnosis: "Diagnosis") -> Iterator[str]:

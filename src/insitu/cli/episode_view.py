@@ -207,8 +207,6 @@ def _tokens(row: TrainingRow, calls: list[ModelCall], view: View) -> Iterator[st
     def text(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if view.decode is None else repr(view.decode(ids))
 
-    quoted = str if view.decode is None else repr
-
     printed = 0
     for call in calls:
         start = len(call.prompt_token_ids or ())
@@ -218,9 +216,9 @@ def _tokens(row: TrainingRow, calls: list[ModelCall], view: View) -> Iterator[st
             yield f"    context, {len(context)} token{'s' * (len(context) > 1)}: {_escape(text(context))}"
         sampled = row.token_ids[start:end]
         if any(row.loss_mask[start:end]):
-            texts = [*map(str, sampled)] if view.decode is None else token_texts(view.decode, sampled)
+            texts = [*map(str, sampled)] if view.decode is None else [*map(repr, token_texts(view.decode, sampled))]
             pairs = zip(texts, row.logprobs[start:end], strict=True)
-            tokens = " ".join(f"{_escape(quoted(token))} ({logprob:.3f})" for token, logprob in pairs)
+            tokens = " ".join(f"{_escape(token)} ({logprob:.3f})" for token, logprob in pairs)
             yield click.style(f"    call {call.index}: {tokens}", fg="green")
         else:
             yield f"    call {call.index}, context: {_escape(text(sampled))}"

@@ -24,6 +24,7 @@ from insitu.config.keys import (
     secret_values,
     takes_reward,
 )
+from insitu.config.resolved import nested
 from insitu.config.short_form import OF_ADAPTER, PARTS, expanded
 from insitu.config.yaml_loader import expand, value_type
 from insitu.errors import ConfigError, did_you_mean, key_of, not_found
@@ -54,12 +55,7 @@ _SECRET = re.compile(
     r"secret|passw|credential|authorization|api_?key|(^|[._])(key|token)$|[._](env|env_vars|environment|headers)\.",
     re.IGNORECASE,
 )
-_STRUCTURES = {
-    "model_type": "a mapping",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
-    "list_type": "a list",
-}
+_STRUCTURES = dict.fromkeys(("model_type", "dict_type", "dataclass_type"), "a mapping") | {"list_type": "a list"}
 """What pydantic's errors of these types ask for."""
 _UNRECOGNISED = (
     "{file}: {keys}: a secret that is a number or shorter than 8 characters is hidden only where settings are shown; "
@@ -148,9 +144,7 @@ class Validator:
         """The contents without the keys that have no effect here, which a warning lists."""
         data, found = copy.deepcopy(data), []
         for where, keys in _WITHOUT_EFFECT.items():
-            node: Any = data
-            for part in filter(None, where.split(".")):
-                node = node.get(part) if isinstance(node, dict) else None
+            node = nested(data, where) if where else data
             for key in keys if isinstance(node, dict) else ():
                 if key in node:
                     del node[key]
@@ -213,11 +207,9 @@ class Validator:
             self.problems.append(registry.unknown(kind, f"{where}: _type", block["_type"]))
             return None
         existing = frameworks() if registration.frameworks else ()
-        self.problems += [
-            not_found(f"{where}: the framework of _type {block['_type']!r},", name, existing)
-            for name in registration.frameworks
-            if name not in existing
-        ]
+        for name in registration.frameworks:
+            if name not in existing:
+                self.problems.append(not_found(f"{where}: the framework of _type {block['_type']!r},", name, existing))
         if "reward" in block and takes_reward(registration.config_type):
             self._unused(f"{where}.reward", "finetuning.reward_function")
             block = {key: value for key, value in block.items() if key != "reward"}
@@ -235,11 +227,8 @@ class Validator:
         try:
             return model.model_validate(node)
         except ValidationError as error:
-            self.problems.extend(
-                self._sentence(where, e, model)
-                for e in error.errors(include_url=False)
-                if e["type"] != "extra_forbidden"
-            )
+            known = [each for each in error.errors(include_url=False) if each["type"] != "extra_forbidden"]
+            self.problems.extend(self._sentence(where, each, model) for each in known)
             return None
 
     def _known(self, model: type[BaseModel], node: dict[str, Any], where: str) -> dict[str, Any]:

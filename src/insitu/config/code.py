@@ -278,6 +278,12 @@ def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
     return function(*args, **{name: value for name, value in offered.items() if name in parameters})
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with a keyword of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def parameters(
     function: Callable[..., Any], where: str, names: Collection[str], offered: Collection[str], hint: str = ""
 ) -> tuple[str | None, list[str]]:
@@ -286,9 +292,8 @@ def parameters(
     Raises ConfigError, which ends with `hint`, if it has none for one of `names`, or needs one that nobody fills.
     """
     signature = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.values())
     for name in names:
-        if name not in signature and not takes_any:
+        if not takes(function, name):
             raise ConfigError(not_found(f"{where}: the parameter", name, signature) + hint)
     positional = [n for n, each in signature.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     first = next((name for name in positional if name not in names and name not in offered), None)

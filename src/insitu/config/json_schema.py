@@ -104,11 +104,8 @@ def _model_of(kind: Kind, name: str) -> type[BaseModel]:
 def _component(models: dict[str, JsonSchemaValue]) -> JsonSchemaValue:
     """A block whose `_type` chooses its keys, if it is built in."""
     names: list[JsonSchemaValue] = [{"enum": [*models]}] if models else []
-    block: JsonSchemaValue = {
-        "type": "object",
-        "required": ["_type"],
-        "properties": {"_type": {"anyOf": [*names, {"type": "string"}]}},
-    }
+    properties = {"_type": {"anyOf": [*names, {"type": "string"}]}}
+    block: JsonSchemaValue = {"type": "object", "required": ["_type"], "properties": properties}
     if models:
         block["allOf"] = [{"if": {"properties": {"_type": {"const": n}}}, "then": ref} for n, ref in models.items()]
     return block

@@ -59,11 +59,8 @@ def is_harmless(config: Config, key: str) -> bool:
         return True
     models = {"general": type(config.general), "eval.general": type(config.eval), "finetuning": type(config.finetuning)}
     models |= {f"{section}.{name}": type(block) for (section, name), block in config.blocks.items()}
-    return any(
-        may_change(model, key.removeprefix(f"{where}.").split("."))
-        for where, model in models.items()
-        if key.startswith(f"{where}.")
-    )
+    around = [where for where in models if key.startswith(f"{where}.")]
+    return any(may_change(models[where], key.removeprefix(f"{where}.").split(".")) for where in around)
 
 
 def code_of(config: Config) -> dict[str, str]:

@@ -111,7 +111,7 @@ def writable_folder(folder: Path, key: str) -> Path:
     Raises ConfigError naming its `key` if it is not writable.
     """
     check_writable(folder, key)
-    with _naming_key(folder, key):
+    with writing_for(key, folder):
         resolved = folder.resolve()
         resolved.mkdir(parents=True, exist_ok=True)
         check_writable(resolved, key)
@@ -120,7 +120,7 @@ def writable_folder(folder: Path, key: str) -> Path:
 
 def check_writable(folder: Path, key: str) -> None:
     """Raises ConfigError naming `key` unless files can be created in a folder, or in the parent where it is to be."""
-    with _naming_key(folder, key):
+    with writing_for(key, folder):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{key}: {folder} is a file, not a folder")
         with tempfile.TemporaryFile(dir=nearest_folder(folder.resolve())):
@@ -128,7 +128,8 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def _naming_key(folder: Path, key: str) -> Iterator[None]:
+def writing_for(key: str, folder: Path) -> Iterator[None]:
+    """Raises ConfigError naming `key` if a folder, or file, cannot be written."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13

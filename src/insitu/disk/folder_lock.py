@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from insitu.disk.files import NOT_SUPPORTED, is_alive, open_received, read_received
+from insitu.disk.files import NOT_SUPPORTED, is_alive, open_received, read_received, writing_for
 from insitu.errors import ConfigError
 
 LOCK_FILE = ".lock"
@@ -85,10 +85,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
     def _try(self) -> int | None:
         """The descriptor of the locked file; None if another process has it."""
-        try:
+        with writing_for(self._key, self._path):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{self._key}: cannot write to {self._path}: {error.strerror}") from error
         locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

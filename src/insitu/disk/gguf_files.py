@@ -71,19 +71,15 @@ def weights_location(source: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 class GgufHeader(NamedTuple):
-    """What a GGUF file says of its model; `config` has the sizes under the names of a config.json."""
+    """What a GGUF file says of its model; `sizes` has them under the names of a config.json."""
 
     chat_template: str | None
-    config: dict[str, Any]
-    parameters: int
+    sizes: StoredModel
 
 
 def model_sizes(source: str) -> StoredModel | None:
     """As `stored_model`, and of a GGUF file. Raises BackendError if that cannot be read."""
-    if not is_gguf(source):
-        return stored_model(source)
-    header = gguf_header(Path(source))
-    return StoredModel(header.config, header.parameters)
+    return gguf_header(Path(source)).sizes if is_gguf(source) else stored_model(source)
 
 
 def gguf_header(file: Path) -> GgufHeader:
@@ -105,6 +101,6 @@ def _header(file: Path, modified: int, size: int) -> GgufHeader:
         tokens = fields.get("tokenizer.ggml.tokens")
         vocabulary = sizes["vocab_size"] or (len(tokens.data) if tokens is not None else None)
         parameters = sum(int(tensor.n_elements) for tensor in opened.tensors)
-        return GgufHeader(values.get(_TEMPLATE), {**sizes, "vocab_size": vocabulary}, parameters)
+        return GgufHeader(values.get(_TEMPLATE), StoredModel({**sizes, "vocab_size": vocabulary}, parameters))
     except Exception as error:  # the package raises anything for files that it cannot read
         raise BackendError(f"{file} cannot be read: {error}") from error

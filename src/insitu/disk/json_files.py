@@ -24,16 +24,7 @@ import orjson
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from insitu.disk.files import (
-    cannot_write,
-    open_received,
-    read_received,
-    reading,
-    sync_descriptor,
-    sync_path,
-    write_file,
-    writing,
-)
+from insitu.disk.files import open_received, read_received, reading, sync_descriptor, sync_path, write_file, writing
 from insitu.errors import InsituError
 from insitu.wire.http_format import load_json
 from insitu.wire.json_values import json_form
@@ -168,13 +159,14 @@ class LineFile:
                 data = gzip.compress(redact_bytes(lines), 0, mtime=0)
         rest, block = memoryview(data), Block(self.size, len(data))
         self._unsynced = True
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self.size)
-            raise cannot_write(self._path, error) from error
+        with writing(self._path):
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self.size)
+                raise
         self.size = block.end
         return block
 
@@ -293,16 +285,16 @@ class AppendedLines:
                 raise FileReplaced(self._path) from None
             return
         with file:
-            inode = self._seek(file)
+            self._seek(file)
             for content in file:
-                _, offset, number, _ = self.position
+                inode, offset, number, _ = self.position
                 if not content.endswith(b"\n") or (end is not None and offset + len(content) > end):
                     return
                 line = Line(number + 1, offset, content)
                 self.position = Position(inode, offset + len(content), line.number, content[-_REMEMBERED:])
                 yield line
 
-    def _seek(self, file: BinaryIO) -> int:
+    def _seek(self, file: BinaryIO) -> None:
         inode, offset, _, last = self.position
         status = os.fstat(file.fileno())
         if inode not in (0, status.st_ino) or status.st_size < offset:
@@ -311,7 +303,6 @@ class AppendedLines:
         if file.read(len(last)) != last:
             raise FileReplaced(self._path)
         self.position = self.position._replace(inode=status.st_ino)
-        return status.st_ino
 
 
 def gzip_lines(header: dict[str, Any] | None, rows: Sequence[BaseModel]) -> bytes:

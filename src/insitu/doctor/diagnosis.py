@@ -23,6 +23,7 @@ from insitu.collect.shared_run import share
 from insitu.config import Config, changed_config
 from insitu.disk.files import nearest_folder, new_draft
 from insitu.disk.json_files import write_json
+from insitu.disk.memory import numbers
 from insitu.doctor.estimate import Estimate, Measures, about_disk, checkpoint_sizes, estimate
 from insitu.doctor.findings import Evidence, Finding, Rescored, will_learn, worst_first
 from insitu.doctor.judgements import Decoder, judge, rows_per_episode
@@ -224,13 +225,12 @@ class Examination:
 
     def measure(self, evidence: Evidence) -> None:
         """Adds what can be read while the backend runs."""
-        measures, pid = self.measures, None
+        measures, adapter = self.measures, self._adapter
         measures.collected = sum(map(len, evidence.groups))
         measures.episodes = len(evidence.episodes) or measures.collected
         if evidence.episodes:
             measures.together = fmean(episode.seconds for episode in evidence.episodes)
-        if isinstance(self._adapter, TrainerAdapter):
-            pid = self._adapter.backend_pid
+        pid = adapter.backend_pid if isinstance(adapter, TrainerAdapter) else None
         measures.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measures.backend_memory = peak_memory(pid) if pid is not None else None
 
@@ -252,12 +252,11 @@ class Examination:
 def peak_memory(pid: int) -> int | None:
     """The highest resident memory of a process and its children so far, in bytes; None if the system does not say."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
         tasks = [*Path(f"/proc/{pid}/task").iterdir()]
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return None
-    own = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+    own = numbers(Path(f"/proc/{pid}/status")).get("VmHWM", 0) * 1024
     return own + sum(filter(None, map(peak_memory, children)))
 
 

@@ -14,7 +14,7 @@ from insitu.errors import ConfigError, format_error
 from insitu.gateway.bubblewrap import find_bubblewrap
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == [\"'](?P<extra>[\w-]+)[\"'])?")
-_PROGRAMS = ("docker", "podman", "node")
+_PROGRAMS = ("bwrap", "docker", "podman", "node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def this_environment() -> Environment:
         memory=memory.total if memory is not None else None,
         packages=_packages(),
         gpus=_gpus(),
-        programs={"bwrap": _bubblewrap(), **{name: _found(shutil.which(name)) for name in _PROGRAMS}},
+        programs={name: _state_of(name) for name in _PROGRAMS},
     )
 
 
@@ -72,15 +72,12 @@ def _gpus() -> list[str]:
         return [f"unknown, torch cannot be used: {format_error(error)}"]
 
 
-def _found(path: str | None) -> str:
-    return "not found" if path is None else "found"
-
-
-def _bubblewrap() -> str:
-    if (path := shutil.which("bwrap")) is None:
-        return _found(path)
+def _state_of(program: str) -> str:
+    if shutil.which(program) is None:
+        return "not found"
     try:
-        find_bubblewrap()
+        if program == "bwrap":
+            find_bubblewrap()
     except ConfigError as error:
         return f"found, but {error}"
     return "found"

@@ -41,8 +41,7 @@ def severity_of(count: int, total: int) -> Severity:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    order = [*Severity]
-    return sorted(findings, key=lambda finding: order.index(finding.severity))
+    return sorted(findings, key=lambda finding: [*Severity].index(finding.severity))
 
 
 def will_learn(findings: Iterable[Finding]) -> bool:

@@ -195,10 +195,8 @@ def about_tool_calls(plan: Plan, evidence: Evidence) -> Iterator[Finding]:
     malformed = [call for call in answers if call.tool_call_malformed and call.finish_reason != "length"]
     if malformed:
         severity = _harm_of(len(malformed), len(answers))
-        share, text = (
-            share_of(len(malformed), len(answers), "answers"),
-            str((malformed[0].message or {}).get("content")),
-        )
+        share = share_of(len(malformed), len(answers), "answers")
+        text = str((malformed[0].message or {}).get("content"))
         what = f"{share} have tool calls that cannot be parsed, such as {text!r:.200}"
         change = "see whether they are in the model's format; if the model writes them badly, its rewards must say so"
         yield Finding("malformed_tool_calls", severity, what, where, change)
@@ -314,9 +312,8 @@ def broken_prefixes(calls: Sequence[ModelCall]) -> list[BrokenPrefix]:
     candidates = [call for call in calls if call.prompt_token_ids is not None and call.token_ids and call.message]
     with_logprobs = {index: 1.0 for index, call in enumerate(candidates) if call.logprobs is not None}
     begins = {row.calls[0] for row in rows_of(candidates, with_logprobs)}
-    breaks = (
-        _broken(call, candidates[:index]) for index, call in enumerate(candidates) if index and call.index in begins
-    )
+    starts = [index for index, call in enumerate(candidates) if index and call.index in begins]
+    breaks = [_broken(candidates[index], candidates[:index]) for index in starts]
     return [each for each in breaks if each is not None]
 
 
@@ -367,17 +364,14 @@ def about_prefixes(plan: Plan, evidence: Evidence, decode: Decoder | None = None
         episode, first = affected[0]
         severity = _harm_of(len(affected), len(episodes))
         share = share_of(len(affected), len(episodes), "episodes")
-        what = (
-            f"{share} need more than one training row, as {_difference(first, decode)} (episode {episode.key.text()})"
-        )
+        example = f"{_difference(first, decode)} (episode {episode.key.text()})"
+        what = f"{share} need more than one training row, as {example}"
         if rewritten:
             change = "append the model's message as it was returned; rewriting it costs time and context"
             yield Finding("answers_rewritten", severity, what, "workflow", change)
         else:
-            change = (
-                "set token_bridge: true of the llm, or use a chat template that keeps earlier answers as they were "
-            )
-            change += "sampled, reasoning included"
+            change = "set token_bridge: true of the llm, or use a chat template that keeps earlier answers as they were"
+            change += " sampled, reasoning included"
             yield Finding("prefix_broken", severity, what, f"{plan.adapter}.model (chat template)", change)
 
 

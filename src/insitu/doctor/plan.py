@@ -78,7 +78,7 @@ class Plan:
         held_out = load_dataset(held_out_config(config), validation.dataset) if validation is not None else []
         limit = collecting.rows_per_epoch if collecting is not None else None
         epochs, trainer = finetuning.num_epochs, config.trainer or TrainerConfig()
-        llms = sorted(config.trained_llms())
+        llms = {name: config.block(LLM, name) for name in sorted(config.trained_llms())}
         return cls(
             rows=rows,
             held_out=held_out,
@@ -94,7 +94,7 @@ class Plan:
             adapter=f"trainer_adapters.{finetuning.trainer_adapter}",
             reward=finetuning.reward_function.evaluator if finetuning.reward_function is not None else None,
             llms=tuple(llms),
-            is_limited=not any(map(_is_unlimited, (config.block(LLM, name) for name in llms))),
+            is_limited=all(llm.max_tokens is not None for llm in llms.values() if isinstance(llm, SamplingConfig)),
             target_functions=tuple(finetuning.target_functions),
             dataset=str((config.eval.dataset and config.eval.dataset.rows_file) or "eval.general.dataset"),
             held_out_name=str(validation.dataset or validation.config_file) if validation is not None else "",
@@ -102,10 +102,6 @@ class Plan:
             staleness=trainer.epochs_ahead,
             replays=stored,
         )
-
-
-def _is_unlimited(llm: Any) -> bool:
-    return isinstance(llm, SamplingConfig) and llm.max_tokens is None
 
 
 def about_settings(plan: Plan) -> Iterator[Finding]:

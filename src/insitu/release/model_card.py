@@ -76,10 +76,8 @@ def _index(subject: CardSubject, score: float) -> dict[str, Any]:
     """The score of these weights, as an entry of `model-index`."""
     metric = {"type": "mean_score", "name": "mean score", "value": score}
     rows = {"type": "held-out", "name": "held-out rows"}
-    return {
-        "name": subject.name,
-        "results": [{"task": {"type": "text-generation"}, "dataset": rows, "metrics": [metric]}],
-    }
+    result = {"task": {"type": "text-generation"}, "dataset": rows, "metrics": [metric]}
+    return {"name": subject.name, "results": [result]}
 
 
 def _summary(subject: CardSubject) -> list[str]:

@@ -87,8 +87,5 @@ def _record(episode: Episode, training: dict[str, Any], rescores: list[Any]) -> 
         "model_calls": call_records(episode.key.text(), episode.calls),
         "rescores": rescores,
     }
-    return {
-        name: dump_json(record.get(name)).decode() if kind == "json" else record.get(name)
-        for name, kind in _COLUMNS.items()
-        if name != "run"
-    }
+    values = {name: record.get(name) for name in _COLUMNS if name != "run"}
+    return {name: dump_json(value).decode() if _COLUMNS[name] == "json" else value for name, value in values.items()}

@@ -9,7 +9,7 @@ parquet        a table with a row per episode (see `parquet`)
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ from insitu.training.trainers import SFTTrainerConfig
 
 Records = Iterator[dict[str, Any]]
 Group = list[tuple[Episode, Trajectory]]
+PairTexts = tuple[Messages, Messages, Messages]
+"""The prompt of a pair, the chosen completion and the rejected one."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,6 @@ class ExportOptions:
     """`candidates` or `episodes`; None: candidates if the run has recorded some."""
     best: int | None = None
     min_reward: float | None = None
-
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 ALLOWED = {
@@ -76,8 +75,8 @@ def export(
 
     Raises ConfigError if the options do not fit the format or the file exists, TrajectoryError if there is no record.
     """
-    for name in options.given():
-        if name not in ALLOWED[format]:
+    for name, value in vars(options).items():
+        if value is not None and name not in ALLOWED[format]:
             takers = " and ".join(f for f, names in ALLOWED.items() if name in names)
             raise ConfigError(f"--{name} has no effect with --format {format}; it is for {takers}")
     if target.is_dir() or (target.exists() and not overwrite):
@@ -145,10 +144,9 @@ class Exporter:
             pairs, dropped = preference_pairs(episode.candidates, options)
             self.dropped.update(dropped)
             for pair in pairs:
-                prompt, *sides = _candidate_messages(pair, episode)
                 call = pair.chosen.call
                 tools = episode.calls[call].tools if call is not None else None
-                yield from self._preference(pair, prompt, sides, tools, (episode, episode))
+                yield from self._preference(pair, _candidate_messages(pair, episode), tools, (episode, episode))
 
     def _episode_pairs(self, episodes: list[Episode]) -> Records:
         """Pairs of the episodes of a row, as `dpo_from_groups` makes them."""
@@ -160,27 +158,22 @@ class Exporter:
         self.dropped.update(dropped)
         for pair in pairs:
             best, worst = (pair.chosen.candidate_index, pair.rejected.candidate_index)
-            sides = [said[best].completion, said[worst].completion]
-            both = (played[best][0], played[worst][0])
-            yield from self._preference(pair, said[best].prompt, sides, said[best].tools, both)
+            texts = (said[best].prompt, said[best].completion, said[worst].completion)
+            yield from self._preference(pair, texts, said[best].tools, (played[best][0], played[worst][0]))
 
     def _preference(
-        self,
-        pair: PreferencePair,
-        prompt: Messages,
-        sides: Sequence[Messages],
-        tools: Messages | None,
-        episodes: tuple[Episode, Episode],
+        self, pair: PreferencePair, texts: PairTexts, tools: Messages | None, episodes: tuple[Episode, Episode]
     ) -> Records:
-        if self._seen.repeats([prompt, *sides, tools]):
+        if self._seen.repeats([*texts, tools]):
             self._drop(DropReason.DUPLICATE_PAIR)
-        elif not is_text(message for messages in (prompt, *sides) for message in messages):
+        elif not is_text(message for messages in texts for message in messages):
             self._drop(DropReason.NOT_TEXT)
         else:
+            prompt, chosen, rejected = map(template_messages, texts)
             yield {
-                "prompt": template_messages(prompt),
-                "chosen": template_messages(sides[0]),
-                "rejected": template_messages(sides[1]),
+                "prompt": prompt,
+                "chosen": chosen,
+                "rejected": rejected,
                 **_tools(tools),
                 "score_chosen": pair.chosen.score,
                 "score_rejected": pair.rejected.score,
@@ -233,8 +226,7 @@ class Exporter:
         group = scored_group(episodes, self._trained)
         self.dropped.update(group.dropped)
         made = {str(trajectory.id): trajectory for trajectory in group.trajectories}
-        left_out = [episode for episode in group.episodes if episode.key.text() not in made]
-        self._note_errors(left_out)
+        self._note_errors(episode for episode in group.episodes if episode.key.text() not in made)
         return [(episode, made[episode.key.text()]) for episode in group.episodes if episode.key.text() in made]
 
     def _text_dialogues(self, trajectory: Trajectory) -> Iterator[Dialogue]:
@@ -257,7 +249,7 @@ class Exporter:
         self.dropped[str(reason)] += 1
         self._note_errors([episode] if episode is not None else [])
 
-    def _note_errors(self, left_out: Sequence[Episode]) -> None:
+    def _note_errors(self, left_out: Iterable[Episode]) -> None:
         errors = (f"{episode.key.text()}: {episode.error}" for episode in left_out if episode.error is not None)
         self.first_error = self.first_error or next(errors, None)
 
@@ -269,8 +261,8 @@ def _first_dialogue(trajectory: Trajectory) -> Dialogue:
     return next(dialogue for dialogue in candidates if any(call is first for call in dialogue.calls))
 
 
-def _candidate_messages(pair: PreferencePair, episode: Episode) -> tuple[Messages, Messages, Messages]:
-    """Prompt and both completions: what was sampled, or the reported texts if that is not known of both sides."""
+def _candidate_messages(pair: PreferencePair, episode: Episode) -> PairTexts:
+    """What was sampled, or the reported texts if that is not known of both sides."""
     sides = (pair.chosen, pair.rejected)
     prompt = pair.chosen.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

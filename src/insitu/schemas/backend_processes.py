@@ -7,11 +7,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, model_valida
 
 from insitu.schemas.components import Settings
 
-SET_BY_BACKEND = frozenset(
-    {
-        *("model", "served-model-name", "host", "port", "uds", "api-key", "enable-scale-out", "logprobs-mode"),
-        *("tensor-parallel-size", "tokens-only", "api-server-count", "data-parallel-size", "headless"),
-    }
+SET_BY_BACKEND = (
+    *("model", "served-model-name", "host", "port", "uds", "api-key", "enable-scale-out", "logprobs-mode"),
+    *("tensor-parallel-size", "tokens-only", "api-server-count", "data-parallel-size", "headless"),
 )
 """Arguments of vLLM that `args` cannot set."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", re.IGNORECASE)

@@ -104,13 +104,11 @@ class FinetuneRunConfig(RunRequest):
 
     @property
     def values(self) -> dict[str, Any]:
-        options = {name: getattr(self, f"validation_{name}") for name in ("dataset", "interval", "config_file")}
-        if "validation_interval" not in self.model_fields_set:
-            del options["interval"]
-        values = {f"finetuning.validation.{name}": value for name, value in options.items() if value is not None}
-        if isinstance(self.resume, Path):
-            values["finetuning.output_dir"] = self.resume
-        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+        names = {"validation_dataset", "validation_interval", "validation_config_file"}
+        given = self.model_dump(mode="json", include=names, exclude_unset=True, exclude_none=True)
+        values = {name.replace("_", ".", 1): value for name, value in given.items()}
+        output_dir = {"output_dir": str(self.resume)} if isinstance(self.resume, Path) else {}
+        return {f"finetuning.{name}": value for name, value in (values | output_dir).items()}
 
 
 class FinetuneConfig(WritableModel):

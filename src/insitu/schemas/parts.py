@@ -12,7 +12,6 @@ tokens of the longest row. Values where `mask_BT` is not set are 0.
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
@@ -65,19 +64,14 @@ def check_part(kind: str, part: str | Part) -> str | Part:
 
 @cache
 def names(kind: str) -> list[str]:
-    return sorted(_declared(kind))
-
-
-@cache
-def _declared(kind: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(f"insitu.{kind}")}
+    return sorted(entry_points(f"insitu.{kind}").names)
 
 
 @cache
 def load_named(kind: str, name: str) -> Callable[..., Any]:
     """The function that insitu or an installed package has declared. Raises PluginError if it cannot be imported."""
     with foreign_errors(PluginError, f"insitu.{kind}: {name!r} could not be imported"):
-        function: Callable[..., Any] = _declared(kind)[name].load()
+        function: Callable[..., Any] = entry_points(f"insitu.{kind}")[name].load()
     return function
 
 

@@ -184,10 +184,9 @@ class Lists:
         limit = min(max(number(asked, "limit", int, 100), 0), _MOST_LINES)
         filters = {name: each for name, each in lines.filters.items() if asked.get(name, "") != ""}
         values = tuple(number(asked, name, kind) for name, (_, kind) in filters.items())
-        conditions = " AND ".join(condition for condition, _ in filters.values())
+        conditions = [condition for condition, _ in filters.values()]
         if text := asked.get("text", ""):
-            matching = f"{lines.name} IN (SELECT value FROM json_each(?))"
-            conditions = f"{conditions} AND {matching}" if conditions else matching
+            conditions.append(f"{lines.name} IN (SELECT value FROM json_each(?))")
             values = (*values, self._search(text.lower()).matches(lines.table))
         select = self._index.select
         if column == "id" and not conditions:  # lists that grow are not sorted again and again
@@ -195,7 +194,7 @@ class Lists:
             part = f"SELECT id FROM {lines.table} ORDER BY {order} LIMIT ? OFFSET ?"
             total, shown = counted["lines"], [row["id"] for row in select(part, (limit, offset))]
         else:
-            query = f"SELECT id FROM ({lines.source}) WHERE {conditions or 'TRUE'} ORDER BY {order}"
+            query = f"SELECT id FROM ({lines.source}) WHERE {' AND '.join(conditions) or 'TRUE'} ORDER BY {order}"
             ids = self._sorted(self._index.version, query, values)
             total, shown = len(ids), [*ids[offset : offset + limit]]
         places = ", ".join("?" * len(shown))

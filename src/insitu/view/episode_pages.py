@@ -1,7 +1,7 @@
 """Pages of a group and of an episode: what was said, sampled and trained."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class EpisodePages:
 
     def __init__(self, index: RunIndex) -> None:
         self._groups = RecordedGroups(index)
-        self._decoder: tuple[Path, Decode | None] | None = None
+        self._decoder = lru_cache(1)(_decoder)
 
     def group(self, epoch: int, row_id: str) -> dict[str, Any]:
         """The answer of `/api/group`. Raises RequestRefused (404)."""
@@ -127,23 +127,20 @@ class EpisodePages:
     def _decode(self) -> Decode | None:
         """The decoder of the run's tokenizer; None if there is none that can be used."""
         folder = self._groups.files.tokenizer()
-        if folder is None:
-            return None
-        if self._decoder is None or self._decoder[0] != folder:
-            try:
-                self._decoder = folder, load_decoder(folder)
-            except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
-                self._decoder = folder, None
-        return self._decoder[1]
+        return self._decoder(folder) if folder is not None else None
+
+
+def _decoder(folder: Path) -> Decode | None:
+    try:
+        return load_decoder(folder)
+    except Exception:  # tokenizers is not installed; a file that it cannot read raises any exception
+        return None
 
 
 def _training(episode: RecordedEpisode) -> dict[str, Any]:
     """How an episode was trained; `advantage` is the mean over its trained tokens."""
-    weights = [
-        (advantage, len(call.token_ids or ()))
-        for call in episode.calls
-        if (advantage := episode.advantages.get(call.index)) is not None
-    ]
+    known = {index: advantage for index, advantage in episode.advantages.items() if advantage is not None}
+    weights = [(known[call.index], len(call.token_ids or ())) for call in episode.calls if call.index in known]
     tokens = sum(count for _, count in weights)
     status = episode.status
     return {

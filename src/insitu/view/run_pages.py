@@ -93,12 +93,8 @@ class OpenedFolder:
             if run in self._found:
                 return self._found[run]
             existing = ", ".join(list(self._found)[:_LISTED]) + " ..." * (len(self._found) > _LISTED)
-        raise RequestRefused(
-            f"{self.base} holds no run {run!r:.200}; available: {existing or 'none yet'}",
-            status=404,
-            param="run",
-            code="unknown_run",
-        )
+        problem = f"{self.base} holds no run {run!r:.200}; available: {existing or 'none yet'}"
+        raise RequestRefused(problem, status=404, param="run", code="unknown_run")
 
     def _search(self) -> None:
         self._found = {os.path.relpath(run, self.base): run for run in find_runs(self._searched)}
