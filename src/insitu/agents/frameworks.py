@@ -33,7 +33,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -54,17 +53,13 @@ if TYPE_CHECKING:
 def async_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """An `AsyncClient` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = lasting(http.AsyncClient)(transport=translating_transport(http)(llm), follow_redirects=True)
-    llm.closers.append(partial(http.AsyncClient.aclose, client))
-    return client
+    return lasting(http.AsyncClient, translating_transport(http)(llm), llm.closers)
 
 
 def sync_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
     """A `Client` of the HTTP library that `sdk` (default: `openai`) uses."""
     http = http_library(sdk)
-    client = lasting(http.Client)(transport=translating_transport(http)(llm), follow_redirects=True)
-    llm.closers.append(partial(http.Client.close, client))
-    return client
+    return lasting(http.Client, translating_transport(http)(llm), llm.closers)
 
 
 def async_client(llm: ModelClient) -> "AsyncOpenAI":

@@ -73,24 +73,15 @@ OPENAI = ToolFormat(
     tuple((f"{before} to=functions.", "<|call|>") for before in (_TURN, *_CHANNELS, "")),
     syntaxes=syntaxes.OPENAI,
 )
+_SECTION = (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),)
 KIMI_K2 = ToolFormat(
-    ("<|tool_calls_section_begin|>", "<|im_middle|>"),
-    tool_calls.kimi_calls,
-    (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
-    syntaxes=syntaxes.KIMI_K2,
+    ("<|tool_calls_section_begin|>", "<|im_middle|>"), tool_calls.kimi_calls, _SECTION, syntaxes=syntaxes.KIMI_K2
 )
-DEEPSEEK_V3 = ToolFormat(
-    ("<｜tool▁calls▁begin｜>",),
-    tool_calls.deepseek_calls,
-    (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
-    syntaxes=syntaxes.DEEPSEEK_V3,
-)
-MINIMAX_M2 = ToolFormat(
-    ("<minimax:tool_call>",),
-    partial(tool_calls.tagged_calls, tool_calls.MINIMAX),
-    (("<minimax:tool_call>", "</minimax:tool_call>"),),
-    syntaxes=syntaxes.MINIMAX_M2,
-)
+_CALLS = (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
+DEEPSEEK_V3 = ToolFormat(("<｜tool▁calls▁begin｜>",), tool_calls.deepseek_calls, _CALLS, syntaxes=syntaxes.DEEPSEEK_V3)
+_MINIMAX_TAGS = (("<minimax:tool_call>", "</minimax:tool_call>"),)
+_minimax_calls = partial(tool_calls.tagged_calls, tool_calls.MINIMAX)
+MINIMAX_M2 = ToolFormat(("<minimax:tool_call>",), _minimax_calls, _MINIMAX_TAGS, syntaxes=syntaxes.MINIMAX_M2)
 QWEN3_CODER = ToolFormat(
     ("<function= <parameter=",), partial(tool_calls.tagged_calls, tool_calls.QWEN), _TAGS, syntaxes=syntaxes.QWEN3_CODER
 )

@@ -135,7 +135,10 @@ def harmony_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 class TagPatterns(NamedTuple):
-    """Match a call, as its name and its body, and an argument in that, as its name and its value."""
+    """Match a call, as its name and its body, and an argument in that, as its name and its value.
+
+    The line breaks that a format adds around a value are no part of it.
+    """
 
     call: re.Pattern[str]
     argument: re.Pattern[str]
@@ -144,19 +147,18 @@ class TagPatterns(NamedTuple):
 _NAME, _QUOTED = r"([^>\n]+)", r'"?([^">]+)"?'
 QWEN = TagPatterns(
     re.compile(rf"<function={_NAME}>(.*?)</function>", re.DOTALL),
-    re.compile(rf"<parameter={_NAME}>(.*?)</parameter>", re.DOTALL),
+    re.compile(rf"<parameter={_NAME}>\n?(.*?)\n?</parameter>", re.DOTALL),
 )
 MINIMAX = TagPatterns(
     re.compile(rf"<invoke name={_QUOTED}>(.*?)</invoke>", re.DOTALL),
-    re.compile(rf"<parameter name={_QUOTED}>(.*?)</parameter>", re.DOTALL),
+    re.compile(rf"<parameter name={_QUOTED}>\n?(.*?)\n?</parameter>", re.DOTALL),
 )
 
 
 def tagged_calls(patterns: TagPatterns, text: str, tools: Tools) -> Iterator[ToolCall]:
     """A tag for each call and, in it, for each argument, whose type the tool's schema says."""
     for name, body in _only(patterns.call, text):
-        arguments = {key: _one_line_less(value) for key, value in _only(patterns.argument, body, empty=True)}
-        yield _typed_call(name, arguments, tools)
+        yield _typed_call(name, dict(_only(patterns.argument, body, empty=True)), tools)
 
 
 _GLM_ARGUMENT = re.compile(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -310,11 +312,6 @@ def _only(pattern: re.Pattern[str], text: str, *, empty: bool = False) -> list[A
 
 
 _WHITE_SPACE = re.compile(r"\s*")
-
-
-def _one_line_less(text: str) -> str:
-    """The text without the line breaks that the format adds around a value."""
-    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -274,10 +274,9 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
     config.check_variables()
 
     async def start(values: dict[str, Any], stdin: bytes, workspace: Workspace | None) -> Program:
+        address = None if workspace is None else workspace.address
         with ExitStack() as until_exit:
-            endpoint = until_exit.enter_context(
-                episode_endpoint(gateway, None if workspace is None else workspace.address)
-            )
+            endpoint = until_exit.enter_context(episode_endpoint(gateway, address))
             variables = environment(endpoint, config)
             run_in, base = (run_program, folder) if workspace is None else (workspace.run_agent, Path())
             done = await run_in(
@@ -293,7 +292,7 @@ async def command_agent(config: CommandConfig, builder: Builder) -> AsyncIterato
             raise WorkflowError(f"{name} printed more than max_output: {config.max_output} bytes")
         if code := done.exit_code:
             message = f"{name} {describe_exit(code)}: {done.stderr_tail}"
-            if workspace is not None and workspace.address is not None and misses_file(done.stderr_tail):
+            if address is not None and misses_file(done.stderr_tail):  # it is confined
                 message += f"\n({missing_note(done.stderr_tail, folder)})"
             elif withheld := sorted(os.environ.keys() - variables.keys()):
                 message += f"\n(it did not get these variables, which pass_env can name: {', '.join(withheld)})"

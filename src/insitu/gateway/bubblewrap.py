@@ -12,7 +12,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,22 +117,13 @@ def _shown(paths: Iterable[Path], shown: set[Path]) -> list[str]:
 
 
 def confined(
-    *,
-    size: int | None,
-    visible: Collection[Path],
-    files: Iterable[Path],
-    hidden: Iterable[Path],
-    empty: Path,
-    placed: Mapping[str, str],
-    seccomp: int,
-    last: bool,
+    *, size: int | None, visible: set[Path], hidden: set[Path], placed: Mapping[str, str], seccomp: int, last: bool
 ) -> list[str]:
     """The command that confines the command after it.
 
     `size` limits what is written to `/tmp`, in bytes. Programs see what is `visible` besides the system's folders, but
-    the folder `empty` in place of `hidden` ones in these, and no hidden files; and `files`. `placed` are files and
-    folders by their places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no
-    `confined_again`.
+    empty folders in place of `hidden` ones in these, and no hidden files. `placed` are files and folders by their
+    places in `/run`. `seccomp` is a descriptor of `system_call_filter`. `last`: it runs no `confined_again`.
     """
     arguments = [find_bubblewrap(), *_namespaces(last=last), "--as-pid-1"]  # bubblewrap's own could be traced
     for place in filter(os.path.lexists, SYSTEM):
@@ -147,12 +138,13 @@ def confined(
     for place, source in placed.items():
         arguments += ["--ro-bind", source, place]
     shown = {*map(Path, SYSTEM)}
-    arguments += _shown({*visible, *files}, shown)
+    arguments += _shown(visible, shown)
     covered = set[Path]()
     for path in sorted(hidden):
         if os.path.exists(path) and is_in(path, shown) and not is_in(path, covered) and not has_any(path, visible):
             covered.add(path)
-            arguments += ["--ro-bind", str(empty) if path.is_dir() else os.devnull, str(path)]
+            folder = ["--size", _SMALL, "--tmpfs", str(path), "--remount-ro", str(path)]
+            arguments += folder if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     return [*arguments, "--remount-ro", "/", "--seccomp", str(seccomp), "--"]
 
 

@@ -36,15 +36,9 @@ class _Version(NamedTuple):
     """How many units of it are a second."""
 
 
+_LIMITED = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
 _VERSIONS = (
-    _Version(
-        "cgroup",
-        dict.fromkeys(("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"), 1),
-        "memory.oom_control",
-        "cpuacct.usage",
-        "",
-        1e9,
-    ),
+    _Version("cgroup", dict.fromkeys(_LIMITED, 1), "memory.oom_control", "cpuacct.usage", "", 1e9),
     _Version("cgroup2", {"memory.max": 1, "memory.swap.max": 0}, "memory.events", "cpu.stat", "usage_usec", 1e6),
 )
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import IO, Any
 
 _DUMPABLE, _SUBREAPER = 4, 36
@@ -46,9 +47,8 @@ exec {1} --chdir "$PWD" -- "$@"
 
 def _sets_up_tests(name: str) -> bool:
     name = name.lower()
-    parts = name.split(".")
-    starts = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    return bool(starts & _RUNNERS) or name == "__pycache__" or parts[-1] in _IMPORTED
+    starts = accumulate(name.split("."), "{}.{}".format)
+    return not _RUNNERS.isdisjoint(starts) or name == "__pycache__" or name.rpartition(".")[2] in _IMPORTED
 
 
 def pack(work: str, paths: Sequence[str], output: IO[bytes], most_bytes: int | None, most_files: int) -> None:
@@ -130,9 +130,8 @@ def unpack(archive: IO[bytes], folder: str, most_bytes: int | None, most_files: 
 def lay(left: str, work: str, paths: Sequence[str]) -> None:
     """Makes paths of `work` as they are in `left`, but not what decides how tests run, unless a path names it."""
     for path in sorted(dict.fromkeys(paths), key=_depth):
-        around = max((each for each in paths if _below(path, each) is not None), key=_depth, default=None)
-        if around is not None and not _is_left_out(path, around):
-            continue  # it came with that one
+        if any(_brings(each, path) for each in paths):
+            continue
         target = os.path.join(work, path)
         if not _is_inside(os.path.dirname(target), work) or not _is_inside(os.path.dirname(f"{left}/{path}"), left):
             raise ValueError(f"a link leads elsewhere: {path}")
@@ -144,9 +143,10 @@ def _depth(path: str) -> int:
     return path.count("/") + (path != ".")
 
 
-def _is_left_out(path: str, folder: str) -> bool:
-    parts = _below(path, folder) or []
-    return any(map(_sets_up_tests, parts)) or (folder, parts) == (".", ["__init__.py"])
+def _brings(folder: str, path: str) -> bool:
+    """Whether a path comes with a folder."""
+    parts = _below(path, folder)
+    return parts is not None and not any(map(_sets_up_tests, parts)) and path != "__init__.py"
 
 
 def _make_alike(source: str, target: str, is_root: bool = False) -> None:
@@ -262,21 +262,16 @@ def _wait(child: int, control: socket.socket, most_sockets: int | None) -> int |
 
 def _count_sockets() -> int:
     """The number of open sockets in this network namespace, and those of programs that a verifier runs apart."""
-    spaces = {os.stat("/proc/self/ns/net").st_ino: "self"}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended, or is in ours and not to be traced
-            spaces.setdefault(os.stat(f"/proc/{pid}/ns/net").st_ino, pid)
-    return sum(map(_sockets, spaces.values()))
-
-
-def _sockets(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/net/sockstat") as file:
-            return int(file.readline().split()[2])
-    except OSError:
-        if pid == "self":
-            raise
-        return 0  # it has ended
+    counts = dict[int, int]()
+    for pid in ("self", *filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            if (space := os.stat(f"/proc/{pid}/ns/net").st_ino) not in counts:
+                with open(f"/proc/{pid}/net/sockstat") as file:
+                    counts[space] = int(file.readline().split()[2])
+        except OSError:  # it has ended, or is in ours and not to be traced
+            if pid == "self":
+                raise
+    return sum(counts.values())
 
 
 def _kill_all() -> None:

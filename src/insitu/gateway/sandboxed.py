@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,7 @@ from insitu.wire.endings import end_tasks
 from insitu.workflow.programs import Program, run_program
 
 _SCRIPT = Path(__file__).with_name("sandbox.py")
-_RUNNERS = [
-    name
-    for line in Path(__file__).with_name("runners.txt").read_text().splitlines()
-    for name in line.partition("#")[0].split()
-]
+_RUNNERS = re.sub("#.*", "", Path(__file__).with_name("runners.txt").read_text()).split()
 _PYTHON = os.path.realpath("/proc/self/exe")
 _MAX_OPEN_FILES = 4096
 """Of a program; also descriptors that are sent and not yet received."""
@@ -64,12 +61,10 @@ class Place:
     """That of this process, if there may be others below."""
     apart: Sequence[Path]
     """Folders that no installation of a program has in it."""
-    visible: Collection[Path] = ()
+    visible: set[Path] = field(default_factory=set)
     """What confined programs see besides the system's folders, and what they name and search."""
-    hidden: Collection[Path] = ()
+    hidden: set[Path] = field(default_factory=set)
     """Files and folders that confined programs do not see."""
-    empty: Path = Path(os.devnull)
-    """An empty folder, if they are confined."""
     filter: Path = Path(os.devnull)
     """The file with `bubblewrap.system_call_filter`, if they are confined."""
 
@@ -165,8 +160,9 @@ class Sandboxed:
         confining = list[str]()
         if inside:
             placed = {seen[name]: str(path.resolve()) for name, path in outside.items()}
-            folders: dict[str, Any] = {"visible": visible, "files": named, "hidden": place.hidden, "empty": place.empty}
-            confining = confined(size=size, seccomp=seccomp, last=not judged, placed=placed, **folders)
+            confining = confined(
+                size=size, visible=visible | named, hidden=place.hidden, placed=placed, seccomp=seccomp, last=not judged
+            )
         joining = ["/bin/sh", "-c", _JOIN, "sh", *([] if group is None else group.entrances), "--"]
         return [*joining, *confining, _PYTHON, "-I", "-S", seen["sandbox"], json.dumps(settings), *self.command]
 

@@ -30,7 +30,8 @@ def template_texts(template: Any, where: str) -> Iterator[tuple[str, str]]:
     """The texts of a template by their key. Raises ValueError for a placeholder in a key, and for a single brace."""
     if isinstance(template, str):
         if re.search("[{}]", _PLACEHOLDER.sub("", template)):
-            raise ValueError(f"{where} has a brace without its counterpart{_quoted(template, where)} {_BRACES}")
+            quoted = f": {template!r:.200}" if where.startswith("body") else ""  # others may hold secrets
+            raise ValueError(f"{where} has a brace without its counterpart{quoted} {_BRACES}")
         yield where, template
     elif isinstance(template, dict):
         for key, each in template.items():
@@ -40,11 +41,6 @@ def template_texts(template: Any, where: str) -> Iterator[tuple[str, str]]:
     elif isinstance(template, list):
         for index, each in enumerate(template):
             yield from template_texts(each, f"{where}[{index}]")
-
-
-def _quoted(text: str, where: str) -> str:
-    """The text of a body; others may hold secrets."""
-    return f": {text!r:.200}" if where.startswith("body") else ""
 
 
 def check_placeholders(text: str, where: str, names: Collection[str]) -> None:

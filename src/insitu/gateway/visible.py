@@ -110,9 +110,8 @@ def _interpreter(program: Path) -> list[Path]:
 
 def with_targets(paths: Iterable[Path]) -> set[Path]:
     """The absolute forms of the paths that exist, and the targets of links; none that contains a private folder."""
-    places = {
-        Path(form(path)) for path in paths if os.path.exists(path) for form in (os.path.abspath, os.path.realpath)
-    }
+    forms = os.path.abspath, os.path.realpath
+    places = {Path(form(path)) for path in paths if os.path.exists(path) for form in forms}
     return {place for place in places if not has_any(place, PRIVATE)}
 
 

@@ -15,6 +15,14 @@ _SCRIPTS = {".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl"}
 """Suffixes of what a program runs, not writes."""
 
 
+def find_folder(find: Callable[[str, str], Path], path: str, key: str) -> Path:
+    """As `Config.find_path`, a folder. Raises ConfigError if it is none."""
+    folder = find(path, key)
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: {folder} is not a folder")
+    return folder
+
+
 class WorkspaceConfig(Block):
     """The folder in which each episode starts: a copy of another one, or of a commit."""
 
@@ -121,24 +129,21 @@ class WorkspaceKeys(BaseModel):
         paths, folders = {"workspace.copy": self.workspace.source, "verify_files": self.verify_files}, []
         for key, path in paths.items():
             if path is not None and "{" not in path:
-                folders.append(folder := find(path, f"{where}.{key}"))
-                if not folder.is_dir():
-                    raise ConfigError(f"{where}.{key}: {folder} is not a folder")
+                folders.append(find_folder(find, path, f"{where}.{key}"))
         for path in self.workspace.readable:
             if has_any(found := find(path, f"{where}.workspace.readable").resolve(), PRIVATE):
                 without = f"paths without {', '.join(PRIVATE)} in them"
                 raise ConfigError(f"{where}.workspace.readable has {found}; allowed: {without}")
         if not any("{" in path for path in paths.values() if path is not None):
-            self._check_script(f"{where}.verify", folders)
+            self._check_script(f"{where}.verify", self.workspace, folders)
 
-    def _check_script(self, key: str, folders: Sequence[Path]) -> None:
+    def _check_script(self, key: str, workspace: WorkspaceConfig, folders: Sequence[Path]) -> None:
         """Raises ConfigError if the first file that `verify` names is in none of the folders that it is made of, nor
         can be the agent's."""
-        assert self.workspace is not None
         script = next((each for each in (self.verify or [])[1:] if not each.startswith("-")), "")
-        if "{" in script or PurePath(script).suffix not in _SCRIPTS or self.workspace.git is not None:
+        if "{" in script or PurePath(script).suffix not in _SCRIPTS or workspace.git is not None:
             return
-        agents = any("{" in path or PurePath(script).is_relative_to(path) for path in self.workspace.result or ())
+        agents = any("{" in path or PurePath(script).is_relative_to(path) for path in workspace.result or ())
         if not agents and not any((folder / script).exists() for folder in folders):
             raise ConfigError(f"{key}: {script} is not in {' or '.join(map(str, folders))}")
 

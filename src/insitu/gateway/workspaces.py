@@ -41,7 +41,7 @@ from insitu.gateway.visible import (
     searched,
     with_targets,
 )
-from insitu.gateway.workspace_config import WorkspaceKeys
+from insitu.gateway.workspace_config import WorkspaceKeys, find_folder
 from insitu.gateway.workspace_files import REWARD_FILE, read_outcome
 from insitu.wire.child_process import describe_exit
 from insitu.workflow.context import current_scope
@@ -84,7 +84,7 @@ class Workspaces:
     ) -> None:
         assert keys.workspace is not None
         self.keys, self.settings, self._config, self.command = keys, keys.workspace, config, command
-        self.run_dir, self.root, self._warned = Path(os.path.abspath(run_dir)), Path(), False
+        self.run_dir, self.root, self.has_missed_file = Path(os.path.abspath(run_dir)), Path(), False
         evaluations, runs = config.working_dir / config.eval.folder, config.working_dir / config.finetuning.output_dir
         self._ours = {run_dir.resolve(): "output_dir", evaluations.resolve(): "eval.general.output_dir"}
         self._ours[runs.resolve()] = "finetuning.output_dir"
@@ -130,7 +130,7 @@ class Workspaces:
         if template is not None:
             key, fixed = "workflow.verify_files", template.partition("{")[0]
             fixed = fixed if fixed == template else os.path.dirname(fixed)
-            private.append(checks := self._folder(fixed or ".", key).resolve())
+            private.append(checks := find_folder(self._config.find_path, fixed or ".", key).resolve())
             if self.place.isolated and has_any(checks, [own, *needed]):
                 raise ConfigError(
                     f"{key} is {template!r}: agents would see these files; put them in a folder below {own}"
@@ -148,12 +148,6 @@ class Workspaces:
         yield from (path for folder in private for path in repositories(folder))
         yield from (*read_rows, self.root.parent)
 
-    def warn_of_missing(self, said: str) -> None:
-        """Says what the first verifier said that may have missed a file."""
-        if not self._warned:
-            logger.warning("workflow.verify: %s (%s)", said, VERIFIER_HINT)
-        self._warned = True
-
     def named(self, command: Sequence[str]) -> set[Path]:
         """What a command of the file names; see `visible.named`."""
         search = self.place.variables.get("PATH", os.environ.get("PATH"))
@@ -169,8 +163,6 @@ class Workspaces:
         place.hidden = {Path(os.path.realpath(path)) for path in self._hidden()}
         if place.isolated:
             find_bubblewrap()
-            self.place.empty = self.root / "empty"
-            self.place.empty.mkdir()
             self.place.filter = self.root / "filter"
             self.place.filter.write_bytes(system_call_filter())
 
@@ -239,14 +231,8 @@ class Workspaces:
 
     def folder(self, template: str, values: dict[str, Any], key: str) -> Path:
         """As `path`, a folder. Raises ConfigError if it does not exist."""
-        return self._folder(self.path(template, values, key), f"workflow.{key}").resolve()
-
-    def _folder(self, place: str, key: str) -> Path:
-        """Raises ConfigError if there is none."""
-        folder = self._config.find_path(place, key)
-        if not folder.is_dir():
-            raise ConfigError(f"{key}: {folder} is not a folder")
-        return folder
+        place = self.path(template, values, key)
+        return find_folder(self._config.find_path, place, f"workflow.{key}").resolve()
 
     def _keep(self, folder: Path) -> Path | None:
         """Unpacks what an agent has left to the run's directory; None if there is nothing, or enough is there."""
@@ -354,7 +340,9 @@ class Workspace:
         if code < 0 or code >= _NOT_RUN or done.output_too_long:
             problem = f"printed more than {_MAX_VERIFIER_OUTPUT} bytes" if done.output_too_long else describe_exit(code)
             raise WorkflowError(f"workflow.verify: {verify[0]} {problem}: {done.stderr_tail}")
-        if code and self._all.place.isolated and misses_file(done.stderr_tail):
-            self._all.warn_of_missing(f"{verify[0]} {describe_exit(code)}: {done.stderr_tail}")
+        if code and self._all.place.isolated and misses_file(done.stderr_tail) and not self._all.has_missed_file:
+            self._all.has_missed_file = True  # said once
+            said = verify[0], describe_exit(code), done.stderr_tail, VERIFIER_HINT
+            logger.warning("workflow.verify: %s %s: %s (%s)", *said)
         outcome = await asyncio.to_thread(read_outcome, written, answer, float(code == 0))
         return outcome.model_dump()

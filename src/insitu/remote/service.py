@@ -245,7 +245,6 @@ class AttemptStream:
 
     def __init__(self, service: WorkflowService, client: str | None) -> None:
         self._service = service
-        self._hosted = service.hosted
         self._client = client
         self._attempts: dict[int, Future[bytes]] = {}
         self._outbox: list[bytes] = []
@@ -329,9 +328,9 @@ class AttemptStream:
         """The line of an attempt; runs in the loop of the workflows."""
         policy = body.policy and body.policy.unversioned  # a workflow serves all versions
         if policy not in self._counted:
-            self._counted[policy] = self._hosted.stray_completions(policy)
+            self._counted[policy] = self._service.hosted.stray_completions(policy)
         with self._watchdog.waiting(str(body.attempt), lambda: "it begins"):
-            result = await self._hosted.attempt(body)
+            result = await self._service.hosted.attempt(body)
         return result_line(body.attempt, result, **await self._new_counts())
 
     async def _new_counts(self) -> dict[str, Counts]:
@@ -341,7 +340,7 @@ class AttemptStream:
         """
         stray = Counter[str]()
         for policy, before in self._counted.items():
-            now = self._counted[policy] = self._hosted.stray_completions(policy)
+            now = self._counted[policy] = self._service.hosted.stray_completions(policy)
             stray += now - before
         return {"counts": stray} if stray else {}
 

@@ -71,28 +71,20 @@ def run_anywhere(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     except RuntimeError:
         return run_async(main())
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
-    ended: Future[T] = Future()
 
     async def cancellable() -> T:
         begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await main()
 
-    def run() -> None:
+    with ThreadPoolExecutor(1, "insitu run") as pool:  # waits for its thread
+        ended = pool.submit(copy_context().run, run_async, cancellable())
         try:
-            ended.set_result(run_async(cancellable()))
-        except BaseException as error:  # raised in the other thread
-            ended.set_exception(error)
-
-    thread = threading.Thread(target=copy_context().run, args=(run,), name="insitu run")
-    thread.start()
-    try:
-        return ended.result()
-    except KeyboardInterrupt:
-        loop, task = begun.result()
-        if task is not None and not ended.done():
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
+            return ended.result()
+        except KeyboardInterrupt:
+            loop, task = begun.result()
+            if task is not None and not ended.done():
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 class AgentThreads(ThreadPoolExecutor):

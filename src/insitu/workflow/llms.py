@@ -21,7 +21,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
@@ -186,19 +186,15 @@ class ModelClient:
     recorder: Any
     closers: list[Callable[[], Any]] = field(default_factory=list)
 
-    @cached_property
-    def _completion_type(self) -> "type[ChatCompletion]":
-        from openai.types.chat import ChatCompletion
-
-        return ChatCompletion
-
     async def complete(self, messages: str | list[dict[str, Any]], **overrides: Any) -> "ChatCompletion":
         """One chat completion with the configured parameters; `overrides` take precedence. Text is a user's message."""
         request: dict[str, Any] = {"model": self.model, "messages": as_messages(messages), **self.params, **overrides}
         if _is_plain_json(request):
             # `create` walks the request for objects that are not JSON, which takes a quarter of the client's CPU time
+            from openai.types.chat import ChatCompletion
+
             request |= request.pop("extra_body", None) or {}
-            return await self.client.post("/chat/completions", cast_to=self._completion_type, body=request)
+            return await self.client.post("/chat/completions", cast_to=ChatCompletion, body=request)
         return await self.client.chat.completions.create(**request)
 
     async def ask(self, messages: str | list[dict[str, Any]], **overrides: Any) -> str:
@@ -251,15 +247,20 @@ def _capture_error_type() -> type[CaptureError]:
 
 
 @cache
-def lasting(client: type) -> type:
-    """An HTTP client of all episodes, which none of them can close: the builder does."""
-
+def _lasting(client: type) -> type:
     async def keep_async(_: Any) -> None: ...
 
     def keep(_: Any) -> None: ...
 
     methods = {"aclose": keep_async} if hasattr(client, "aclose") else {"close": keep}
     return type(client.__name__, (client,), methods)
+
+
+def lasting(client: Any, transport: Any, closers: list[Callable[[], Any]]) -> Any:
+    """An HTTP client of all episodes, which none of them can close: the builder does, with its `closers`."""
+    made = _lasting(client)(transport=transport, follow_redirects=True)
+    closers.append(partial(client.aclose if hasattr(client, "aclose") else client.close, made))
+    return made
 
 
 def connect(
@@ -281,12 +282,12 @@ def connect(
     bridges = isinstance(config, PolicyConfig) and config.token_bridge
     retried = config.retry_on_status_codes
     recorder = Recorder(server, name, _capture_error_type(), current_model, config.forced_params(), bridges, retried)
-    http_client = lasting(http.AsyncClient)(transport=recording_transport(http)(recorder), follow_redirects=True)
+    closers = list[Callable[[], Any]]()
+    http_client = lasting(http.AsyncClient, recording_transport(http)(recorder), closers)
     options: dict[str, Any] = {} if config.timeout is None else {"timeout": config.timeout}
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=config.max_retries, http_client=http_client, **options
     )
-    closers: list[Callable[[], Any]] = [partial(http.AsyncClient.aclose, http_client)]
     return ModelClient(client, model, config.params(), name, config, http_client, recorder, closers)
 
 

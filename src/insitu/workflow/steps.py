@@ -89,18 +89,14 @@ def calls_of_steps(steps: Iterable[IntermediateStep]) -> list[ModelCall]:
             continue
         extra, prompt = metadata.model_extra or {}, metadata.chat_inputs
         message, node = getattr(data, "payload", None), step.function_ancestry
-        if (
-            not isinstance(message, dict)
-            or not isinstance(prompt, list)
-            or not all(isinstance(m, dict) for m in prompt)
-        ):
+        messages = [*prompt, message] if isinstance(prompt, list) else [None]
+        if not all(isinstance(each, dict) for each in messages):
             continue
         fields = {name: extra.get(name) for name in _CALL_FIELDS} | {"model": extra.get("model") or ""}
         functions = tuple(name for name in (node.parent_name, node.function_name) if name)
         started = step.span_event_timestamp or step.event_timestamp
-        calls.append(
-            ModelCall(len(calls), messages=prompt, message=message, functions=functions, started=started, **fields)
-        )
+        fields |= {"messages": prompt, "message": message, "functions": functions, "started": started}
+        calls.append(ModelCall(len(calls), **fields))
     return calls
 
 
