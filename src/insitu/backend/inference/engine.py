@@ -107,8 +107,7 @@ class Engine(Sampler):
         limit = options.kv_bytes
         if limit is None:
             free = free_memory(self._loaded.device) or 0
-            training = TRAINED_COPIES * parameters * 4
-            limit = int(max(free - training, free / 4) * KV_SHARE) or DEFAULT_KV_BYTES
+            limit = int(max(free - TRAINED_COPIES * parameters * 4, free / 4) * KV_SHARE) or DEFAULT_KV_BYTES
         overhead = 2 * BLOCK * token + self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
         room = (limit - overhead) // token
         if room < 2:

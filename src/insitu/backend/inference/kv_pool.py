@@ -49,8 +49,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        numbers = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
-        return numbers * self.dtype.itemsize
+        return sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers) * self.dtype.itemsize
 
     def empty(self, *sizes: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all layers, each (*sizes, H, length, D), in one piece of memory."""
