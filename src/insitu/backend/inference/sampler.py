@@ -200,12 +200,6 @@ class Completion:
         return self.text.flush() if self.text is not None else ""
 
 
-def check_in_flight(count: int, limit: int) -> None:
-    """Raises RequestRefused (429) if too many completions are in flight already."""
-    if count >= limit:
-        raise RequestRefused(f"{count} completions are waiting already", status=429, code="queue_full")
-
-
 class ServedVersions:
     """The latest version of each policy, and the older ones that stay loaded: the last `kept` that were requested."""
 
@@ -323,6 +317,12 @@ class Sampler(ABC):
                     unfinished -= 1
                     self.num_completed += streamed
                 yield index, output
+
+    @staticmethod
+    def _check_in_flight(count: int, limit: int = MAX_IN_FLIGHT) -> None:
+        """Raises RequestRefused (429) if too many completions are in flight already."""
+        if count >= limit:
+            raise RequestRefused(f"{count} completions are waiting already", status=429, code="queue_full")
 
     @property
     @abstractmethod
