@@ -90,7 +90,6 @@ def _option(default: Any, help: str, **of_click: Any) -> Any:
 
 _PATH = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _COUNT = click.IntRange(min=1)
 
 
@@ -155,7 +154,7 @@ class BackendOptions:
     allow_code: Path | None = _option(  # noqa: RUF009
         None,
         "Folder whose Python files jobs may run as losses, optimizers and schedules (default: none).",
-        type=_FOLDER,
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
     )
     parent_pid: int | None = _option(None, "Exit when this process has exited.", type=int)
 

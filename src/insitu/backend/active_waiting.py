@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-_STAT = Path("/proc/stat")
 SECONDS = 0.25
 """Time between two looks at what other programs do."""
 CROWDED = 0.5
@@ -26,7 +25,7 @@ _OPERATION = 2**20
 
 
 @contextmanager
-def active_waiting(stat: Path = _STAT) -> Iterator[None]:
+def active_waiting(stat: Path = Path("/proc/stat")) -> Iterator[None]:
     """Within the block, a thread watches the cores; only where Linux says, in `stat`, what they do."""
     if not stat.exists():
         yield

@@ -96,7 +96,5 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient_TO: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
         x_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
         low_gradient_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
-        of_x_TI = None
-        if ctx.needs_input_grad[0]:
-            of_x_TI = (low_gradient_TR @ a_RI).addmm_(gradient_TO, weight_OI)
+        of_x_TI = (low_gradient_TR @ a_RI).addmm_(gradient_TO, weight_OI) if ctx.needs_input_grad[0] else None
         return of_x_TI, None, None, low_gradient_TR.t() @ x_TI, (gradient_TO.t() @ low_TR).mul_(ctx.scale), None

@@ -92,8 +92,7 @@ class Nodes:
             shortest = by_length[0].stop - by_length[0].start
             count = bisect.bisect_right(by_length, shortest * PADDING, key=lambda node: node.stop - node.start)
             spans = torch.tensor(by_length[:count])
-            steps = torch.arange(int((spans[:, 1] - spans[:, 0]).max()))
-            places_SL = spans[:, :1] + steps
+            places_SL = spans[:, :1] + torch.arange(int((spans[:, 1] - spans[:, 0]).max()))
             valid_SL = places_SL < spans[:, 1:2]
             yield Batch(places_SL.minimum(spans[:, 1:2] - 1), valid_SL, bool(valid_SL.all()))
             by_length = by_length[count:]
@@ -171,8 +170,7 @@ def _attend_to_tree(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scal
     if query.device.type != "cpu":
         return by_blocks(query, key, value, tree, scaling).transpose(1, 2)
     key, value = (_repeated(each, query.shape[1]) for each in (key, value))
-    result: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]
-    return result.transpose(1, 2)
+    return _TreeAttention.apply(query, key, value, tree, scaling).transpose(1, 2)  # type: ignore[no-untyped-call]
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, tree: Nodes, scale: float | None) -> Tensor:
@@ -243,8 +241,7 @@ def _gradients(parts: Sequence[Tensor], is_causal: bool, scale: float | None) ->
     _, query, key, *_ = parts
     if query.shape[2] * key.shape[2] < FEW_SCORES:
         parts = [each.float() for each in parts]
-    found: tuple[Tensor, Tensor, Tensor] = _backward(*parts, 0.0, is_causal, scale=scale)
-    return found
+    return _backward(*parts, 0.0, is_causal, scale=scale)
 
 
 def _gather(batch: Batch, *tensors: Tensor) -> list[Tensor]:

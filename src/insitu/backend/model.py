@@ -208,16 +208,14 @@ def check_patterns(where: str, settings: Mapping[str, Any], module: nn.Module) -
     patterns = [text for text in texts if re.fullmatch(r"[\w.-]*", str(text)) is None]
     if not patterns:
         return
-    question = json.dumps([patterns, [name for name, _ in module.named_modules()]]).encode()
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _MATCHING, str(_MATCHING_SECONDS)],
-        input=question,
+        input=json.dumps([patterns, [name for name, _ in module.named_modules()]]).encode(),
         check=False,  # peft says what is wrong with a pattern
         stderr=subprocess.DEVNULL,
     )
     if done.returncode < 0:  # the kernel has ended it
-        problem = f"a pattern takes more than {_MATCHING_SECONDS} s to match: {patterns[0]:.80}"
-        raise BackendError(f"{where}: {problem}")
+        raise BackendError(f"{where}: a pattern takes more than {_MATCHING_SECONDS} s to match: {patterns[0]:.80}")
 
 
 def check_experts(where: str, module: nn.Module) -> None:
@@ -297,8 +295,7 @@ def _max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     limits = [*(getattr(config, name, None) for name in names), tokenizer.model_max_length, _rope_limit(config)]
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4 computes it by place, not by position
         limits.append(getattr(config, "floor_scale", None))
-    stated = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7]
-    return min(stated, default=4096)
+    return min((limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**7), default=4096)
 
 
 def _rope_limit(config: PreTrainedConfig) -> int | None:
@@ -306,8 +303,7 @@ def _rope_limit(config: PreTrainedConfig) -> int | None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" not in str(rope):
         return None
-    limit: int | None = rope.get("original_max_position_embeddings")
-    return limit or getattr(config, "original_max_position_embeddings", None)
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
 
 
 def free_memory(device: torch.device) -> int | None:

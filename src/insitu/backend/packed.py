@@ -88,12 +88,9 @@ def packed_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, added_
 
 def _product(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, added_TO: Tensor | None) -> Tensor:
     linear = torch.ops.mkldnn._linear_pointwise
-    result: Tensor
     if added_TO is None:
-        result = linear(x_TI, packed, bias_O, "none", [], "")
-    else:
-        result = linear.binary(x_TI, added_TO, packed, bias_O, "add")
-    return result
+        return linear(x_TI, packed, bias_O, "none", [], "")
+    return linear.binary(x_TI, added_TO, packed, bias_O, "add")
 
 
 def _agreeing(packed: Tensor, inputs: int, seed: int) -> tuple[int, int]:

@@ -28,8 +28,7 @@ def quantizer(kind: str) -> Callable[[nn.Module, torch.device], None]:
     def convert(weight: Tensor) -> Tensor:
         if kind == "int8":
             return Int8Tensor.from_hp(weight, granularity=PerRow())
-        scales_together = math.gcd(weight.numel() // _BLOCK, _MOST_SCALES)
-        return to_nf4(weight.contiguous(), _BLOCK, scales_together)
+        return to_nf4(weight.contiguous(), _BLOCK, math.gcd(weight.numel() // _BLOCK, _MOST_SCALES))
 
     def quantize(module: nn.Module, device: torch.device) -> None:
         head = module.get_output_embeddings()  # type: ignore[operator]

@@ -277,8 +277,7 @@ def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stopped: "asyncio.F
 @contextlib.contextmanager
 def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
     """A bound socket. Raises BackendError if the address is in use or not local."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

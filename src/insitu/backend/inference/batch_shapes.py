@@ -76,7 +76,7 @@ class BatchShapes:
     @property
     def least_rows(self) -> int:
         """The rows of a forward pass are a multiple of it."""
-        return 1 if self.any_size else self._sizes[0]
+        return self._sizes[0]
 
     def _check(self, runner: Runner) -> None:
         """Computes the same requests in batches of several sizes, and keeps the sizes whose results are equal."""

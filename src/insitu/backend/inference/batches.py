@@ -20,8 +20,6 @@ from torch import Tensor
 from insitu.backend.attention import CachedAttention, causal, merged, visible
 from insitu.backend.inference.kv_pool import BLOCK, Block, Windows
 
-_LEAST_ROWS = 3
-
 
 class Span(NamedTuple):
     """Tokens [start, end) of a prompt, which lie in one block; those before them are in the blocks of `before`."""
@@ -81,17 +79,16 @@ class DecodeBatch:
         query_BGRD = query.view(count, heads, -1, query.shape[-1]).to(keys_BGWD.dtype) * scale
         scores = _product(query_BGRD.flatten(0, 1), keys_BGWD.flatten(0, 1).transpose(1, 2))
         scores_BGRW = scores.view(*query_BGRD.shape[:3], -1).masked_fill_(self._hidden_B11W, -torch.inf)
-        if not self._deep:
-            weights_BGRW = torch.softmax(scores_BGRW, -1)
-            result = _product(weights_BGRW.flatten(0, 1), values_BGWD.flatten(0, 1))
-        else:
-            weights_BGRW, of_blocks = self._attend_to_blocks(layer, query_BGRD, scores_BGRW)
-            result = _product(weights_BGRW.flatten(0, 1), values_BGWD.flatten(0, 1))
+        weights_BGRW = torch.softmax(scores_BGRW, -1)
+        if self._deep:
+            of_blocks = self._attend_to_blocks(layer, query_BGRD, scores_BGRW, weights_BGRW)
+        result = _product(weights_BGRW.flatten(0, 1), values_BGWD.flatten(0, 1))
+        if self._deep:
             result.view(count, heads, -1, result.shape[-1])[self._deep] += of_blocks
         return result.view(count, 1, query.shape[1], -1)
 
-    def _attend_to_blocks(self, layer: int, query_BGRD: Tensor, scores_BGRW: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of all rows in their windows, and the sum over the blocks for the rows that have some."""
+    def _attend_to_blocks(self, layer: int, query_BGRD: Tensor, scores_BGRW: Tensor, weights_BGRW: Tensor) -> Tensor:
+        """The sum over the blocks for the rows that have some, whose weights in their windows it sets."""
         _, heads, repeats, _ = query_BGRD.shape
         deep, rows, past = self._deep, len(self._deep), self._depth * BLOCK
         query = query_BGRD[deep].transpose(0, 1).reshape(heads, rows * repeats, -1)
@@ -109,9 +106,8 @@ class DecodeBatch:
             part = slice(first * repeats, end * repeats)
             of_level = weights.flatten(1, 2)[:, part, level * BLOCK : (level + 1) * BLOCK]
             result[:, part] += _product_of_many(of_level, values)
-        weights_BGRW = torch.softmax(scores_BGRW, -1)
         weights_BGRW[deep] = weights[..., past:].transpose(0, 1)
-        return weights_BGRW, result.view(heads, rows, repeats, -1).transpose(0, 1)
+        return result.view(heads, rows, repeats, -1).transpose(0, 1)
 
     @property
     def is_in_store(self) -> bool:
@@ -166,7 +162,7 @@ class DecodeBatch:
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     """Products of at least three rows: fewer are computed otherwise, and their last bits depend on the columns."""
-    return _padded_product(rows, matrix, max(rows.shape[1], _LEAST_ROWS))
+    return _padded_product(rows, matrix, max(rows.shape[1], 3))
 
 
 def _product_of_many(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -223,9 +219,8 @@ class PrefillBatch:
         return together[0], together[1]
 
     def _store(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> None:
-        stored = span.block.layers[layer]
-        stored[0].copy_(keys[0])
-        stored[1].copy_(values[0])
+        for stored, new in zip(span.block.layers[layer], (keys, values), strict=True):
+            stored.copy_(new[0])
 
 
 def _runs(rows: Sequence[Sequence[Block]], level: int) -> list[tuple[int, int]]:

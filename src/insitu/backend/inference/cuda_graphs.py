@@ -65,8 +65,7 @@ class DecodeGraphs:
         if shapes not in self._seen:  # the first one also prepares what must not be prepared in a capture
             self._seen.add(shapes)
             logits = forward(batch, *inputs)
-            if len(logits) not in self._logits:
-                self._logits[len(logits)] = torch.empty_like(logits)
+            self._logits.setdefault(len(logits), torch.empty_like(logits))
             return logits
         with torch.cuda.device(self._device):
             if shapes not in self._graphs:

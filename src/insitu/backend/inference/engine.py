@@ -25,15 +25,7 @@ from insitu.algorithms.memory_budget import KV_SHARE, SMALL_MODEL
 from insitu.backend.compute import ComputeThread, call_in_loop
 from insitu.backend.inference.batch_shapes import BatchShapes, check_supported
 from insitu.backend.inference.kv_pool import BLOCK, BlockStore, KVPool, Layout
-from insitu.backend.inference.sampler import (
-    LATEST,
-    Deliver,
-    GenerationRequest,
-    Sampler,
-    WeightVersion,
-    canonical,
-    check_in_flight,
-)
+from insitu.backend.inference.sampler import LATEST, Deliver, GenerationRequest, Sampler, WeightVersion, canonical
 from insitu.backend.inference.scheduler import Delivery, EngineOptions, Scheduler, SequenceState
 from insitu.backend.inference.structured import Grammar, GrammarCompiler
 from insitu.backend.learner.logprobs import LogprobComputer
@@ -107,8 +99,7 @@ class Engine(Sampler):
         limit = options.kv_bytes
         if limit is None:
             free = free_memory(self._loaded.device) or 0
-            training = TRAINED_COPIES * parameters * 4
-            limit = int(max(free - training, free / 4) * KV_SHARE) or DEFAULT_KV_BYTES
+            limit = int(max(free - TRAINED_COPIES * parameters * 4, free / 4) * KV_SHARE) or DEFAULT_KV_BYTES
         overhead = 2 * BLOCK * token + self._shapes.vocab_size * self._shapes.layout.dtype.itemsize
         room = (limit - overhead) // token
         if room < 2:
@@ -180,7 +171,7 @@ class Engine(Sampler):
         Raises RequestRefused (429) if too many sequences are waiting already, and for a grammar that is not supported.
         """
         matchers = await self._matchers([request.params.grammar for request in requests])
-        check_in_flight(len(self._in_flight), self.options.max_in_flight)
+        self._check_in_flight(len(self._in_flight), self.options.max_in_flight)
         sequences = [
             SequenceState(*request, functools.partial(deliver, index), streamed, matcher)
             for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True))

@@ -49,8 +49,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        numbers = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
-        return numbers * self.dtype.itemsize
+        return sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers) * self.dtype.itemsize
 
     def empty(self, *sizes: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of all layers, each (*sizes, H, length, D), in one piece of memory."""
@@ -204,10 +203,6 @@ class Windows:
         self.moves = 0
         """How often they got other memory."""
 
-    @property
-    def size(self) -> int:
-        return self.slots * self.width * self.layout.token_bytes
-
     def ensure(self, slots: int, length: int) -> None:
         """Makes room for the first `slots` sequences, and for `length` tokens in each."""
         if slots <= self.slots and length <= self.width:
@@ -222,7 +217,7 @@ class Windows:
 
     def release(self) -> None:
         """No sequence is running: frees the memory, unless it is little."""
-        if self.size > _KEPT_WHEN_IDLE:
+        if self.slots * self.width * self.layout.token_bytes > _KEPT_WHEN_IDLE:
             self.slots, self.width, self.layers = 0, 0, []
             self.moves += 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from insitu.backend.attention import attend_to_trees
 from insitu.backend.inference.batches import Batch, DecodeBatch, PrefillBatch, Span
@@ -53,19 +53,6 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-class _Shapes:
-    """A batch that notes the shapes of keys and values."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-        self.dtype = torch.float32
-
-    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        self.dtype = key.dtype
-        return key, value
-
-
 class Runner:
     """A model's forward passes. With `attends_here`, attention is computed by the batches (see `batches`).
 
@@ -104,11 +91,11 @@ class Runner:
 
     def layout(self, *, attends_here: bool = False) -> Layout:
         """What the model stores for each token, as a forward pass shows; with `attends_here` in float32."""
-        shapes = _Shapes()
+        stored: list[Any] = [DynamicLayer() for _ in range(self._num_layers)]
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._forward(shapes, zero, zero, zero)
-        layers = tuple(shapes.layers[number] for number in range(self._num_layers))
-        return Layout(layers, torch.float32 if attends_here else shapes.dtype, self.device)
+        self.module(input_ids=zero, use_cache=True, **{self._cache_name: Cache(layers=stored)})
+        layers = tuple(LayerShape(each.keys.shape[1], each.keys.shape[3], each.values.shape[3]) for each in stored)
+        return Layout(layers, torch.float32 if attends_here else stored[-1].keys.dtype, self.device)
 
     def prefill(self, spans: Sequence[Span], rows: int = 1) -> torch.Tensor:
         """Computes spans into their blocks; returns the logits after the last token of each.

@@ -162,8 +162,7 @@ class Completion:
 
     def detokenize(self, tokenizer: ChatTokenizer) -> None:
         """From now on, `append` returns text and finds stop strings."""
-        skip = self.params.skip_special_tokens
-        self.text = CompletionText(tokenizer, self.params.stop, skip_special_tokens=skip)
+        self.text = CompletionText(tokenizer, self.params.stop, skip_special_tokens=self.params.skip_special_tokens)
 
     def append(self, token: SampledToken, tokenizer: ChatTokenizer, max_length: int) -> tuple[str, str | None]:
         """Adds a token; returns the text that is now final, and the finish reason if the completion ends."""
@@ -199,12 +198,6 @@ class Completion:
 
     def _flush(self) -> str:
         return self.text.flush() if self.text is not None else ""
-
-
-def check_in_flight(count: int, limit: int) -> None:
-    """Raises RequestRefused (429) if too many completions are in flight already."""
-    if count >= limit:
-        raise RequestRefused(f"{count} completions are waiting already", status=429, code="queue_full")
 
 
 class ServedVersions:
@@ -303,9 +296,8 @@ class Sampler(ABC):
         for index, (_, params) in enumerate(requests):
             if not params.stop:  # its text was not needed while it was sampled
                 output = outputs[index]
-                ids = output.tokens.ids
                 # The token that ended the turn is not part of the text, whether it is a special token or not.
-                ids = ids[:-1] if output.finish_reason == "stop" else ids
+                ids = output.tokens.ids[: -1 if output.finish_reason == "stop" else None]
                 output.text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         self.num_completed += len(outputs)
         return [outputs[index] for index in range(len(requests))]
@@ -325,6 +317,12 @@ class Sampler(ABC):
                     unfinished -= 1
                     self.num_completed += streamed
                 yield index, output
+
+    @staticmethod
+    def _check_in_flight(count: int, limit: int = MAX_IN_FLIGHT) -> None:
+        """Raises RequestRefused (429) if too many completions are in flight already."""
+        if count >= limit:
+            raise RequestRefused(f"{count} completions are waiting already", status=429, code="queue_full")
 
     @property
     @abstractmethod

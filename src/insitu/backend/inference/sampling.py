@@ -196,8 +196,7 @@ def _draw_of_nucleus(
     kept_BK = torch.from_numpy(likely.probs_RK)
     tokens_B[:] = torch.from_numpy(likely.token_RK).gather(-1, _inverse(kept_BK, uniform_B)[:, None])[:, 0]
     if len(flat := rows[~is_reached[rows]]):
-        kept_RV = _nucleus_of_flat(probs_BV[flat], mass_B[flat])
-        tokens_B[flat] = _inverse(kept_RV, uniform_B[flat])
+        tokens_B[flat] = _inverse(_nucleus_of_flat(probs_BV[flat], mass_B[flat]), uniform_B[flat])
     return tokens_B, np.flatnonzero(~is_plain)
 
 
@@ -206,8 +205,7 @@ def _nucleus_of_flat(probs_RV: torch.Tensor, mass_R: np.ndarray) -> torch.Tensor
     # The leading bits of a positive float grow with it: its exponent, and the first bits of its mantissa.
     most = 127 - _LEAST_EXPONENT << 23 - _SHIFT  # of 1; NaN is above
     magnitude_RV = (probs_RV.view(torch.int32) >> _SHIFT).sub_(_LEAST_EXPONENT << (23 - _SHIFT)).clamp_(0, most)
-    sizes = len(probs_RV), 1 + most
-    masses_RM = probs_RV.new_zeros(sizes, dtype=torch.float64)
+    masses_RM = probs_RV.new_zeros(len(probs_RV), 1 + most, dtype=torch.float64)
     masses_RM.scatter_add_(1, magnitude_RV.long(), probs_RV.double())
     above_RM = masses_RM.flip(1).cumsum(1).flip(1)  # of a magnitude and the greater ones
     last_R = (above_RM >= torch.from_numpy(mass_R)[:, None]).sum(1) - 1

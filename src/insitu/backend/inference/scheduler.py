@@ -116,8 +116,7 @@ class Scheduler:
 
     def drop_aborted(self) -> None:
         """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
-        if any(sequence.aborted for sequence in self.waiting):
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
 
     @property
     def idle(self) -> bool:
@@ -209,8 +208,7 @@ class Scheduler:
         logits_NV = self._runner.prefill([span for _, span in batch.values()], self.shapes.least_rows)
         complete = []
         for (key, (sequence, span)), logits_V in zip(batch.items(), logits_NV, strict=True):
-            is_last = span.end == len(sequence.prompt)
-            if is_last:
+            if span.end == len(sequence.prompt):
                 span.block.keep_logits(logits_V)
                 complete.append(sequence)
             sequence.paid -= span.block.size  # from now on by the block

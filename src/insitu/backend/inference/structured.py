@@ -56,8 +56,7 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _tokens(self) -> LLTokenizer:
-        serialized = self._tokenizer.backend_tokenizer.to_str()
-        return LLTokenizer(serialized, n_vocab=self._vocab_size, eos_token=self._ends)
+        return LLTokenizer(self._tokenizer.backend_tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:

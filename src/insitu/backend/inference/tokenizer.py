@@ -17,7 +17,6 @@ from insitu.formats.templates import chosen_template
 
 _NULL_CONTENT = re.compile(r"\bcontent\\?['\"]?\]? is (?:not )?none")
 _REPLACEMENT = "\ufffd"
-_CACHED_PROMPTS = 1024
 _MAX_CACHED_LENGTH = 4096
 """Characters of a cached prompt; longer ones seldom recur."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -33,9 +32,7 @@ class ChatTokenizer:
         self._fast.no_padding()
         self._fast.no_truncation()
         self._special = dict(tokenizer.special_tokens_map)
-        self._encode = lru_cache(_CACHED_PROMPTS)(
-            lambda text, special: self._fast.encode(text, add_special_tokens=special).ids
-        )
+        self._encode = lru_cache(1024)(lambda text, special: self._fast.encode(text, add_special_tokens=special).ids)
         self.decode_token = cache(self._decode_token)
         self.eos_token_ids = frozenset(eos_token_ids) | {tokenizer.eos_token_id} - {None}
         self.formats = MessageFormats.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
@@ -51,10 +48,9 @@ class ChatTokenizer:
     @cached_property
     def markers(self) -> dict[str, int]:
         """The tokens that grammars take as no text, and their ids: special ones, and added ones such as `<think>`."""
-        added = self._tokenizer.added_tokens_decoder.items()
         return {
             token.content: number
-            for number, token in added
+            for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
 
@@ -87,11 +83,10 @@ class ChatTokenizer:
             raise RequestRefused(problem, param="tools", code="no_tool_template")
         try:
             messages = [*map(self._without_empty_content, messages)] if self._reads_null else messages
-            source = self._tokenizer.get_chat_template(tools=tools)
             rendered = render_jinja_template(
                 [[*messages]],
                 tools=tools,
-                chat_template=source,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
                 add_generation_prompt=add_generation_prompt,
                 **(self._special | (template_kwargs or {})),
             )

@@ -12,7 +12,7 @@ order), K maximum trained tokens per row, N distinct trained tokens.
 
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from insitu.backend.attention import Node, Nodes
-from insitu.backend.learner.logit_offsets import ShapedCompletion, shaped_completions, shaping_kinds
+from insitu.backend.learner.logit_offsets import ShapedCompletion, shaping_kinds
 from insitu.disk.model_files import JobRecord
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -186,11 +186,10 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
     tree = None
     if packed:
         tree = build_tree(distinct, [0, *itertools.starmap(common_prefix, itertools.pairwise(distinct))])
-    if tree is None:
+        input_ids, paths = tree.token_ids_T[None], tree.paths
+    else:
         input_ids = _padded([np.frombuffer(key, ">u4") for key in distinct])
         paths = list(np.arange(input_ids.size).reshape(input_ids.shape))
-    else:
-        input_ids, paths = tree.token_ids_T[None], tree.paths
     path_of = dict(zip(distinct, paths, strict=True))
     # A token is computed once for all rows that predict it from the same place at the same temperature and shaping.
     kinds: dict[tuple[str, int], int] = {}
@@ -206,25 +205,31 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
     places, targets, temperatures, shapings = map(np.concatenate, zip(*trained, strict=True))
     columns = np.stack([places, targets, temperatures.view(np.int64), shapings], axis=1)
     distinct_N4, index = np.unique(columns, axis=0, return_inverse=True)
-    counts = np.cumsum([len(row.positions) for row in rows])
+    places_by_row = np.split(index.ravel(), np.cumsum([len(row.positions) for row in rows])[:-1])
     arrays = {
         "input_ids_ST": input_ids,
         "logit_positions_N": distinct_N4[:, 0],
         "targets_N": distinct_N4[:, 1],
-        "token_index_BK": _padded(np.split(index.ravel(), counts[:-1])),
+        "token_index_BK": _padded(places_by_row),
         "mask_BK": _padded([np.ones(len(row.positions), bool) for row in rows], np.bool_),
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
-    by_row = zip(rows, np.split(index.ravel(), counts[:-1]), strict=True)
-    shaped = [(row.shaping, row.token_ids, row.completions, places) for row, places in by_row if row.shaping]
+    by_row = zip(rows, places_by_row, strict=True)
     temperature_N = distinct_N4[:, 2].copy().view(np.float64).astype(np.float32)
     return MicroBatch(
         **tensors,
         position_ids_ST=None if tree is None else torch.from_numpy(tree.positions_T)[None].to(device),
         tree=None if tree is None else tree.nodes,
         temperature_N=None if (temperature_N == 1).all() else torch.from_numpy(temperature_N).to(device),
-        shaped=shaped_completions(shaped) if shaped else (),
+        shaped=tuple(each for row, places in by_row if row.shaping for each in _shaped_completions(row, places)),
     )
+
+
+def _shaped_completions(row: Row, places: np.ndarray) -> Iterator[ShapedCompletion]:
+    """The completions of a row; `places` are those of its trained tokens among the N."""
+    ends = np.cumsum([*map(len, row.completions)])
+    for positions, of_completion in zip(row.completions, np.split(places, ends[:-1]), strict=True):
+        yield ShapedCompletion(row.shaping, row.token_ids[positions].tolist(), of_completion.tolist())
 
 
 def _padded(sequences: Sequence[np.ndarray], dtype: type[np.generic] = np.int64) -> np.ndarray:

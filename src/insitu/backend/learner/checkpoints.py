@@ -98,8 +98,7 @@ class TrainState:
         self.policy.prepare_layers(settings)
         for group in self.optimizer.param_groups:
             if "decays" in group:  # AdamW
-                decay = settings.weight_decay if group["decays"] else 0.0
-                group.update(betas=settings.betas, weight_decay=decay)
+                group.update(betas=settings.betas, weight_decay=settings.weight_decay if group["decays"] else 0.0)
 
     @property
     def optimizer_prefix(self) -> str:

@@ -52,18 +52,15 @@ class CodeFolder:
             raise _refused(key, f"{part.function} must be a function that is defined in {self.folder}")
         return function
 
-    def _path(self, key: str, part: Part) -> Path:
+    def _read(self, key: str, part: Part) -> tuple[Path, bytes, str]:
+        """The file with the function of a part, its content and digest."""
         if self.folder is None:
             problem = f"{part.function} is Python code, which this backend does not load for its clients"
             raise _refused(key, f"{problem}; start it with --allow_code FOLDER", status=403, code="code_not_allowed")
         try:
-            return code_file(part.function or "", self.folder)[0]
+            path, _ = code_file(part.function or "", self.folder)
         except ValueError as error:
             raise _refused(key, f"{error}, the folder of --allow_code") from None
-
-    def _read(self, key: str, part: Part) -> tuple[Path, bytes, str]:
-        """The file with the function of a part, its content and digest."""
-        path = self._path(key, part)
         source = path.read_bytes()
         digest = hashlib.sha256(source).hexdigest()
         if part.sha256 not in (None, digest):
@@ -75,8 +72,7 @@ class CodeFolder:
         assert self.folder is not None
         if self._modules.get(path, ("",))[0] == digest:
             return self._modules[path][1]
-        relative = path.relative_to(self.folder).with_suffix("")
-        name = ".".join(relative.parts).removesuffix(".__init__")
+        name = ".".join(path.relative_to(self.folder).with_suffix("").parts).removesuffix(".__init__")
         other = getattr(sys.modules.get(name), "__file__", None) if name in sys.modules else str(path)
         if other is None or Path(other).resolve() != path:
             raise _refused(key, f"{path} has the name of another module, {name}; rename the file")

@@ -237,14 +237,12 @@ class TrainingQueue:
 
     def forget_keys(self, learner: Learner) -> None:
         """Makes the idempotency keys of a learner's jobs those of new ones."""
-        own = [key for key, job in self._by_idempotency_key.items() if job.learner is learner]
-        for key in own:
-            del self._by_idempotency_key[key]
+        others = {key: job for key, job in self._by_idempotency_key.items() if job.learner is not learner}
+        self._by_idempotency_key = others
 
     def get(self, job_id: str) -> TrainingJob:
         if job_id not in self._jobs:
-            existing = ", ".join(list(self._jobs)[-20:]) or "none"
-            problem = f"no such job: {job_id!r}; known jobs: {existing}"
+            problem = f"no such job: {job_id!r}; known jobs: {', '.join(list(self._jobs)[-20:]) or 'none'}"
             raise RequestRefused(problem, status=404, param="id", code="job_not_found")
         return self._jobs[job_id]
 

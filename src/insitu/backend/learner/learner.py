@@ -266,7 +266,11 @@ class Learner:
 
     def folder(self, version: int) -> Path:
         """Where the checkpoint of a version above 0 is, if it has one. Raises RequestRefused if it cannot be served."""
-        return self.saved.existing_folder(version)
+        if version not in self.versions[1:]:
+            reason = "was deleted" if self.saved.was_deleted(version) else "does not exist"
+            problem = f"version {version} {reason}; available: {', '.join(map(str, self.versions))}"
+            raise RequestRefused(problem, status=404, param="model", code="model_not_found")
+        return self.saved.folder_of(version)
 
     def _train(self, settings: TrainingSettings, rows: PartedRows, job: JobRecord) -> Training:
         self.check(settings)

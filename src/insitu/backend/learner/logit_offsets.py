@@ -5,7 +5,7 @@ The learner adds the same, so that its log-probabilities are those of the distri
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,21 +42,6 @@ def shaping_kinds(shaping: str, completions: Sequence[np.ndarray], kinds: dict[t
     """A number for each trained token of a row, equal where shaping and the start of the completion are."""
     return np.concatenate(
         [np.full(len(each), kinds.setdefault((shaping, int(each[0])), len(kinds) + 1)) for each in completions]
-    )
-
-
-def shaped_completions(
-    rows: Iterable[tuple[str, np.ndarray, Sequence[np.ndarray], np.ndarray]],
-) -> tuple[ShapedCompletion, ...]:
-    """The completions of rows, each given as its shaping, its token ids, the positions of each of its completions, and
-    the places of its trained tokens.
-    """
-    return tuple(
-        ShapedCompletion(shaping, token_ids[positions].tolist(), of_completion.tolist())
-        for shaping, token_ids, completions, places in rows
-        for positions, of_completion in zip(
-            completions, np.split(places, np.cumsum([*map(len, completions)])[:-1]), strict=True
-        )
     )
 
 

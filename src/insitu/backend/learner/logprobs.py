@@ -63,21 +63,16 @@ class LogprobComputer:
             if batch.tree is not None:
                 attend_to_trees(body)
             if not self.can_project_selected:
-                logits_STV = module(**inputs).logits
-                logits_NV = logits_STV.flatten(0, 1)[batch.logit_positions_N]
-                if batch.shaped:
-                    logits_NV = self._offsets.add_to(logits_NV, batch.shaped, 0)
+                logits_NV = module(**inputs).logits.flatten(0, 1)[batch.logit_positions_N]
+                logits_NV = self._offsets.add_to(logits_NV, batch.shaped, 0)
                 return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
             assert head is not None  # the test forward pass used it
-            hidden_STD = body(**inputs).last_hidden_state
-            hidden_ND = hidden_STD.flatten(0, 1).index_select(0, batch.logit_positions_N)
+            hidden_ND = body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.logit_positions_N)
             return self._in_chunks(head, hidden_ND, batch)
 
     def _in_chunks(self, head: nn.Module, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
         def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None, first: int) -> TokenLogprobs:
-            logits_NV = head(hidden_ND)
-            if batch.shaped:
-                logits_NV = self._offsets.add_to(logits_NV, batch.shaped, first)
+            logits_NV = self._offsets.add_to(head(hidden_ND), batch.shaped, first)
             return _token_logprobs(logits_NV, targets_N, temperature_N)
 
         count, size = len(batch.targets_N), self._chunk_tokens
@@ -130,8 +125,7 @@ class LogprobComputer:
 
     def _noise(self, rows: Sequence[Row], expected_BK: Tensor) -> float:
         """How much the dtype changes the log-probabilities of rows: with other padding, and by rounding logits."""
-        by_length = sorted(range(len(rows)), key=lambda index: rows[index].input_length)
-        shorter = by_length[: max(1, len(rows) // 2)]
+        shorter = sorted(range(len(rows)), key=lambda index: rows[index].input_length)[: max(1, len(rows) // 2)]
         again_BK = self._row_logprobs([rows[index] for index in shorter])
         by_padding = (again_BK - expected_BK[shorter, : again_BK.shape[1]]).abs().max().item()
         return max(by_padding, torch.finfo(self._dtype).eps * expected_BK.abs().max().item())
@@ -158,8 +152,7 @@ class FixedLogprobs:
         return pad(known).to(device) if len(known) == len(indices) else None
 
     def keep(self, indices: Sequence[int], logprobs_BK: Tensor, mask_BK: Tensor) -> None:
-        counts = mask_BK.sum(1).tolist()
-        for index, count, logprobs in zip(indices, counts, logprobs_BK.cpu().numpy(), strict=True):
+        for index, count, logprobs in zip(indices, mask_BK.sum(1).tolist(), logprobs_BK.cpu().numpy(), strict=True):
             self._rows[index] = logprobs[:count]
 
     def __contains__(self, index: int) -> bool:
@@ -237,5 +230,4 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
         probs_NV, targets_N = ctx.saved_tensors
-        gradient_NV = probs_NV * -gradient_N[:, None]
-        return gradient_NV.scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None
+        return (probs_NV * -gradient_N[:, None]).scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None

@@ -123,9 +123,7 @@ def policy_loss(
     if settings.corrections:
         correction_BT, kept_BT = _correction(old_BT - rollout_BT, mask_BT, settings)
         token_loss = token_loss * correction_BT
-    kl_BT = torch.zeros_like(new_BT)
-    if ref_BT is not None:
-        kl_BT = kl_estimate(new_BT, ref_BT, settings.kl)
+    kl_BT = torch.zeros_like(new_BT) if ref_BT is None else kl_estimate(new_BT, ref_BT, settings.kl)
     in_loss = ref_BT is not None and settings.kl.beta > 0 and not settings.kl.in_reward
     penalty_BT = settings.kl.beta * kl_BT if in_loss else None
 

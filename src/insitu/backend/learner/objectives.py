@@ -294,8 +294,7 @@ class KahnemanTversky(Objective):
                 counted_E = torch.tensor([members[0] in at for members in here], device=ratio_E.device)
                 sums = [(counted_E * loss_E).sum(), counted_E.sum() * kl / len(episodes)]
                 for of_side_E in (counted_E & is_good_E, counted_E & ~is_good_E):
-                    rewards = (of_side_E * settings.beta * ratio_E).sum()
-                    sums += [of_side_E.sum(), rewards, (of_side_E * logps_E).sum()]
+                    sums += [of_side_E.sum(), (of_side_E * settings.beta * ratio_E).sum(), (of_side_E * logps_E).sum()]
             return PartialLoss(loss_E.sum(), sums)
 
         return loss_of

@@ -68,8 +68,7 @@ def learning_rate(settings: TrainingSettings, schedule: Callable[[float], float]
     start, end = (first + (last - first) * number / steps for number in (step, step + 1))
     if start < settings.warmup:  # by the end of the step, so that the first step is not wasted
         return settings.learning_rate * min(1.0, end / settings.warmup)
-    part = (start - settings.warmup) / (1 - settings.warmup)
-    return settings.learning_rate * scheduled(schedule, part)
+    return settings.learning_rate * scheduled(schedule, (start - settings.warmup) / (1 - settings.warmup))
 
 
 def reference_module(code: CodeFolder, settings: TrainingSettings, weights: ReferenceWeights) -> nn.Module | None:
@@ -183,8 +182,7 @@ class OptimizerLoop:
 
     def _fits_window(self) -> bool:
         window = self._state.compute_logprobs.window
-        longest = max((len(row.token_ids) for row in self._rows), default=0)
-        if window is None or longest <= window:
+        if window is None or max((len(row.token_ids) for row in self._rows), default=0) <= window:
             return True
         if self._settings.attention == "packed":
             logger.warning("attention: packed needs rows of at most %d tokens, the model's window; padded", window)
@@ -224,8 +222,7 @@ class OptimizerLoop:
     def _rounds(self, units: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], ...]]:
         """Yields one micro-batch of about equal length per worker of all ranks, until all rows are covered."""
         count = self._state.workers.count * self._ranks.count
-        share = self._packer.even_share(units, self._max_tokens, count)
-        pending = self._packer.micro_batches(units, share)
+        pending = self._packer.micro_batches(units, self._packer.even_share(units, self._max_tokens, count))
         while batches := tuple(itertools.islice(pending, count)):
             yield batches
 
@@ -242,8 +239,7 @@ class OptimizerLoop:
     @torch.no_grad()
     def _compute_start(self, micro_batch: list[int]) -> None:
         batch = self._packer.collate(micro_batch, self._device)
-        logprobs_BK = batch.to_rows(self._state.forward(batch).logprobs_N)
-        self.at_start.keep(micro_batch, logprobs_BK, batch.mask_BK)
+        self.at_start.keep(micro_batch, batch.to_rows(self._state.forward(batch).logprobs_N), batch.mask_BK)
 
     def _compute(self, step: int) -> Generator[Progress, None, dict[str, float]]:
         """Computes the gradients of an optimizer step; returns the sums by name."""
@@ -299,8 +295,7 @@ class OptimizerLoop:
     @torch.no_grad()
     def _known_sums(self, micro_batch: list[int]) -> dict[int, KnownSums]:
         batch = self._packer.collate(micro_batch, self._device)
-        new_BK = batch.to_rows(self._state.forward(batch).logprobs_N)
-        logprobs = self._row_logprobs(micro_batch, batch, new_BK)
+        logprobs = self._row_logprobs(micro_batch, batch, batch.to_rows(self._state.forward(batch).logprobs_N))
         sums = zip(logprobs.sums().tolist(), logprobs.log_ratios().tolist(), strict=True)
         return {index: KnownSums(*each) for index, each in zip(micro_batch, sums, strict=True)}
 
@@ -315,8 +310,7 @@ class OptimizerLoop:
         with torch.set_grad_enabled(has_gradient):
             new_N, entropy_N = self._state.forward(batch)
             loss, sums = loss_of(micro_batch, self._row_logprobs(micro_batch, batch, batch.to_rows(new_N)))
-        entropy = batch.to_rows(entropy_N).double().sum()
-        totals = torch.stack([*(value.double() for value in sums), entropy])
+        totals = torch.stack([*(value.double() for value in sums), batch.to_rows(entropy_N).double().sum()])
         if self._is_part:
             loss = loss * self._weight
         if not has_gradient:
@@ -364,8 +358,7 @@ class OptimizerLoop:
         """The rows of the last step on which the KL metric is measured; a small model has no budget for it."""
         computed, lora = sum(map(len, self._plan)), self._settings.lora is not None
         budget = None if self._state.workers.is_small else kl_budget(self.sizes, computed, lora=lora)
-        version = self._state.reference().version
-        return kl_rows(self._packer, self._plan[-1], self._settings.kl_rows, budget, version)
+        return kl_rows(self._packer, self._plan[-1], self._settings.kl_rows, budget, self._state.reference().version)
 
     @torch.no_grad()
     def _measure_kl(self, indices: list[int]) -> dict[str, float | None]:

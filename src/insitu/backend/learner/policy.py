@@ -34,7 +34,6 @@ _PROBED_TOKENS = 16
 _FINGERPRINTED = 256
 _EXPERT_LAYERS = {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of layers in experts, shared experts and routers."""
-_recompute = functools.partial(checkpoint, use_reentrant=False)
 
 
 @dataclass
@@ -60,7 +59,7 @@ class TrainablePolicy:
         """Whether the backward pass recomputes the activations of each layer. Raises BackendError if it cannot."""
         for layer in self._layers("gradient_checkpointing", enabled):
             layer.gradient_checkpointing = enabled
-            layer._gradient_checkpointing_func = _recompute
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
             layer.training = enabled  # of this module only: the modules in it stay in evaluation mode
 
     def compile_layers(self, enabled: bool) -> None:
@@ -175,8 +174,7 @@ def build_policy(loaded: LoadedModel, lora: LoRASettings | None, seed: int) -> T
         module = _with_adapters(loaded, lora, seed)
     else:
         trained = {name: p for name, p in loaded.module.named_parameters() if lora is None or _is_adapted(name)}
-        weights = {name: as_master(name, p) for name, p in trained.items()}
-        module = replace_weights(loaded.module, weights)
+        module = replace_weights(loaded.module, {name: as_master(name, p) for name, p in trained.items()})
     for name, parameter in module.named_parameters():
         if lora is None or _is_adapted(name):
             parameter.requires_grad_(True)

@@ -58,8 +58,7 @@ class States:
         base, state = self.saved.base(version), None
         for number in range(base + 1, version + 1):
             logger.warning("version %d has no snapshot: training its logged job again", number)
-            read = functools.partial(self.saved.logged, number)
-            logged, rows = yield from in_another_thread(read, lambda _: None)
+            logged, rows = yield from in_another_thread(functools.partial(self.saved.logged, number), lambda _: None)
             state = state or self.restore(logged, base)
             state.prepare(logged)
             for _ in train_parts(state, logged, rows):

@@ -96,15 +96,6 @@ class Versions:
         """Where its job is, if it is logged."""
         return self._log / f"step_{self.first_step + version:06d}"
 
-    def existing_folder(self, version: int) -> Path:
-        """Where the checkpoint is of a version above 0. Raises RequestRefused if it cannot be served."""
-        if version not in self._folders:
-            available = ", ".join(map(str, self.numbers))
-            reason = "was deleted" if 0 < version < self.latest else "does not exist"
-            problem = f"version {version} {reason}; available: {available}"
-            raise RequestRefused(problem, status=404, param="model", code="model_not_found")
-        return self._folders[version]
-
     def was_deleted(self, version: int) -> bool:
         return 0 < version <= self.latest and version not in self._folders
 

@@ -17,14 +17,12 @@ from torch import nn
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import (
     LATEST,
-    MAX_IN_FLIGHT,
     Completion,
     Deliver,
     GenerationRequest,
     OutputDelta,
     Sampler,
     WeightVersion,
-    check_in_flight,
 )
 from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
@@ -156,7 +154,7 @@ class VllmSampler(Sampler):
         self, requests: Sequence[GenerationRequest], weights: WeightVersion, streamed: bool, deliver: Deliver
     ) -> AsyncIterator[None]:
         call = _Call(weights, self.fleet.resolve(weights), len(requests))
-        check_in_flight(self._in_flight.total(), MAX_IN_FLIGHT)
+        self._check_in_flight(self._in_flight.total())
 
         async def forward(index: int, request: GenerationRequest) -> None:
             try:

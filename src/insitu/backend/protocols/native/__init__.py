@@ -8,12 +8,12 @@ import torch
 from aiohttp import web
 from pydantic import BaseModel
 
-from insitu.backend.http import ApiRoute
+from insitu.backend.http import ApiRoute, model_response
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols import Services
-from insitu.backend.protocols.native.open_jobs import expire, open_job_routes
+from insitu.backend.protocols.native.open_jobs import MAX_SETTINGS_BYTES, expire, open_job_routes
 from insitu.backend.protocols.native.uploads import JobHeader, Limits, read_job
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
@@ -22,7 +22,6 @@ from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event, parse
 from insitu.wire.http_server import body_chunks, idempotency_key, metrics_response, parse_json, read_body
 
 BASE = "/v1/train/jobs"
-MAX_SETTINGS_BYTES = 1 << 20
 LOGPROB_TOLERANCES = {torch.float32: 0.005}
 LOGPROB_TOLERANCE = 0.1
 """Mean difference in nats for 16-bit weights, whose rounding depends on the kernels."""
@@ -80,7 +79,7 @@ def state_routes(services: Services) -> list[ApiRoute]:
         weights = services.weights_digest(WeightVersion(version))
         limits |= {"sampler": services.options.sampler, "dtype": str(services.loaded.dtype).removeprefix("torch.")}
         limits["tool_format"], limits["reasoning_format"] = sampler.tokenizer.formats[:2]
-        return _json(Health(status="ok", policy_version=version, weights=weights, **limits))
+        return model_response(Health(status="ok", policy_version=version, weights=weights, **limits))
 
     async def metrics(request: web.Request) -> web.Response:
         running, waiting = sampler.num_requests
@@ -112,25 +111,25 @@ def job_routes(
         job = jobs.submit(key, header.settings, rows, keep=header.keep or keep, digest=digest or None)
         if job.is_open and job.expiry is None:
             job.expiry = asyncio.create_task(expire(jobs, job), name=f"expiry of {job.state.id}")
-        return _json(job.state.model_copy(update={"body_differs": bool(digest) and job.differs_from(digest)}))
+        return model_response(job.state.model_copy(update={"body_differs": bool(digest) and job.differs_from(digest)}))
 
     async def check(request: web.Request) -> web.Response:
         settings = TrainingSettings.model_validate(parse_json(await read_body(request, MAX_SETTINGS_BYTES)))
         await jobs.check(settings)
         if (versions := parse_count(request.query.get("versions", ""))) is not None:
             await jobs.check_memory(settings, versions)
-        return _json(settings)
+        return model_response(settings)
 
     async def state(request: web.Request) -> web.Response:
         job = jobs.get(request.match_info["id"])
         job.rows.heard_at = time.monotonic()
-        return _json(job.state)
+        return model_response(job.state)
 
     async def events(request: web.Request) -> web.StreamResponse:
         return await _stream_states(request, jobs.get(request.match_info["id"]))
 
     async def cancel(request: web.Request) -> web.Response:
-        return _json((await jobs.cancel(request.match_info["id"])).state)
+        return model_response((await jobs.cancel(request.match_info["id"])).state)
 
     submission = "Submit a training job: gzipped JSON lines, the settings, then the rows"
     lines: dict[str, Any] = {"request": [JobHeader, TrainingRow], "request_type": "application/x-ndjson"}
@@ -159,7 +158,7 @@ def writing_route(jobs: TrainingQueue) -> ApiRoute:
         if (version := parse_count(request.match_info["version"])) is None:
             raise RequestRefused("a version is a number", param="version", code="model_not_found", status=404)
         await jobs.write_version(version, complete=request.query.get("complete") == "true")
-        return _json(WrittenVersion(version=version, checkpoint=str(jobs.learner.folder(version))))
+        return model_response(WrittenVersion(version=version, checkpoint=str(jobs.learner.folder(version))))
 
     summary = (
         "Write the checkpoint of a version of which only the job is logged, unless it is there; returns once it is. "
@@ -176,7 +175,3 @@ async def _stream_states(request: web.Request, job: TrainingJob) -> web.StreamRe
         event = state and format_event(state.model_dump_json().encode(), state.status)
         await response.write(event or b": keep-alive\n\n")
     return response
-
-
-def _json(content: BaseModel) -> web.Response:
-    return web.Response(text=content.model_dump_json(), content_type="application/json")

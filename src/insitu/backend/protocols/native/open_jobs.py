@@ -7,10 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from insitu.backend.http import ApiRoute
+from insitu.backend.http import ApiRoute, model_response
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
-from insitu.backend.protocols.native.uploads import Limits, read_part
+from insitu.backend.protocols.native.uploads import Limits, check_rows, read_part
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention
@@ -18,7 +18,7 @@ from insitu.wire.http_server import body_chunks, parse_json, read_body
 
 logger = logging.getLogger(__name__)
 
-MAX_RETENTION_BYTES = 1 << 20
+MAX_SETTINGS_BYTES = 1 << 20
 
 
 def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenizer, base: str) -> list[ApiRoute]:
@@ -35,13 +35,12 @@ def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenize
         if not job.rows.add(int(number), rows, lines):
             raise RequestRefused(f"part {number} of job {job.state.id} has other rows", status=409, code="part_differs")
         _resume(jobs, job)
-        return web.Response(text=job.state.model_dump_json(), content_type="application/json")
+        return model_response(job.state)
 
     async def close(request: web.Request) -> web.Response:
-        body = await read_body(request, MAX_RETENTION_BYTES)
+        body = await read_body(request, MAX_SETTINGS_BYTES)
         retention = Retention.model_validate(parse_json(body)) if body.strip() else None
-        state = close_job(jobs, request.match_info["id"], retention).state
-        return web.Response(text=state.model_dump_json(), content_type="application/json")
+        return model_response(close_job(jobs, request.match_info["id"], retention).state)
 
     part = "Add a part of the rows, numbered from 0, to an open job; sent again, it changes nothing"
     lines: dict[str, Any] = {"request": [TrainingRow], "request_type": "application/x-ndjson"}
@@ -68,13 +67,7 @@ def close_job(jobs: TrainingQueue, job_id: str, keep: Retention | None) -> Train
     job = _get(jobs, job_id)
     if missing := job.rows.missing:
         raise RequestRefused(f"job {job_id} lacks the parts {missing[:20]}", status=409, code="parts_missing")
-    if not len(job.rows):
-        raise RequestRefused(
-            "no part has a row with a trained token (loss_mask 1)", param="loss_mask", code="empty_job"
-        )
-    if (episode := job.rows.split_episode) is not None:
-        problem = f"the rows of episode {episode!r} are in several parts"
-        raise RequestRefused(problem, param="parts", code="invalid_job")
+    check_rows(job.rows, "no part has a row with")
     job.keep = keep or job.keep
     jobs.apply_keep(job)
     job.was_closed = True

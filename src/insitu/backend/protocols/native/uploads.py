@@ -123,11 +123,16 @@ async def read_job(
         raise refused(f"the upload ends after {number} of {header.num_rows} rows (num_rows)", "num_rows", "truncated")
     reader.check()
     rows = PartedRows.whole(parts, logprobs_ahead=header.logprobs_ahead)
+    check_rows(rows, f"none of the {number} rows has")
+    return header, rows, digest.hexdigest()
+
+
+def check_rows(rows: PartedRows, none_has: str) -> None:
+    """Raises RequestRefused if no row is trained, or an episode is in several parts, of a job that is complete."""
     if not len(rows):
-        raise refused(f"none of the {number} rows has a trained token (loss_mask 1)", "loss_mask", "empty_job")
+        raise refused(f"{none_has} a trained token (loss_mask 1)", "loss_mask", "empty_job")
     if (episode := rows.split_episode) is not None:
         raise refused(f"the rows of episode {episode!r} are in several parts", "parts")
-    return header, rows, digest.hexdigest()
 
 
 async def read_part(
@@ -232,10 +237,8 @@ class RowReader:
         """The rows with trained tokens. Raises RequestRefused naming the row and the key."""
         try:
             self._check_keys(sent)
-            if sent.messages is None:
-                rows = self._rows(sent)
-            else:  # may take a while
-                rows = await asyncio.to_thread(self._rendered, sent, number)
+            # To render messages may take a while.
+            rows = self._rows(sent) if sent.messages is None else await asyncio.to_thread(self._rendered, sent, number)
         except RequestRefused as error:
             raise refused(f"row {number}: {error}", error.param) from None
         group = sent.pair if self.method == "dpo" else sent.episode

@@ -97,8 +97,7 @@ class CompletionEndpoint:
         response = formatter.response(outputs)
         version = outputs[0].version
         if request.wants_prompt_logprobs:
-            prompts = [each.prompt for each in requests]
-            scores = await self._prompt_logprobs(prompts, weights._replace(version=version))
+            scores = await self._prompt_logprobs([each.prompt for each in requests], weights._replace(version=version))
             for choice, logprobs in zip(response["choices"], scores, strict=True):
                 choice["prompt_logprobs"] = logprobs
         response = response if translation is None else translation.response(response)

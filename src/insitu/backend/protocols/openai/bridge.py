@@ -48,8 +48,7 @@ def bridged_prompt(
     text = _common_end(first, second)
     sampled = continuation.token_ids
     if sampled[-1] in tokenizer.eos_token_ids:
-        end = tokenizer.decode_token(sampled[-1])[0]
-        _, found, text = text.partition(end)
+        _, found, text = text.partition(tokenizer.decode_token(sampled[-1])[0])
         if not found:
             return None
     elif messages[last].get("tool_calls"):  # cut off: what is missing of them is unknown

@@ -31,18 +31,16 @@ from insitu.wire.http_server import parse_json
 
 MAX_STOP_STRINGS = 64
 """Per request: every stop string is searched after every token, in the thread that samples for all requests."""
-IGNORED_KEYS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)
+IGNORED_KEYS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
 """Keys without influence on the completion; accepted and ignored."""
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
