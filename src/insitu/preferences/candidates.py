@@ -63,13 +63,9 @@ def recorded_candidates(
     candidates: Iterable[CandidateStep], targets: Targets
 ) -> tuple[list[CandidateStep], Counter[str]]:
     """Candidates of a recorded episode that are trained, and how many are not."""
-    kept, dropped = [], Counter[str]()
-    for candidate in candidates:
-        if reason := _drop_reason(candidate.call, targets.functions, targets):
-            dropped[str(reason)] += 1
-        else:
-            kept.append(candidate)
-    return kept, dropped
+    judged = [(candidate, _drop_reason(candidate.call, targets.functions, targets)) for candidate in candidates]
+    kept = [candidate for candidate, reason in judged if reason is None]
+    return kept, Counter(str(reason) for _, reason in judged if reason is not None)
 
 
 def _drop_reason(call: int | None, functions: Collection[str], targets: Targets) -> DropReason | None:

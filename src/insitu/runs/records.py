@@ -52,25 +52,20 @@ _CANDIDATE_FIELDS = tuple(field.name for field in fields(CandidateStep) if field
 
 def episode_record(episode: Episode) -> dict[str, Any]:
     """The record of one episode, from which every table, plot and total is derived."""
-    versions: set[int] = set()
-    prompt_tokens = sampled_tokens = 0
-    prompt: list[int] | None = None
+    prompt_tokens, prompt = 0, None
     for call in episode.calls:
         if not call.choice or call.prompt_token_ids != prompt:  # the choices of a request share their prompt
             prompt_tokens += len(call.prompt_token_ids or ())
         prompt = call.prompt_token_ids
-        sampled_tokens += len(call.token_ids or ())
-        if call.policy_version is not None:
-            versions.add(call.policy_version)
     return {
         "episode": episode.key.text(),
         **dict(zip(_KEY_FIELDS, episode.key[1:5], strict=True)),
         **dict(zip(_EPISODE_FIELDS, _episode_values(episode), strict=True)),
         "seconds": round(episode.seconds, 4),
-        "policy_versions": sorted(versions),
+        "policy_versions": sorted({call.policy_version for call in episode.calls} - {None}),
         "calls": len(episode.calls),
         "prompt_tokens": prompt_tokens,
-        "sampled_tokens": sampled_tokens,
+        "sampled_tokens": sum(len(call.token_ids or ()) for call in episode.calls),
         **({"candidates": [*map(_candidate_record, episode.candidates)]} if episode.candidates else {}),
         **({"source": episode.source} if episode.source else {}),
     }
