@@ -66,8 +66,6 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -81,8 +79,6 @@ class _Message(BaseModel):
 
 
 class _Demonstration(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     messages: list[_Message] = Field(min_length=2)
     tools: list[dict[str, Any]] | Json[list[dict[str, Any]]] | None = None
     """Also as the JSON text that `insitu trajectories export` writes for TRL."""
