@@ -155,11 +155,8 @@ def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Seq
             response = candidate.response.strip()
             if index in numbers:
                 continue
-            fitting = [
-                k
-                for k, text in texts.items()
-                if fits(response, text) and (not own_turn or since[index] <= calls[k].started <= step.event_timestamp)
-            ]
+            made = [k for k in texts if not own_turn or since[index] <= calls[k].started <= step.event_timestamp]
+            fitting = [k for k in made if fits(response, texts[k])]
             if fitting:
                 numbers[index] = max(fitting, key=lambda k: _likelihood(step, candidate, calls[k], k))
                 del texts[numbers[index]]

@@ -85,10 +85,8 @@ def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episod
 
 def _candidate_record(candidate: CandidateStep) -> dict[str, Any]:
     """Without the prompt if a call has it."""
-    record = {name: getattr(candidate, name) for name in _CANDIDATE_FIELDS}
-    if candidate.call is not None:
-        del record["prompt"]
-    return record
+    names = (name for name in _CANDIDATE_FIELDS if name != "prompt" or candidate.call is None)
+    return {name: getattr(candidate, name) for name in names}
 
 
 def _restore_candidate(record: Mapping[str, Any], calls: Sequence[ModelCall]) -> CandidateStep:
@@ -208,7 +206,8 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
     `restore_calls` is the inverse.
     """
     records = []
-    prompts: list[Any] = [call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls]
+    contents = (call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls)
+    prompts = [content if isinstance(content, str) else "" for content in contents]
     for index, call in enumerate(calls):
         record = {"episode": episode, **dict(zip(_CALL_FIELDS, _call_values(call), strict=True))}
         for name in ("teacher_logprobs", "sent_logprobs"):
@@ -220,11 +219,7 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
             n = len(before.messages)
             if n < len(messages) and messages[:n] == before.messages:
                 key, rest = "continues", messages[n:]
-            elif (
-                (isinstance(start, str) and isinstance(prompt, str))
-                and 0 < len(start) < len(prompt)
-                and prompt.startswith(start)
-            ):
+            elif 0 < len(start) < len(prompt) and prompt.startswith(start):
                 key, rest = "continues_prompt", [{**messages[0], "content": prompt[len(start) :]}]
             else:
                 continue
