@@ -155,10 +155,9 @@ def _of_calls(value: Any, trajectory: Trajectory, where: str) -> dict[int, float
     for index, of_call in zip(trained, of_calls, strict=True):
         if isinstance(of_call, Real):
             result[index] = _number(of_call, where)
-            continue
-        tokens = [_number(each, where) for each in _values(of_call, where)]
-        _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
-        result[index] = tokens
+        else:
+            result[index] = tokens = [_number(each, where) for each in _values(of_call, where)]
+            _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
     return result
 
 

@@ -92,8 +92,7 @@ class EpisodesBuilder(PlannedBuilder):
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
         self.stored: StoredRun | None = None
-        config = trajectory_builder_config
-        self.budget = config.budget if isinstance(config, EpisodesBuilderConfig) else None
+        self.budget = self.config.budget if isinstance(self.config, EpisodesBuilderConfig) else None
         self._planned_rows: PlannedRows | None = None
         if self._given_builder is not None:
             self._check()
@@ -314,9 +313,8 @@ class EpisodesBuilder(PlannedBuilder):
                 steps = [*(item.trajectory or ())]
                 outcome = EpisodeStatus.OK if item.error is None else EpisodeStatus.FAILED
                 key = EpisodeKey(run_id, epoch, str(item.id), len(row))
-                episode = Episode(
-                    key, outcome, item.output_obj, calls_of_steps(steps), StepLog(steps), error=item.error
-                )
+                calls = calls_of_steps(steps)
+                episode = Episode(key, outcome, item.output_obj, calls, StepLog(steps), error=item.error)
                 if (score := scores.get(str(item.id))) is not None and parse_score(score)[1] is None:
                     episode.reward = await self.compute_reward(score)
                 row.append(episode)

@@ -239,9 +239,8 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
-        said = "".join(
-            f"; most often the model ends with {text!r:.{_SHOWN}}" for text, _ in most_frequent_answers(groups, 1)
-        )
+        frequent = most_frequent_answers(groups, 1)
+        said = "".join(f"; most often the model ends with {text!r:.{_SHOWN}}" for text, _ in frequent)
         change += f"some answers are good{said}"
         reward = rewards.pop()
         what = f"every episode has the reward {reward:g}"

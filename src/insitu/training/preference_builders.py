@@ -76,8 +76,7 @@ def candidate_pairs(
         if stored is not None:
             episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
         else:
-            name = config.ttc_step_name
-            episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
+            episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, config.ttc_step_name, targets)
         episode.candidates = [replace(c, example_id=episode.key.row_id) for c in episode.candidates]
         if not episode.candidates and not untargeted:
             episode.reason, episode.error = DropReason.NO_CANDIDATES, _no_candidates(episode, config, stored)

@@ -226,8 +226,7 @@ class Report:
 
 def _rows(validation: Mapping[str, Any]) -> int:
     """The number of rows of which its interval is."""
-    rows: int = validation.get("num_rows", validation["num_examples"])
-    return rows
+    return int(validation.get("num_rows", validation["num_examples"]))
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
@@ -260,9 +259,8 @@ def evaluation_table(output: EvaluationRunOutput, dataset: str) -> Table:
     items = output.eval_input.eval_input_items
     failed = sum(item.error is not None for item in items)
     title = f"{dataset}, {len({str(item.id) for item in items})} rows"
-    table = Table(
-        *("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored"), title=title, title_justify="left"
-    )
+    columns = ("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored")
+    table = Table(*columns, title=title, title_justify="left")
     for name, result in output.evaluation_results:
         rows = scores_by_row(result)
         scored = sum(map(len, rows.values()))

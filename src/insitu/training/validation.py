@@ -189,8 +189,7 @@ class Validation:
             self._store.sync()
         if self.best is record:
             checkpoint = self.checkpoints.get(version) or RunReader(self._store.path).warmed_up(version)
-            checkpoint = self._store.relative(checkpoint)
-            self._store.write(BEST, {**record, "checkpoint": checkpoint})
+            self._store.write(BEST, {**record, "checkpoint": self._store.relative(checkpoint)})
         self._store.write(VALIDATIONS, self.history)  # NaN as null: one example has no interval
         return record
 

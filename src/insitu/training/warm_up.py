@@ -47,8 +47,7 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
     """
     rows = []
     try:
-        with path.open("rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
     for number, line in lines:

@@ -141,16 +141,11 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", Models.model_validate_json)
-        return PolicyEndpoint(
-            f"{self._base_url}/v1",
-            models.data[0].id,
-            self._token,
-            version,
-            base_model=self.config.model,
-            names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
-            and (self._health.sampler == "embedded" or self.config.training.lora is not None),
-            **self._health.model_dump(include={"vocab_size", "max_length", "weights", "logprob_tolerance"}),
-        )
+        names, model, url = [model.id for model in models.data], self.config.model, f"{self._base_url}/v1"
+        keeps_versions = self._health.sampler == "embedded" or self.config.training.lora is not None
+        pins = keeps_versions and f"{names[0]}@{version}" in names
+        more = self._health.model_dump(include={"vocab_size", "max_length", "weights", "logprob_tolerance"})
+        return PolicyEndpoint(url, names[0], self._token, version, base_model=model, names_versions=pins, **more)
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
@@ -336,9 +331,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"every", "optimizer", "snapshots"}) | {
-            "last": max(keep.last, self._needed_versions)
-        }
+        limits = keep.model_dump(include={"every", "optimizer", "snapshots"})
+        limits["last"] = max(keep.last, self._needed_versions)
         return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
