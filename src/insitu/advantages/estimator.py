@@ -279,9 +279,8 @@ def rows_of(
         row, start = None, -1
         for other in rows:
             length = len(other.token_ids)
-            same = (other.temperature, other.shaping) == (temperature, shaping) and not (
-                shaping and length == len(prompt)
-            )
+            is_prompt = length == len(prompt)
+            same = (other.temperature, other.shaping) == (temperature, shaping) and not (shaping and is_prompt)
             alike = index not in advantages or same or not any(other.loss_mask)
             if alike and start < length <= len(prompt) and prompt[:length] == other.token_ids:
                 row, start = other, length

@@ -170,11 +170,8 @@ def version_metrics(groups: Sequence[Group], newest: int) -> dict[str, Any]:
 
     Versions that no call reports are left out.
     """
-    versions = [
-        [call.policy_version for call in trained_calls([trajectory]) if call.policy_version is not None]
-        for group in groups
-        for trajectory in group
-    ]
+    calls = (trained_calls([trajectory]) for group in groups for trajectory in group)
+    versions = ([call.policy_version for call in each if call.policy_version is not None] for each in calls)
     ages = Counter(newest - min(of_episode) for of_episode in versions if of_episode)
     age = {str(age): count for age, count in sorted(ages.items())}
     return {"sampled_version": newest - max(ages) if ages else None, "age": age}

@@ -212,9 +212,7 @@ def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep
 
 def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
     """The completion of the first call; in a longer conversation all that follows its prompt, with roles."""
-    [turns] = [
-        conversation for conversation in conversations(calls) if any(turn.call is first for turn in conversation)
-    ]
+    [turns] = [each for each in conversations(calls) if any(turn.call is first for turn in each)]
     after = turns[len(first.messages) :]
     if len(after) == 1:
         return message_text(after[0].message)
