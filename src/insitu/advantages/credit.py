@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -35,19 +36,17 @@ class TrainedCalls(NamedTuple):
         return episode.trained_calls
 
     def positions(self, calls: Sequence[ModelCall]) -> list[int]:
-        positions = []
-        for position, call in enumerate(calls):
-            if self.llms and call.llm is not None:
-                is_of_model = call.llm in self.llms
-            elif self.model is None:
-                is_of_model = not self.llms
-            else:
-                is_of_model = bool(matching_llms(self.model, {call.llm or "": call.model}))
-            is_sampled = call.message is not None if self.as_text else bool(call.token_ids)
-            is_inside = WORKFLOW in self.functions or is_targeted(call.functions, self.functions)
-            if is_of_model and is_sampled and is_inside and call.error is None:
-                positions.append(position)
-        return positions
+        return [position for position, call in enumerate(calls) if self._is_trained(call)]
+
+    def _is_trained(self, call: ModelCall) -> bool:
+        is_sampled = call.message is not None if self.as_text else bool(call.token_ids)
+        if call.error is not None or not is_sampled or not is_targeted(call.functions, self.functions):
+            return False
+        if self.llms and call.llm is not None:
+            return call.llm in self.llms
+        if self.model is None:
+            return not self.llms
+        return bool(matching_llms(self.model, {call.llm or "": call.model}))
 
     def why_none(self, calls: Sequence[ModelCall]) -> str:
         """Why none of an episode's calls is trained."""
@@ -181,12 +180,8 @@ def group_relative(
 
 def step_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """G_k = sum over j >= k of discount^(j-k) r_j, for the steps of one episode."""
-    returns: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
-    return returns[::-1]
+    backwards = accumulate(reversed(rewards), lambda following, reward: reward + discount * following)
+    return [*backwards][::-1]
 
 
 def _by_function(group: Sequence[Trajectory], config: AdvantageConfig, credit: Credit) -> list[dict[int, float]]:
@@ -255,16 +250,14 @@ def credited_calls(
     estimated: Iterable[tuple[Trajectory, CallAdvantages]], targets: Collection[str]
 ) -> list[CreditedCall]:
     """The trained calls whose advantages are known; of a call with one per token, the mean magnitude."""
-    calls = [
-        (t.calls[index], fmean(map(abs, a)) if isinstance(a, list) else a)
-        for t, of_calls in estimated
-        for index, a in of_calls.items()
-    ]
-    return [
-        CreditedCall(credited_function(call.functions, targets), len(call.token_ids or ()), advantage)
-        for call, advantage in calls
-        if advantage is not None
-    ]
+    credited = []
+    for t, of_calls in estimated:
+        known = {index: advantage for index, advantage in of_calls.items() if advantage is not None}
+        for index, advantage in known.items():
+            function = credited_function(t.calls[index].functions, targets)
+            size = fmean(map(abs, advantage)) if isinstance(advantage, list) else advantage
+            credited.append(CreditedCall(function, len(t.calls[index].token_ids or ()), size))
+    return credited
 
 
 def credit_by_function(calls: Iterable[CreditedCall]) -> dict[str, dict[str, float]]:

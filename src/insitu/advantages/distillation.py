@@ -1,7 +1,7 @@
 """On-policy distillation: the advantage of a sampled token is how much likelier a teacher finds it than the policy."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from insitu.advantages.credit import CallAdvantages
@@ -42,9 +42,11 @@ class TeacherEstimator(AdvantageEstimator):
             return DropReason.TEACHER_ERROR
         return self._rewards.drop_reason(trajectory) if self._reward_coefficient else None
 
-    @property
-    def problem(self) -> Callable[[ModelCall], str | None]:
-        return _problem
+    def problem(self, call: ModelCall) -> str | None:
+        """A teacher's log-probabilities are those of unchanged logits at temperature 1, whatever the policy's are."""
+        is_tempered = call.logprobs_temperature not in (None, 1)
+        changed = truncation({key: value for key, value in call.sampling.items() if key != "logprobs_processed"})
+        return sampling_problem(call) or ("teacher_temperature" if is_tempered else changed)
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         of_rewards = None
@@ -54,8 +56,7 @@ class TeacherEstimator(AdvantageEstimator):
         if self._has_baseline:
             _subtract_others(terms)
         estimated: list[CallAdvantages] = []
-        for number, of_calls in enumerate(terms):
-            rewards = of_rewards[number] if of_rewards is not None else {}
+        for of_calls, rewards in zip(terms, of_rewards or [{}] * len(group), strict=True):
             estimated.append({k: self._added(term, rewards.get(k) or 0.0) for k, term in of_calls.items()})
         return estimated
 
@@ -63,13 +64,6 @@ class TeacherEstimator(AdvantageEstimator):
         rewards = of_reward if isinstance(of_reward, list) else [of_reward] * len(term)
         weight, reward_weight = self._coefficient, self._reward_coefficient
         return [weight * (gap or 0.0) + reward_weight * r for gap, r in zip(term, rewards, strict=True)]
-
-
-def _problem(call: ModelCall) -> str | None:
-    """A teacher's log-probabilities are those of unchanged logits at temperature 1, whatever the policy's are."""
-    is_tempered = call.logprobs_temperature not in (None, 1)
-    changed = truncation({key: value for key, value in call.sampling.items() if key != "logprobs_processed"})
-    return sampling_problem(call) or ("teacher_temperature" if is_tempered else changed)
 
 
 def _gaps(call: ModelCall) -> Gaps:

@@ -17,7 +17,7 @@ from insitu.advantages.credit import (
     group_relative,
     has_step_rewards,
 )
-from insitu.errors import InsituError, TrajectoryError, describe_error
+from insitu.errors import TrajectoryError, foreign_errors
 from insitu.schemas.episodes import GREEDY_TEMPERATURE, GROUP_KEY, DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
@@ -36,10 +36,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
 }
 """Parameters that change the distribution sampled from, unless they have one of these values."""
-SHAPING = (
-    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
-    *("response_format", "structured_outputs"),
-)
+SHAPING = ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "response_format", "structured_outputs")
 """Those that `insitu backend` applies again when it trains. A call whose log-probabilities they are part of says so by
 `logprobs_processed`."""
 
@@ -90,16 +87,16 @@ class AdvantageEstimator(Protocol):
     compares: bool = True
     """Whether advantages depend on the other episodes of a group, so that a single one has none."""
 
-    @property
-    def problem(self) -> Callable[[ModelCall], str | None]:
-        """Says why a call of a trained episode is not trained, if so."""
-        return sampling_problem
+    def problem(self, call: ModelCall) -> str | None:
+        """Why a call of a trained episode is not trained, if so."""
+        return sampling_problem(call)
 
     def settings(self) -> dict[str, Any]:
         """The conventions in use, for the header of the run."""
 
     def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
         """Why a trajectory cannot be trained, if so."""
+        return None
 
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         """The advantages of each trajectory's calls; None for a group without variance."""
@@ -120,21 +117,14 @@ class FunctionEstimator(AdvantageEstimator):
     def settings(self) -> dict[str, Any]:
         return self._described
 
-    def drop_reason(self, trajectory: Trajectory) -> DropReason | None:
-        return None
-
     def estimate(self, group: Sequence[Trajectory]) -> list[CallAdvantages] | None:
         if not any(t.trained_calls for t in group):  # a plugin's text-only trajectories
             return estimated_by_backend(group)
         where = f"advantages of row {(group[0].metadata or {}).get('row_id', group[0].id)!r}"
-        try:
+        with foreign_errors(TrajectoryError, where):
             returned = _values(self._function([t.reward for t in group], group), where)
             _check_count(where, len(returned), len(group), "episodes")
             estimated = [_of_calls(a, t, f"{where}, episode {t.id}") for a, t in zip(returned, group, strict=True)]
-        except InsituError:
-            raise
-        except Exception as error:  # code of the user may raise anything
-            raise TrajectoryError(f"{where}: {describe_error(error)}") from error
         values = (v for of_calls in estimated for a in of_calls.values() for v in (a if isinstance(a, list) else [a]))
         return [*estimated] if any(values) else None
 
@@ -165,10 +155,9 @@ def _of_calls(value: Any, trajectory: Trajectory, where: str) -> dict[int, float
     for index, of_call in zip(trained, of_calls, strict=True):
         if isinstance(of_call, Real):
             result[index] = _number(of_call, where)
-            continue
-        tokens = [_number(each, where) for each in _values(of_call, where)]
-        _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
-        result[index] = tokens
+        else:
+            result[index] = tokens = [_number(each, where) for each in _values(of_call, where)]
+            _check_count(f"{where}, call {index}", len(tokens), len(trajectory.calls[index].token_ids or ()), "tokens")
     return result
 
 
@@ -204,7 +193,6 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
     advantages: list[tuple[Trajectory, CallAdvantages]] = []
     reasons: dict[int, str] = {}
     untrained: Counter[str] = Counter()
-    problem_of = estimator.problem
     for group in collection.trajectories:
         estimated = estimator.estimate(group) if len(group) > 1 or not estimator.compares else None
         if estimated is None:
@@ -213,7 +201,7 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
             continue
         trained = []
         for t, of_calls in zip(group, estimated, strict=True):
-            problems = {k: problem for k in of_calls if (problem := problem_of(t.calls[k])) is not None}
+            problems = {k: problem for k in of_calls if (problem := estimator.problem(t.calls[k])) is not None}
             untrained.update(problems.values())
             if problems and len(problems) == len(of_calls):
                 reasons[id(t)] = DropReason.UNMODELED_SAMPLING
@@ -229,11 +217,8 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
     """A copy with training rows; the trajectory itself if the backend computes its advantages, or trains no tokens."""
     numbers = {index: advantage for index, advantage in advantages.items() if advantage is not None}
-    if not numbers:
+    if not numbers or any(None in _TOKENS(trajectory.calls[index]) for index in numbers):
         return trajectory
-    for index in numbers:
-        if None in _TOKENS(trajectory.calls[index]):
-            return trajectory
     return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, numbers, trajectory.id or "")})
 
 
@@ -294,9 +279,8 @@ def rows_of(
         row, start = None, -1
         for other in rows:
             length = len(other.token_ids)
-            same = (other.temperature, other.shaping) == (temperature, shaping) and not (
-                shaping and length == len(prompt)
-            )
+            is_prompt = length == len(prompt)
+            same = (other.temperature, other.shaping) == (temperature, shaping) and not (shaping and is_prompt)
             alike = index not in advantages or same or not any(other.loss_mask)
             if alike and start < length <= len(prompt) and prompt[:length] == other.token_ids:
                 row, start = other, length

@@ -257,9 +257,7 @@ def remedies(shape: ModelShape, workload: Workload) -> list[Remedy]:
         changes.append(("no kv_memory", {"kv_memory": None}))
     if workload.concurrency > 1:
         changes.append(("eval.general.max_concurrency: 1", {"concurrency": 1}))
-    everything: dict[str, Any] = {}
-    for _, values in changes:
-        everything |= values
+    everything = {key: value for _, values in changes for key, value in values.items()}
     changes.append((", ".join(dict.fromkeys(part for text, _ in changes for part in text.split(" with "))), everything))
     return [Remedy(text, memory_budget(shape, replace(workload, **values)).needed) for text, values in changes]
 

@@ -63,13 +63,9 @@ def recorded_candidates(
     candidates: Iterable[CandidateStep], targets: Targets
 ) -> tuple[list[CandidateStep], Counter[str]]:
     """Candidates of a recorded episode that are trained, and how many are not."""
-    kept, dropped = [], Counter[str]()
-    for candidate in candidates:
-        if reason := _drop_reason(candidate.call, targets.functions, targets):
-            dropped[str(reason)] += 1
-        else:
-            kept.append(candidate)
-    return kept, dropped
+    judged = [(candidate, _drop_reason(candidate.call, targets.functions, targets)) for candidate in candidates]
+    kept = [candidate for candidate, reason in judged if reason is None]
+    return kept, Counter(str(reason) for _, reason in judged if reason is not None)
 
 
 def _drop_reason(call: int | None, functions: Collection[str], targets: Targets) -> DropReason | None:
@@ -159,11 +155,8 @@ def _match(reported: Sequence[_Reported], calls: Sequence[ModelCall], since: Seq
             response = candidate.response.strip()
             if index in numbers:
                 continue
-            fitting = [
-                k
-                for k, text in texts.items()
-                if fits(response, text) and (not own_turn or since[index] <= calls[k].started <= step.event_timestamp)
-            ]
+            made = [k for k in texts if not own_turn or since[index] <= calls[k].started <= step.event_timestamp]
+            fitting = [k for k in made if fits(response, texts[k])]
             if fitting:
                 numbers[index] = max(fitting, key=lambda k: _likelihood(step, candidate, calls[k], k))
                 del texts[numbers[index]]

@@ -110,12 +110,14 @@ def pair_rows(pair: PreferencePair, calls: Sequence[ModelCall], name: str) -> li
 
     If the tokens of one side are unknown, both are sent as messages, so that they share their prompt.
     """
-    sides = ((pair.chosen, True), (pair.rejected, False))
-    if all(_tokens_known(candidate, calls) for candidate, _ in sides):
-        rows = [(_sampled_row(candidate, calls), preferred) for candidate, preferred in sides]
+    sides = (pair.chosen, pair.rejected)
+    sampled = [calls[side.call] for side in sides if side.call is not None and _tokens_known(calls[side.call])]
+    if len(sampled) == len(sides):
+        rows = [row for call in sampled for row in rows_of([call], {0: 1.0}, tempered=False)]
     else:
-        rows = [(_text_row(candidate), preferred) for candidate, preferred in sides]
-    return [row.model_copy(update={"pair": name, "preferred": preferred}) for row, preferred in rows]
+        rows = [_text_row(side) for side in sides]
+    marks = ({"pair": name, "preferred": preferred} for preferred in (True, False))
+    return [row.model_copy(update=mark) for row, mark in zip(rows, marks, strict=True)]
 
 
 def episode_rows(episode: Trajectory, preferred: bool | None = None) -> list[TrainingRow]:
@@ -124,15 +126,8 @@ def episode_rows(episode: Trajectory, preferred: bool | None = None) -> list[Tra
     return [row.model_copy(update={"preferred": preferred}) for row in rows]
 
 
-def _tokens_known(candidate: CandidateStep, calls: Sequence[ModelCall]) -> bool:
-    call = calls[candidate.call] if candidate.call is not None else None
-    return call is not None and bool(call.token_ids and call.logprobs) and call.prompt_token_ids is not None
-
-
-def _sampled_row(candidate: CandidateStep, calls: Sequence[ModelCall]) -> TrainingRow:
-    assert candidate.call is not None  # _tokens_known
-    [row] = rows_of([calls[candidate.call]], {0: 1.0}, tempered=False)
-    return row
+def _tokens_known(call: ModelCall) -> bool:
+    return bool(call.token_ids and call.logprobs) and call.prompt_token_ids is not None
 
 
 def _text_row(candidate: CandidateStep) -> TrainingRow:

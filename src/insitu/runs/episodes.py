@@ -304,9 +304,8 @@ class Selection:
         others = without[key] or every
         existing = suggest(str(conditions[key]), [*dict.fromkeys(str(v) for row in others for v in _values(key, row))])
         if key == "min_reward":
-            existing = (
-                f"the highest is {max((row['reward'] for row in others if row['reward'] is not None), default=None)}"
-            )
+            rewards = [row["reward"] for row in others if row["reward"] is not None]
+            existing = f"the highest is {max(rewards, default=None)}"
         options = " and ".join(f"{_FILTERS[one][0]} {value!r}" for one, value in conditions.items())
         rest = [f"{_FILTERS[one][0]} {value!r}" for one, value in conditions.items() if one != key]
         beside = f" beside {' and '.join(rest)}" if rest and without[key] else ""

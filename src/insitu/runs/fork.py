@@ -114,9 +114,7 @@ def _states_until(origin: _Origin, epoch: int, target: Path) -> list[EpochState]
     """The states of the new run. Their jobs name their checkpoints in its folder."""
     checkpoints = target / files.CHECKPOINTS
     states = []
-    for number, state in sorted(origin.states.items()):
-        if number > epoch:
-            break
+    for state in (state for number, state in sorted(origin.states.items()) if number <= epoch):
         if state.job is not None and (made := (state.job.metadata or {}).get("checkpoint")) is not None:
             metadata = {**(state.job.metadata or {}), "checkpoint": str(checkpoints / Path(made).name)}
             state = state.model_copy(update={"job": state.job.model_copy(update={"metadata": metadata})})

@@ -91,10 +91,10 @@ class Monitor:
             self._collected = {path: self._collected.get(path) or _Collected(path) for path in runs.values()}
             samples: list[Sample] = []
             for name, path in runs.items():
-                samples = Problems().attempt(partial(self._with_samples_of, name, path, samples), samples)
+                samples += Problems().attempt(partial(self._samples_of, name, path), [])
             return samples
 
-    def _with_samples_of(self, name: str, path: Path, samples: list[Sample]) -> list[Sample]:
+    def _samples_of(self, name: str, path: Path) -> list[Sample]:
         summary, reader = read_summary(path), RunReader(path)
         problems, epochs = summary.problems, reader.readable(files.METRICS, summary.problems)
         self._collected[path] = collected = problems.attempt(self._collected[path].updated, self._collected[path])
@@ -108,7 +108,7 @@ class Monitor:
             "held_out_score": _latest(validations),
             "best_held_out_score": summary.best_score,
         }
-        samples = [*samples, Sample("insitu_status", {"run": name, "status": summary.status}, 1)]
+        samples = [Sample("insitu_status", {"run": name, "status": summary.status}, 1)]
         samples += [Sample(f"insitu_{k}", {"run": name}, v) for k, v in values.items() if isinstance(v, int | float)]
         recorded = {line["epoch"]: Counter(line["dropped"]) for line in epochs}  # also what was dropped later
         dropped = sum((collected.dropped | recorded).values(), Counter[str]())
@@ -142,9 +142,8 @@ class MonitorPort(contextlib.AbstractContextManager["MonitorPort"]):
         self._socket: socket.socket | None = None
         if port is None:
             return
-        self._access = AccessPolicy.of(
-            host, os.environ.get(TOKEN_VARIABLE), variable=TOKEN_VARIABLE, key="general.metrics_host"
-        )
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._access = AccessPolicy.of(host, token, variable=TOKEN_VARIABLE, key="general.metrics_host")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -8,7 +8,7 @@ searched; checkpoints have the same name there as in a copy, or through a link.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +37,10 @@ class Surplus(NamedTuple):
 def find_surplus(folders: Iterable[Path]) -> list[Surplus]:
     """What can be deleted of each run in folders, and up to three levels below them."""
     runs = [*find_runs(folders)]
-    started_from = {*_starting_models([*runs, *find_runs({run.resolve().parent for run in runs})])}
+    beside = find_runs({run.resolve().parent for run in runs})
+    models = (RunReader(run).starting_model() for run in (*runs, *beside))
+    started_from = {_place(model) for model in models if model is not None}
     return [_surplus_of(run, started_from) for run in runs]
-
-
-def _starting_models(runs: Iterable[Path]) -> Iterator[tuple[str, ...]]:
-    for run in runs:
-        if (model := (RunReader(run).starting_model())) is not None:
-            yield _place(model)
 
 
 def _place(checkpoint: Path) -> tuple[str, ...]:

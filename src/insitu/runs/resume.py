@@ -189,10 +189,6 @@ class ResumableRun:
         """The version that was served after a complete epoch; 0: before the first, after a warm-up."""
         return self._versions[epoch]
 
-    @property
-    def _submitted(self) -> bool:
-        return self.may_be_submitted(self.next_epoch)
-
     def may_be_submitted(self, epoch: int) -> bool:
         """Whether an earlier process may have submitted the job of an epoch."""
         return self.progress.submitted_epoch == epoch
@@ -203,9 +199,10 @@ class ResumableRun:
         That job is the warm-up, or that of the next epoch if it may have been submitted.
         """
         expected, epoch = self.progress.policy_version, self.next_epoch
+        is_submitted = self.may_be_submitted(epoch)
         own_backend = RunReader(self.store.folder).own_backend
         job_is_lost = own_backend and version == expected  # it ended with the process
-        if self._submitted and not self._finished and not job_is_lost:
+        if is_submitted and not self._finished and not job_is_lost:
             fork = f"; `insitu runs fork --epoch {epoch - 1}` makes a run that repeats the epoch" if own_backend else ""
             raise BackendError(
                 f"--resume: the job of epoch {epoch} of {self.store.folder} was submitted, but its episodes were not "
@@ -213,8 +210,8 @@ class ResumableRun:
             )
         if version is None or expected is None or version == expected:
             return
-        submitted = self._submitted or (warms_up and not self.progress.warmed_up)
-        if version != expected + 1 or not submitted:
+        trains = is_submitted or (warms_up and not self.progress.warmed_up)
+        if version != expected + 1 or not trains:
             why = "it has lost weights of this run, or another run has trained it"
             if own_backend:
                 why = "checkpoints of this run are missing; `insitu runs fork --epoch N` makes a run from another one"
@@ -247,7 +244,7 @@ class ResumableRun:
 
         It trains `progress.policy_version`.
         """
-        if self._submitted:
+        if self.may_be_submitted(self.next_epoch):
             return True
         self.progress = self.progress.model_copy(update={"submitted_epoch": epoch})
         await asyncio.to_thread(self.write_progress)

@@ -92,8 +92,7 @@ class EpisodesBuilder(PlannedBuilder):
         self.shape: LoadedPart | None = None
         """Turns scores into rewards."""
         self.stored: StoredRun | None = None
-        config = trajectory_builder_config
-        self.budget = config.budget if isinstance(config, EpisodesBuilderConfig) else None
+        self.budget = self.config.budget if isinstance(self.config, EpisodesBuilderConfig) else None
         self._planned_rows: PlannedRows | None = None
         if self._given_builder is not None:
             self._check()
@@ -209,24 +208,22 @@ class EpisodesBuilder(PlannedBuilder):
         every, size = replace(self._every_epoch, run_id=run_id, epoch=epoch), self.config.num_generations
         if self.stored is not None:
             return replace(every, recorded=self.stored.replay(run_id, epoch))
-        planned = self._rows_under_budget(epoch, known) if self.budget is not None else None
-        rows = self.rows_of_epoch(epoch) if planned is None else planned.rows
+        planned = self._planned_by_budget(epoch, known)
         return replace(
             every,
-            members=[(row, generation) for row in rows for generation in range(size)],
-            budget=self.budget.of_epoch(epoch, planned, self._rows, size) if self.budget and planned else None,
+            members=[(row, generation) for row in planned.rows for generation in range(size)],
+            budget=self.budget.of_epoch(epoch, planned, self._rows, size) if self.budget is not None else None,
         )
 
-    def _rows_under_budget(self, epoch: int, known: KnownGroups | None) -> EpochRows:
-        assert self.budget is not None
-        seed, chance = self._every_epoch.options.seed, self.budget.retry_solved
-        if chance == 1:
+    def _planned_by_budget(self, epoch: int, known: KnownGroups | None) -> EpochRows:
+        seed = self._every_epoch.options.seed
+        if self.budget is None or self.budget.retry_solved == 1:
             return EpochRows(self.rows_of_epoch(epoch), epoch, seed)
         if known is None:
             raise ConfigError(f"{self.block}.budget.retry_solved: the trainer records no groups; allowed: 1")
         if self._planned_rows is None:
             size = min(self.config.rows_per_epoch or len(self._rows), len(self._rows))
-            self._planned_rows = PlannedRows(self._rows, self._order, size, seed, chance, known)
+            self._planned_rows = PlannedRows(self._rows, self._order, size, seed, self.budget.retry_solved, known)
         return self._planned_rows.of_epoch(epoch)
 
     @cached_property
@@ -285,17 +282,14 @@ class EpisodesBuilder(PlannedBuilder):
         """
         if not self.plans_episodes:
             return None
-        run, played, episode = run_of(self._builder), _Played(), None
+        run, played = run_of(self._builder), _Played()
         every, purpose = replace(self._every_epoch, run_id=run_id, epoch=0), ", played before the first epoch"
         for row in self.rows_of_epoch(1)[:_REHEARSED_ROWS]:
             plan = replace(every, members=[(row, 0)], rewarded=False, pairs=None, purpose=purpose)
             await run.watchdog.watch(partial(collect_epoch, plan, self._builder, run, [played]))
-            episode = played.episode
-            if episode.reason is not DropReason.EVALUATOR_ERROR:
+            if played.episode.reason is not DropReason.EVALUATOR_ERROR:
                 break
-        if episode is None:
-            return None
-        problems = []
+        episode, problems = played.episode, []
         if episode.outcome is EpisodeStatus.OK and episode.output is None:
             problems.append("the workflow returned None; is a `return` missing?")
         if episode.reason is not None:
@@ -319,9 +313,8 @@ class EpisodesBuilder(PlannedBuilder):
                 steps = [*(item.trajectory or ())]
                 outcome = EpisodeStatus.OK if item.error is None else EpisodeStatus.FAILED
                 key = EpisodeKey(run_id, epoch, str(item.id), len(row))
-                episode = Episode(
-                    key, outcome, item.output_obj, calls_of_steps(steps), StepLog(steps), error=item.error
-                )
+                calls = calls_of_steps(steps)
+                episode = Episode(key, outcome, item.output_obj, calls, StepLog(steps), error=item.error)
                 if (score := scores.get(str(item.id))) is not None and parse_score(score)[1] is None:
                     episode.reward = await self.compute_reward(score)
                 row.append(episode)

@@ -81,7 +81,7 @@ class TrajectoryBuilder(ABC):
         return {}
 
     def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
-        """What an epoch collects, if that is planned; None: `start_run` and `finalize` collect it."""
+        """What an epoch collects; None: `start_run` and `finalize` collect it. `known`: the groups, if recorded."""
         return None
 
     def expect(self, plan: Plan, observers: Sequence[Observer]) -> None:  # noqa: B027 - optional

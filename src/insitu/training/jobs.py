@@ -175,15 +175,14 @@ async def wait_for_job(
     The `watchdog`, that of the run, raises Stalled if the job makes no progress for `eval.general.stall_timeout`.
     """
     progress = _JobProgress(ref, watchdog, on_change)
-    if type(adapter).wait_until_complete is JobAdapter.wait_until_complete:
-        with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
+    with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
+        if type(adapter).wait_until_complete is JobAdapter.wait_until_complete:
             return await watchdog.watch(lambda: follow(adapter, ref, adapter.poll_interval, progress.note))
-    polling = asyncio.create_task(progress.poll(adapter), name="follow the progress of a job")
-    try:
-        with watchdog.waiting(f"training {job_label(ref)}", progress.activity):
+        polling = asyncio.create_task(progress.poll(adapter), name="follow the progress of a job")
+        try:
             return await watchdog.watch(lambda: adapter.wait_until_complete(ref))
-    finally:
-        await end_tasks(polling)
+        finally:
+            await end_tasks(polling)
 
 
 def check_completed(what: str, status: TrainingJobStatus) -> None:

@@ -131,14 +131,13 @@ class MemoryPlan:
             ("served versions", budget.served, f"{workload.versions} beside the starting weights"),
             ("activations", budget.activations, "of a micro-batch"),
             ("logits", budget.logits, f"a vocabulary of {self.shape.vocab:,}"),
-            *([("packed weights", budget.packed, "to sample on a CPU")] if budget.packed else []),
+            ("packed weights", budget.packed, "to sample on a CPU"),
             ("process", budget.process, "Python and torch"),
             ("keys and values", budget.kv_request, f"one request of about {workload.request_tokens:,} tokens"),
         ]
         if workload.concurrency > 1:
             parts.append(("", budget.kv_wanted, f"{workload.concurrency} of them at once; with less, some wait"))
-        if measured is not None:
-            parts.append(("measured", measured, "the backend, in the job of this command"))
+        parts.append(("measured", measured or 0, "the backend, in the job of this command"))
         for name, size, note in filter(operator.itemgetter(1), parts):
             yield f"  {name:<16}{readable_bytes(size):>9}  {note}".rstrip()
 

@@ -170,11 +170,8 @@ def version_metrics(groups: Sequence[Group], newest: int) -> dict[str, Any]:
 
     Versions that no call reports are left out.
     """
-    versions = [
-        [call.policy_version for call in trained_calls([trajectory]) if call.policy_version is not None]
-        for group in groups
-        for trajectory in group
-    ]
+    calls = (trained_calls([trajectory]) for group in groups for trajectory in group)
+    versions = ([call.policy_version for call in each if call.policy_version is not None] for each in calls)
     ages = Counter(newest - min(of_episode) for of_episode in versions if of_episode)
     age = {str(age): count for age, count in sorted(ages.items())}
     return {"sampled_version": newest - max(ages) if ages else None, "age": age}
@@ -239,9 +236,8 @@ def likely_causes(groups: Sequence[Group], earlier: Sequence[Mapping[str, Any]] 
     rewards = {t.reward for group in groups for t in group}
     if len(rewards) == 1:
         change = "check that the evaluator distinguishes good answers from bad ones (5 is not equal to '5'), and that "
-        said = "".join(
-            f"; most often the model ends with {text!r:.{_SHOWN}}" for text, _ in most_frequent_answers(groups, 1)
-        )
+        frequent = most_frequent_answers(groups, 1)
+        said = "".join(f"; most often the model ends with {text!r:.{_SHOWN}}" for text, _ in frequent)
         change += f"some answers are good{said}"
         reward = rewards.pop()
         what = f"every episode has the reward {reward:g}"

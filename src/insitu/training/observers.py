@@ -71,10 +71,8 @@ class Progress(Observer):
         self._ended = Counter[str]()
         """Episodes of each group."""
         self._complete = self._abandoned = 0
-        self.scored: list[list[Scored]] | None = None
+        self.scored: list[list[Scored]] | None = [] if plan is not None and plan.rewarded else None
         """The episodes with a reward of each group, also those without calls to train; None if they need no reward."""
-        if plan is not None and plan.rewarded:
-            self.scored = []
         self._check_begun()
 
     @property

@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Self
 
@@ -13,14 +11,13 @@ from insitu.collect.shared_run import UsesBuilder, run_of
 from insitu.errors import TrajectoryError
 from insitu.schemas.finetuning import TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
-from insitu.training.budget import KnownGroups
 from insitu.training.interfaces import TrajectoryBuilder
 from insitu.wire.endings import end_tasks
 
 logger = logging.getLogger(__name__)
 
 
-class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager["PlannedBuilder"]):
+class PlannedBuilder(UsesBuilder, TrajectoryBuilder):
     """Plans each epoch, which the built-in trainers collect.
 
     Trainers of plugins call `start_run` and `finalize`, which collect the plan. `start_run(run_id, meta)` reads the
@@ -33,10 +30,6 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
         self._started: dict[tuple[str, int], asyncio.Task[TrajectoryCollection]] = {}
         self._expected: dict[tuple[str, int], tuple[Plan, Sequence[Observer]]] = {}
         self._last_epoch = 0
-
-    @abstractmethod
-    def plan(self, run_id: str, epoch: int, known: KnownGroups | None = None) -> Plan | None:
-        """What an epoch collects; None: `unplanned` does. `known` are the run's groups; None: they are not recorded."""
 
     async def unplanned(self, run_id: str, epoch: int) -> TrajectoryCollection:
         """Collects an epoch that has no plan."""
@@ -80,18 +73,14 @@ class PlannedBuilder(UsesBuilder, TrajectoryBuilder, AbstractAsyncContextManager
         try:
             return await self._started[key]
         finally:
-            await self._cancel(key)
-
-    async def _cancel(self, key: tuple[str, int]) -> None:
-        task = self._started.pop(key)
-        await end_tasks(task)
+            await end_tasks(self._started.pop(key))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for key in [*self._started]:
-            await self._cancel(key)
+            await end_tasks(self._started.pop(key))
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         logger.info("run %s: collected %s", run_id, metrics)

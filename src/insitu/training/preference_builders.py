@@ -76,8 +76,7 @@ def candidate_pairs(
         if stored is not None:
             episode.candidates, untargeted = recorded_candidates(episode.candidates, targets)
         else:
-            name = config.ttc_step_name
-            episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, name, targets)
+            episode.candidates, untargeted = candidates_of(episode.steps, episode.calls, config.ttc_step_name, targets)
         episode.candidates = [replace(c, example_id=episode.key.row_id) for c in episode.candidates]
         if not episode.candidates and not untargeted:
             episode.reason, episode.error = DropReason.NO_CANDIDATES, _no_candidates(episode, config, stored)
@@ -213,9 +212,7 @@ def episode_candidate(episode: Episode, trajectory: Trajectory) -> CandidateStep
 
 def _text_after(first: ModelCall, calls: list[ModelCall]) -> str:
     """The completion of the first call; in a longer conversation all that follows its prompt, with roles."""
-    [turns] = [
-        conversation for conversation in conversations(calls) if any(turn.call is first for turn in conversation)
-    ]
+    [turns] = [each for each in conversations(calls) if any(turn.call is first for turn in each)]
     after = turns[len(first.messages) :]
     if len(after) == 1:
         return message_text(after[0].message)

@@ -14,6 +14,7 @@ from rich.table import Table
 from insitu.algorithms.paired_test import compare_paired, fewest_rows
 from insitu.algorithms.statistics import rows_ci95
 from insitu.collect.evaluators import parse_score, scores_by_row
+from insitu.config.resolved import leaves
 from insitu.disk.files import readable_seconds
 from insitu.runs.files import EPISODES, METRICS, PLOT, VALIDATIONS
 from insitu.runs.reader import RunReader
@@ -60,7 +61,8 @@ class Report:
     def header(self, run_id: str, settings: Mapping[str, Any]) -> None:
         self.console.print(f"[bold]run {run_id}[/bold]")
         for name, value in settings.items():
-            self.note(f"  {name}: {', '.join(_flat(value))}")
+            parts = leaves(value) if isinstance(value, Mapping) else [("", value)]
+            self.note(f"  {name}: {', '.join(f'{key} {part}'.strip() for key, part in parts if part != {})}")
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -224,8 +226,7 @@ class Report:
 
 def _rows(validation: Mapping[str, Any]) -> int:
     """The number of rows of which its interval is."""
-    rows: int = validation.get("num_rows", validation["num_examples"])
-    return rows
+    return int(validation.get("num_rows", validation["num_examples"]))
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], store: RunStore) -> str | None:
@@ -263,9 +264,8 @@ def evaluation_table(output: EvaluationRunOutput, dataset: str) -> Table:
     items = output.eval_input.eval_input_items
     failed = sum(item.error is not None for item in items)
     title = f"{dataset}, {len({str(item.id) for item in items})} rows"
-    table = Table(
-        *("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored"), title=title, title_justify="left"
-    )
+    columns = ("evaluator", "mean", "95 % CI", "rows", "episodes", "failed", "unscored")
+    table = Table(*columns, title=title, title_justify="left")
     for name, result in output.evaluation_results:
         rows = scores_by_row(result)
         scored = sum(map(len, rows.values()))
@@ -300,15 +300,6 @@ def _interval(low: float, high: float, digits: int = 3) -> str:
 
 def counts(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items()))
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[str]:
-    """The leaves of nested settings with their dotted names."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield f"{prefix} {value}".strip()
 
 
 def _number(value: Any) -> str:

@@ -319,12 +319,8 @@ def check_collected(trainer: Trainer, epoch: int, collected: Collected, folder: 
 def settings_of(trainer: Trainer, config: Config, num_epochs: int, selection: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide what an epoch trains on, and how; `selection` are those of the trainer itself."""
     builder, reward = trainer.trajectory_builder, trainer.run_config.reward_function
-    settings = {
-        "epochs": num_epochs,
-        "seed": config.general.seed,
-        **selection,
-        "on_failure": reward.on_failure if reward else None,
-    }
+    on_failure = reward.on_failure if reward else None
+    settings = {"epochs": num_epochs, "seed": config.general.seed, **selection, "on_failure": on_failure}
     settings |= builder.settings() | trainer.trainer_adapter.serving_settings()
     llms = {name: config.llm(name).request_settings() for name in sorted(config.trained_llms())}
     if bridged := [name for name, llm in llms.items() if llm.get("token_bridge")]:

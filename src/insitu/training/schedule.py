@@ -115,13 +115,9 @@ class Schedule:
         oldest = self._planned_version(epoch) if self.staleness and served is not None else None
         newest = served.version if served is not None else None
         ages = version_metrics(collection.trajectories, newest) if self.staleness and newest is not None else {}
-        counts = {"stray_completions": stray - stray_before, **flight.progress.metrics}
-        metrics = {
-            **collected_metrics(collection.trajectories, flight.progress.scored),
-            **counts,
-            "policy_version": newest,
-            **ages,
-        }
+        metrics = collected_metrics(collection.trajectories, flight.progress.scored)
+        metrics |= {"stray_completions": stray - stray_before, **flight.progress.metrics}
+        metrics |= {"policy_version": newest, **ages}
         return Collected(collection, flight.served if self.pinned else served, oldest, flight.progress, metrics)
 
     def settings(self) -> dict[str, Any]:

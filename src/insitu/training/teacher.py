@@ -314,10 +314,8 @@ def _with_context(messages: Sequence[Mapping[str, Any]], context: str) -> list[d
     changed = [dict(message) for message in messages]
     for message in reversed(changed):
         if message.get("role") == "user":
-            content = message.get("content")
+            content, text = message.get("content"), f"\n\n{context}"
             is_parts = isinstance(content, list)
-            message["content"] = (
-                [*content, {"type": "text", "text": f"\n\n{context}"}] if is_parts else f"{content}\n\n{context}"
-            )
+            message["content"] = [*content, {"type": "text", "text": text}] if is_parts else f"{content}{text}"
             return changed
     raise TrajectoryError("the teacher's context belongs into a message of a user, of which the prompt has none")

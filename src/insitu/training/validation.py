@@ -88,10 +88,7 @@ class Validation:
             if "error" not in record:
                 record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]
             self.history.append(record)
-        if progress.due_validation == progress.epoch:
-            self._keep_best(progress.epoch - 1)
-        else:
-            self._keep_best()
+        self._keep_best(progress.epoch - 1 if progress.due_validation == progress.epoch else math.inf)
 
     async def begin(self, progress: RunProgress, *, can_overlap: bool) -> None:
         """Validates the weights that the run starts from, or those it has if it is validated only now.
@@ -193,9 +190,8 @@ class Validation:
             self._store.sync()
         if self.best is record:
             checkpoint = self.checkpoints.get(version) or RunReader(self._store.path).warmed_up(version)
-            checkpoint = self._store.relative(checkpoint)
-            self._store.write(BEST, {**record, "checkpoint": checkpoint})
-        self._store.write(VALIDATIONS, [{k: _json(v) for k, v in r.items()} for r in self.history])
+            self._store.write(BEST, {**record, "checkpoint": self._store.relative(checkpoint)})
+        self._store.write(VALIDATIONS, self.history)  # NaN as null: one example has no interval
         return record
 
     def _until(self, epoch: float) -> list[dict[str, Any]]:
@@ -218,10 +214,3 @@ def validations_since_best(history: list[dict[str, Any]]) -> int:
     """How many validations with a score came after the best."""
     best = best_validation(history)
     return 0 if best is None else sum("error" not in r and r["epoch"] > best["epoch"] for r in history)
-
-
-def _json(value: Any) -> Any:
-    """NaN as null: the interval of a single example has no bounds."""
-    if isinstance(value, list):
-        return [_json(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -47,8 +47,7 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
     """
     rows = []
     try:
-        with path.open("rb") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
     for number, line in lines:
@@ -66,8 +65,6 @@ def read_demonstrations(path: Path, key: str) -> list[TrainingRow]:
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -81,8 +78,6 @@ class _Message(BaseModel):
 
 
 class _Demonstration(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     messages: list[_Message] = Field(min_length=2)
     tools: list[dict[str, Any]] | Json[list[dict[str, Any]]] | None = None
     """Also as the JSON text that `insitu trajectories export` writes for TRL."""

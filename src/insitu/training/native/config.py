@@ -113,9 +113,7 @@ class InsituAdapterConfig(TrainerAdapterConfig, name="insitu_trainer_adapter"):
         The Python code of its jobs lies in the folder of the file. A vLLM that the backend starts must be made for LoRA
         adapters, and the dtype depends on whether all weights are trained.
         """
-        options = self.model_dump(
-            include={"name", "device", "dtype", "quantization", "tool_format", "reasoning_format", *_LIMITS}
-        )
+        options = self.model_dump(include={"name", *_OF_MODEL} - {"chat_template"})
         if self.chat_template is not None:
             options["chat_template"] = config.find_path(self.chat_template, _CHAT_TEMPLATE).resolve()
         if self.learner.total > 1:

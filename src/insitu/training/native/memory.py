@@ -33,11 +33,10 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     None if the sizes of the model are unknown, or vLLM or several processes take a part of the memory.
     """
     model, config = resolve_model(str(block.model), builder), builder.config
-    stored = model_sizes(model)
+    stored, key = model_sizes(model), f"trainer_adapters.{config.finetuning.trainer_adapter}"
     shape = model_shape(stored.config, stored.parameters) if stored is not None else None
     if stored is not None and block.training.lora is not None:
-        key = f"trainer_adapters.{config.finetuning.trainer_adapter}.training.lora.target_modules"
-        check_targets(block.training.lora.target_modules, stored.modules, key)
+        check_targets(block.training.lora.target_modules, stored.modules, f"{key}.training.lora.target_modules")
     if stored is None or shape is None or block.learner.total > 1 or block.sampler.kind != "embedded":
         return None
     on_gpu = block.device.startswith("cuda") or (block.device == "auto" and _NVIDIA.exists())
@@ -72,7 +71,6 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     )
     finetuning = config.finetuning
     kept = kept_versions(block.keep, finetuning.num_epochs, staleness, keeps_best=finetuning.validation is not None)
-    key = f"trainer_adapters.{finetuning.trainer_adapter}"
     machine = machine_memory() if not on_gpu else None
     return MemoryPlan(key, model, shape, workload, epoch, *kept, config.run_dir, machine)
 

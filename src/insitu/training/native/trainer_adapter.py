@@ -141,16 +141,11 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
     async def policy_endpoint(self) -> PolicyEndpoint:
         version = await self._served_version()
         models = await self._request("GET", "/v1/models", Models.model_validate_json)
-        return PolicyEndpoint(
-            f"{self._base_url}/v1",
-            models.data[0].id,
-            self._token,
-            version,
-            base_model=self.config.model,
-            names_versions=any(model.id == f"{models.data[0].id}@{version}" for model in models.data)
-            and (self._health.sampler == "embedded" or self.config.training.lora is not None),
-            **self._health.model_dump(include={"vocab_size", "max_length", "weights", "logprob_tolerance"}),
-        )
+        names, model, url = [model.id for model in models.data], self.config.model, f"{self._base_url}/v1"
+        keeps_versions = self._health.sampler == "embedded" or self.config.training.lora is not None
+        pins = keeps_versions and f"{names[0]}@{version}" in names
+        more = self._health.model_dump(include={"vocab_size", "max_length", "weights", "logprob_tolerance"})
+        return PolicyEndpoint(url, names[0], self._token, version, base_model=model, names_versions=pins, **more)
 
     async def _served_version(self) -> int:
         """Raises BackendError if the backend has gone back to earlier weights."""
@@ -205,7 +200,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
 
     async def _check_settings(self, path: str) -> Any:
-        settings = orjson.dumps(self._job_settings(1, self._training.effective()))
+        settings = orjson.dumps(self._job_settings(1))
         parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
         return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
 
@@ -221,14 +216,11 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             except RequestRefused as error:
                 raise ConfigError(str(error)) from error
 
-    def _job_settings(self, epoch: int, options: dict[str, Any]) -> dict[str, Any]:
+    def _job_settings(self, epoch: int) -> dict[str, Any]:
+        """Complete once the backend has checked them."""
         epochs, seed = max(self.run_config.num_epochs, epoch), self._full_config.general.seed
-        return options | {"seed": seed, "schedule_range": ((epoch - 1) / epochs, epoch / epochs)}
-
-    @cached_property
-    def _options(self) -> dict[str, Any]:
-        """The settings of the jobs of all epochs; complete once the backend has checked them."""
-        return self._training.effective()
+        of_epoch = {"seed": seed, "schedule_range": ((epoch - 1) / epochs, epoch / epochs)}
+        return self._training.effective() | of_epoch
 
     async def is_healthy(self) -> bool:
         try:
@@ -257,7 +249,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        settings, planned = self._job_settings(epoch, self._options), trajectories.streamed
+        settings, planned = self._job_settings(epoch), trajectories.streamed
         ahead = planned is not None and not self._training.may_be_one_step(planned)
         return await self._submit(parts, settings, trajectories.run_id, key, epoch, logprobs_ahead=ahead)
 
@@ -268,8 +260,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
 
     async def open_job(self, run_id: str, epoch: int, num_parts: int, episodes: int) -> None:
         self._open_job = OpenJob(f"{run_id}/{epoch}", num_parts, self._request)
-        settings = self._job_settings(epoch, self._options)
-        await self._open_job.open(settings, logprobs_ahead=not self._training.may_be_one_step(episodes))
+        ahead = not self._training.may_be_one_step(episodes)
+        await self._open_job.open(self._job_settings(epoch), logprobs_ahead=ahead)
 
     async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:
         assert self._open_job is not None
@@ -339,9 +331,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         """The policy for the next version; a resumed run needs the two before it."""
         keep, best = self.config.keep, self._best_version
         versions = [self._version, self._version - 1, *([best] if keep.best and best is not None else [])]
-        limits = keep.model_dump(include={"every", "optimizer", "snapshots"}) | {
-            "last": max(keep.last, self._needed_versions)
-        }
+        limits = keep.model_dump(include={"every", "optimizer", "snapshots"})
+        limits["last"] = max(keep.last, self._needed_versions)
         return Retention(**limits, versions=versions, after=self._first_version, loaded=self._loaded_versions)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
