@@ -160,8 +160,8 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
         problem = f"training.kl_penalty_coef is {coefficient!r}, but openpipe-art {_release()} has no such option"
         raise ConfigError(f"trainer_adapters: {problem}; set training.beta")
     _check_keys("training", options, public | dev)
-    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
-    hints = get_type_hints(art.dev.TrainConfig, localns=undefined)
+    # 0.5.18 refers to this name without defining it.
+    hints = get_type_hints(art.dev.TrainConfig, localns={"MoeRoutingReplayBundle": Any})
     hints |= {name: Annotated[field.annotation, field] for name, field in art.types.TrainConfig.model_fields.items()}
     for name, value in options.items():  # rejects a wrong value before any episode runs
         try:

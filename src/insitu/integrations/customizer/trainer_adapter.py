@@ -139,8 +139,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         else:
             if self.config.deploy_on_completion:
                 await self._check_deployment_name(submission.output_model)
-            dataset = await self._upload(submission, split)
-            job = await self._submitted(submission, dataset)
+            job = await self._submitted(submission, await self._upload(submission, split))
         sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
         return self._ref(trajectories.run_id, submission, job, **sizes, turns=split.turns)
 

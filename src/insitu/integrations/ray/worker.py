@@ -210,10 +210,9 @@ def _address_towards(client: str) -> str:
 async def _reach(target: Target, policy: ServedPolicy | None) -> None:
     """Raises ConfigError unless the server answers requests from here, and has the model of the policy."""
     headers = {"Authorization": f"Bearer {policy.api_key if policy is not None else 'none'}"}
-    limit = aiohttp.ClientTimeout(total=_REACH_SECONDS)
     try:
         async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REACH_SECONDS), headers=headers) as session,
             session.get(f"{target.base_url.rstrip('/')}/models") as response,
         ):
             status, body = response.status, await response.read()

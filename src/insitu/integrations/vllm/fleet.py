@@ -198,8 +198,7 @@ class Fleet:
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
-                errors = await self._on_each(load_adapter)
-                await self._raise_if_refused(weights, errors)
+                await self._raise_if_refused(weights, await self._on_each(load_adapter))
             self.versions.publish(weights)
             self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:

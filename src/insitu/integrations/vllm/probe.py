@@ -29,8 +29,7 @@ class Probe:
     def __init__(self, loaded: LoadedModel, compute: ComputeThread) -> None:
         self._loaded = loaded
         self._compute = compute
-        length = min(32, loaded.max_length)
-        self._text = [index * 7919 % loaded.vocab_size for index in range(1, length)]
+        self._text = [index * 7919 % loaded.vocab_size for index in range(1, min(32, loaded.max_length))]
 
     async def check_answers(self, replica: Replica, model: str) -> None:
         """Raises BackendError if the log-probabilities of a completion differ from those computed here."""

@@ -167,9 +167,8 @@ class Replica:
         self.adapters[weights] = name
 
     async def unload_adapter(self, weights: WeightVersion) -> None:
-        name = self.adapters.pop(weights)
         try:
-            await self._json("POST", UNLOAD_ADAPTER, {"lora_name": name})
+            await self._json("POST", UNLOAD_ADAPTER, {"lora_name": self.adapters.pop(weights)})
         except BackendError as error:  # it is not used any more
             logger.warning("%s: %s", self.name, error)
 

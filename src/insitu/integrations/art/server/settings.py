@@ -128,8 +128,7 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
         "betas": (art.adam_beta1, art.adam_beta2),
         "lora": lora if model.config.get("peft_args") else None,
     }
-    ignored = _ignored(art.model_extra or {}, request)
-    return TrainPlan(_validated(TrainingSettings, settings), art, ignored)
+    return TrainPlan(_validated(TrainingSettings, settings), art, _ignored(art.model_extra or {}, request))
 
 
 def _kl(art: ArtSettings) -> dict[str, Any]:

@@ -276,9 +276,8 @@ class Container:
             return None if seconds is None else seconds * self._config.timeout_multiplier
 
         async def execute(command: list[str], stdin: bytes, seconds: float | None, name: str) -> Program:
-            running = run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
             try:
-                return await running
+                return await run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
             except EpisodeTimeout:
                 raise EpisodeTimeout(f"{where}: {name} took more than {limit(seconds):g} s") from None
 

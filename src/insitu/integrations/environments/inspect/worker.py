@@ -180,12 +180,11 @@ def _model(llm: str) -> Any:
         request.url = type(request.url)(episode.url + request.url.path.removeprefix("/v1"))
         request.headers["Host"] = request.url.netloc.decode()
 
-    client = DefaultAsyncHttpxClient(event_hooks={"request": [send_to_endpoint]})
     return get_model(
         f"openai-api/insitu/{llm}",
         base_url="http://insitu/v1",
         api_key="insitu",
-        http_client=client,
+        http_client=DefaultAsyncHttpxClient(event_hooks={"request": [send_to_endpoint]}),
         memoize=False,
         config=GenerateConfig(max_retries=2),  # of the task, if it says so
     )
@@ -215,9 +214,8 @@ class Evaluation:
         settings, task = self._settings, self._task
         options = dict(settings["options"])
         limits = [task.time_limit, options.pop("time_limit", None), settings["time_limit"]]
-        setup = [self._enter(), *_solvers(task.setup)]
         (log,) = evaluate(
-            task_with(task, dataset=self._source(), setup=setup),
+            task_with(task, dataset=self._source(), setup=[self._enter(), *_solvers(task.setup)]),
             model=_model(settings["llm"]),
             model_roles={role: _model(llm) for role, llm in settings["roles"].items()} or None,
             epochs=1,

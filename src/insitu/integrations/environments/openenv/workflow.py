@@ -90,8 +90,7 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
-        servers = [name for name in ("url", "command", "class_") if getattr(self, name) is not None]
-        if len(servers) != 1:
+        if [self.url, self.command, self.class_].count(None) != 2:
             raise ValueError("set one of url, command and class")
         [*template_texts(self.reset, "reset")]
         return self
