@@ -138,16 +138,12 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             base_model=backend.base_model,
             _internal_config=self._model_internal_config or None,
         )
-        self._training_jobs: dict[str, asyncio.Task[None]] = {}
+        self.training_jobs: dict[str, asyncio.Task[None]] = {}
+        """The last submitted training task of each run."""
         self._jobs: dict[str, Job] = {}
         self._mean_rewards: dict[int, float] = {}  # by the model step that sampled the episodes
         self._submit_lock = asyncio.Lock()
         self.submits_again_for = backend.retry_timeout
-
-    @property
-    def training_jobs(self) -> dict[str, asyncio.Task[None]]:
-        """The last submitted training task of each run."""
-        return self._training_jobs
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
@@ -271,7 +267,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     def _start(self, job: Job) -> None:
         job.step_metrics, job.loss, job.failure = [], None, None
         job.task = asyncio.create_task(self._train(job), name=f"train {job.key}")
-        self._training_jobs[job.run_id] = job.task
+        self.training_jobs[job.run_id] = job.task
 
     async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
         """Converts one group at a time: ART's objects take many times the memory of their JSON."""

@@ -46,13 +46,12 @@ class Probe:
         except TimeoutError:
             raise BackendUnavailable(f"{name} has not answered within {LOAD_SECONDS:g} s") from None
         tokens = sampled_tokens(answer["choices"][0], 0)
-        ids = tokens.ids
+        ids, sampled = tokens.ids, tokens.logprobs
         if not ids:
             raise BackendError(f"{name} returns no tokens with log-probabilities: start it with --max-logprobs 21")
         if max(ids) >= loaded.vocab_size:
             problem = f"it has sampled token {max(ids)}, but that of {loaded.source} ends at {loaded.vocab_size - 1}"
             raise BackendError(f"{name} has another vocabulary: {problem}")
-        sampled = tokens.logprobs
         own, tempered = await self._compute.call(_logprobs, loaded, loaded.module, prompt, ids)
         tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
         if (gap := _mean_gap(sampled, tempered)) <= tolerance:
