@@ -14,10 +14,14 @@ from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
 
-_OPEN = ConfigDict(extra="allow", frozen=True)
-"""Extra keys are checked against the release."""
 _BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args", "server_args")
 """Configuration blocks whose types in `art.dev` have the same names: `InitArgs`."""
+
+
+class _Open(BaseModel):
+    """Extra keys are checked against the release."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
@@ -29,19 +33,15 @@ class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_
     """Episodes per row and epoch: the group size."""
 
 
-class InitArgs(BaseModel):
+class InitArgs(_Open):
     """How the server loads the model; any key of ART's `InitArgs`."""
-
-    model_config = _OPEN
 
     max_seq_length: int | None = Field(default=None, ge=1)
     """Maximum length of a training sequence, in tokens."""
 
 
-class EngineArgs(BaseModel):
+class EngineArgs(_Open):
     """How the server samples; any key of ART's `EngineArgs`."""
-
-    model_config = _OPEN
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Fraction of GPU memory used for sampling."""
@@ -87,10 +87,8 @@ class ARTBackendConfig(BaseModel):
     """Inference server settings: log_file, server_args and engine_args of ART's `OpenAIServerConfig`."""
 
 
-class ARTTrainingConfig(BaseModel):
+class ARTTrainingConfig(_Open):
     """Options per training request: any key of ART's public `TrainConfig` or of `art.dev.TrainConfig`."""
-
-    model_config = _OPEN
 
     learning_rate: float = Field(default=5e-5, ge=0)
     """Learning rate of the optimizer."""

@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 JOB_FIELD = "insitu_job"
 """The custom field of datasets, jobs and deployments that names the run and the epoch they belong to."""
-_PAGE = 100
 _MOST_JOBS = 10_000
 """Jobs of a namespace that are searched for one of ours, the newest first."""
 _STATUSES = {
@@ -177,7 +176,7 @@ class NeMoServices:
         """The newest job that was submitted for `job`; None if there is none."""
 
         def search() -> Any:
-            jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE)
+            jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=100)
             for candidate in islice(jobs, _MOST_JOBS):
                 named = (candidate.custom_fields or {}).get(JOB_FIELD)
                 if named == job or (named is None and (candidate.output_model or "").split("@")[0] == output_model):

@@ -128,9 +128,8 @@ class MessagesTranslation(Translation):
         return self._message(completion, self._content, self._stop)
 
     def _message(self, completion: dict[str, Any], content: list[Any], stop: dict[str, Any]) -> dict[str, Any]:
-        usage = _usage(completion.get("usage") or {})
         message = {"id": self._id, "type": "message", "role": "assistant", "model": completion.get("model")}
-        return {**message, "content": content, **stop, "usage": usage}
+        return {**message, "content": content, **stop, "usage": _usage(completion.get("usage") or {})}
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         yield from self._begin(chunk)

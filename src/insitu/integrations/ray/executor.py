@@ -124,8 +124,7 @@ class RayExecutor(RemoteExecutor):
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
                 self._stack.push_async_callback(self.pool.close)
                 capacity = -(-config.max_concurrency // workers)
-                make = partial(RayWorker, cluster, capacity, self.stray_completions.update)
-                self.pool.starters = [make] * workers
+                self.pool.starters = [partial(RayWorker, cluster, capacity, self.stray_completions.update)] * workers
                 self._cluster = cluster
         opening = Opening.of(file or config, policy, self._cluster.working_dir)
         if loads_only:

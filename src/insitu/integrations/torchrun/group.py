@@ -120,7 +120,6 @@ class RankGroup:
         for node in range(1, self._options.nodes):
             command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
             logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
-        threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
         self._heartbeats, self._received = Heartbeats(self._folder), b""
         self._connection, stdin = socket.socketpair()
         self._connection.settimeout(POLL_SECONDS)
@@ -128,7 +127,7 @@ class RankGroup:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
-                {**os.environ, "OMP_NUM_THREADS": threads},
+                {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self._options.processes))},
                 bound=True,
                 stdin=stdin.fileno(),
             )

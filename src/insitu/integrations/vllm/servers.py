@@ -20,7 +20,6 @@ from insitu.errors import BackendError, install_command
 from insitu.schemas.backend_processes import SamplerOptions
 from insitu.wire.child_process import ChildProcess
 
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allows as the maximum rank of adapters."""
 
@@ -101,7 +100,7 @@ def started_servers(
         raise BackendError(f"sampler: vLLM is not given GGUF files such as {model}; save the model as a folder first")
     model = str(link_model(Path(model), folder / "vllm" / "model"))
     settings = _settings(options, model, loaded, max_length, adapter_rank)
-    command = [python, "-m", SERVER_MODULE, *_arguments(settings)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings)]
     servers = []
     for index, gpus in enumerate(groups):
         name = "the vLLM server" if len(groups) == 1 else f"vLLM server {index}"

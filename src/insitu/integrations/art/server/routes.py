@@ -200,9 +200,8 @@ class _ArtRunEndpoints(_Endpoints):
     async def keep_best(self, request: web.Request, model: ArtModel) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
         registered = await self._models.open(model)
-        metric = request.query.get("benchmark", "val/reward")
         versions = registered.learner.versions
-        best = registered.metrics_log.best(metric, _smoothing(request), versions)
+        best = registered.metrics_log.best(request.query.get("benchmark", "val/reward"), _smoothing(request), versions)
         await self._models.delete_steps(registered, set(versions) - {best})
 
     async def keep(self, request: web.Request, body: bodies.ArtKeepRequest) -> None:

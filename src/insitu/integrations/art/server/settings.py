@@ -11,7 +11,7 @@ from insitu.integrations.art.server.trajectories import ArtModel, T, drop_nulls
 from insitu.schemas.training_jobs import TrainingSettings
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio"), (False,)),
+    **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio", "peft_args.use_rslora"), (False,)),
     **dict.fromkeys(("scale_learning_rate_by_reward_std_dev", "trainer_args.adafactor"), (False,)),
     **dict.fromkeys(("kimi_k2_tau", "max_negative_advantage_importance_sampling_weight"), (0,)),
     **dict.fromkeys(("kl_penalty_reference_step",), (0,)),
@@ -30,7 +30,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_args.init_lora_weights": (True,),
     "peft_args.loftq_config": ({},),
     "peft_args.modules_to_save": ([],),
-    "peft_args.use_rslora": (False,),
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
 IGNORED_KEYS = {

@@ -241,9 +241,8 @@ class Container:
         agent = with_values(["", *self._config.command], {**columns, "model_url": url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
         execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
-        workdir = environment.workdir or ""
         yield [*run, "sh", "-c", _STAYS]
-        yield [*execute, _AGENT, "insitu", workdir, *agent]
+        yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
 
@@ -332,8 +331,7 @@ class Container:
         if part not in rewards:
             message = not_found(f"{self._where}: the reward", part, rewards)
             raise WorkflowError(f"{message}; choose one with workflow.reward")
-        answer = agent.stdout.decode(errors="replace").strip()
-        return Outcome(answer=answer, reward=rewards[part], rewards=rewards)
+        return Outcome(answer=agent.stdout.decode(errors="replace").strip(), reward=rewards[part], rewards=rewards)
 
 
 @register_function(config_type=HarborConfig)

@@ -22,8 +22,6 @@ from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.kinds import FUNCTION
 
-_OLDEST = (0, 4)
-
 
 def _check_id(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("id"), str) or not value["id"]:
@@ -39,7 +37,7 @@ def check_verifiers() -> None:
     """Raises ConfigError if verifiers is missing, or too old."""
     with needing("verifiers", "_type: verifiers"):
         installed = version("verifiers")
-    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
+    if tuple(int(part) for part in installed.split(".")[:2]) < (0, 4):
         raise ConfigError(f"verifiers {installed} is too old: insitu runs tasksets of verifiers.v1, from 0.4 on")
 
 
