@@ -149,10 +149,8 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     options = training.model_dump()
     if "beta" not in public and (beta := options.pop("beta")):  # from 0.5.17 on
         if options.get("kl_penalty_coef"):
-            raise ConfigError(
-                f"trainer_adapters: training.beta is {beta!r}, but training.kl_penalty_coef is the same option in "
-                f"openpipe-art {_release()}: set one of them"
-            )
+            problem = f"training.beta is {beta!r}, but training.kl_penalty_coef is the same option"
+            raise ConfigError(f"trainer_adapters: {problem} in openpipe-art {_release()}: set one of them")
         options["kl_penalty_coef"] = beta
     if "kl_penalty_coef" not in public and (coefficient := options.pop("kl_penalty_coef", None)):
         problem = f"training.kl_penalty_coef is {coefficient!r}, but openpipe-art {_release()} has no such option"

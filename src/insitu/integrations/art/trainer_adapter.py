@@ -25,7 +25,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import RewardAdapter
-from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id
+from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id, succeeds
 from insitu.wire.addresses import http_url
 from insitu.wire.endings import end_tasks
 from insitu.wire.json_values import gc_paused
@@ -120,7 +120,6 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
-        self.adapter_config: ARTTrainerAdapterConfig = adapter_config
         self.config = adapter_config
         self._art = sys.modules[__name__].art
         backend = adapter_config.backend
@@ -161,12 +160,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
-        try:
-            await self._remote.check_health(retried=False)
-        except BackendError as error:
-            logger.warning("%s", error)
-            return False
-        return True
+        return await succeeds(self._remote.check_health(retried=False))
 
     async def wait_until_reachable(self, since: float) -> bool:
         return bool(await self._remote.was_away(since))

@@ -53,11 +53,9 @@ class Target(BaseModel):
     base_url: str
 
     def unreachable(self, problem: str) -> ConfigError:
-        return ConfigError(
-            f"{self.key}: the model is served at {self.base_url}, which is out of reach from there ({problem}): serve "
-            "it at an address that all nodes of the cluster can reach (insitu backend --host) and set url or base_url "
-            "to that"
-        )
+        where = f"the model is served at {self.base_url}, which is out of reach from there ({problem})"
+        advice = "serve it at an address that all nodes of the cluster can reach (insitu backend --host)"
+        return ConfigError(f"{self.key}: {where}: {advice} and set url or base_url to that")
 
 
 class Opening(BaseModel):

@@ -71,13 +71,11 @@ class RankGroup:
                 yield from self._start(settings.lora)
             write_rows(path, rows)
             self._send(
-                {
-                    "folder": str(folder.resolve()),
-                    "policy": policy,
-                    "settings": settings.model_dump(mode="json"),
-                    "rows": str(path),
-                    "job": job.model_dump(mode="json"),
-                }
+                folder=str(folder.resolve()),
+                policy=policy,
+                settings=settings.model_dump(mode="json"),
+                rows=str(path),
+                job=job.model_dump(mode="json"),
             )
             while True:
                 message = yield from self._receive()
@@ -149,7 +147,7 @@ class RankGroup:
             raise JobFailed("learner.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp")
         return self._options.strategy
 
-    def _send(self, job: dict[str, Any]) -> None:
+    def _send(self, **job: Any) -> None:
         """Sends the name of a file: it fits into the socket even if rank 0 does not read."""
         assert self._connection is not None
         path = self._folder / "job.json"

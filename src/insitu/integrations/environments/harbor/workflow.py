@@ -120,10 +120,8 @@ class HarborConfig(ProgramConfig, name="harbor"):
         """The program for containers. Raises ConfigError if it is not installed."""
         (program,) = with_values(self.run[:1], {"": ""}, folder)
         if shutil.which(program) is None:
-            raise ConfigError(
-                f"workflow.run: {program} is not installed: install it, or set run to the command of another program "
-                "for containers, such as podman"
-            )
+            advice = "install it, or set run to the command of another program for containers, such as podman"
+            raise ConfigError(f"workflow.run: {program} is not installed: {advice}")
         return program
 
 

@@ -173,10 +173,9 @@ def _model(llm: str) -> Any:
     async def send_to_endpoint(request: Any) -> None:
         episode = _episode.get()
         if episode.is_scoring and llm in episode.unscored_llms:
-            episode.refused = (
-                f"a scorer of the task calls {llm}, the model under training, which would then be trained to grade "
-                "itself: name another llm, such as workflow.roles: {grader: NAME}"
-            )
+            problem = f"calls {llm}, the model under training, which would then be trained to grade itself"
+            advice = "name another llm, such as workflow.roles: {grader: NAME}"
+            episode.refused = f"a scorer of the task {problem}: {advice}"
         request.url = type(request.url)(episode.url + request.url.path.removeprefix("/v1"))
         request.headers["Host"] = request.url.netloc.decode()
 
@@ -281,7 +280,7 @@ class Evaluation:
             self.arrived = asyncio.Event()
             start = (asyncio.get_running_loop(), contextvars.copy_context())  # samples are added in this context
             threading.Thread(target=self._receive, args=start, daemon=True).start()
-            self._send({"number": 0})
+            self._send(number=0)
         await self.arrived.wait()
         self.arrived.clear()
         return None if self._closed else []
@@ -309,7 +308,7 @@ class Evaluation:
         sample = self._samples.get(key)
         if sample is None or json.dumps(_question(sample), default=str) != json.dumps(request["question"]):
             problem = f"the task has no sample {key!r} with this input here: it is not the same in each process"
-            self._send({"number": request["number"], "error": problem})
+            self._send(number=request["number"], error=problem)
             return
         epoch = self._epochs[key] = self._epochs.get(key, 0) + 1
         self._episodes[key, epoch] = Episode(request)
@@ -319,20 +318,17 @@ class Evaluation:
     def _send_result(self, sample: Any) -> None:
         episode = self._episodes.pop((str(sample.id), sample.epoch))
         self._entered.pop(sample.uuid, None)
-        error = None if sample.error is None else sample.error.message
         self._send(
-            {
-                "number": episode.number,
-                "error": episode.refused or error,
-                "limit": None if sample.limit is None else {"type": sample.limit.type, "limit": sample.limit.limit},
-                "answer": sample.output.completion,
-                "scores": numbers(sample.scores),
-                "names": [*(sample.scores or {})],
-                "messages": len(sample.messages),
-            }
+            number=episode.number,
+            error=episode.refused or (None if sample.error is None else sample.error.message),
+            limit=None if sample.limit is None else {"type": sample.limit.type, "limit": sample.limit.limit},
+            answer=sample.output.completion,
+            scores=numbers(sample.scores),
+            names=[*(sample.scores or {})],
+            messages=len(sample.messages),
         )
 
-    def _send(self, result: dict[str, Any]) -> None:
+    def _send(self, **result: Any) -> None:
         self._connection.sendall(json.dumps(result).encode() + b"\n")
 
 

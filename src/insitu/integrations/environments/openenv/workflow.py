@@ -202,10 +202,9 @@ def action_of_schema(schema: dict[str, Any], url: str | None) -> Callable[[str],
     needed = [name for name in schema.get("required", ()) if name in fields] or [*fields]
     if len(needed) != 1 or fields[needed[0]].get("type") != "string":
         kinds = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items()) or "none"
-        raise ConfigError(
-            f"workflow.action is missing: an action at {url} has the fields {kinds}, not one text; name a function of "
-            "the model's text that returns the action, such as my_agent:to_action"
-        )
+        problem = f"an action at {url} has the fields {kinds}, not one text"
+        advice = "name a function of the model's text that returns the action, such as my_agent:to_action"
+        raise ConfigError(f"workflow.action is missing: {problem}; {advice}")
     return lambda text: {needed[0]: text}
 
 

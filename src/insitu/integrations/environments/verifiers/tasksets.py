@@ -54,10 +54,9 @@ def taskset_type(settings: Mapping[str, Any], folder: Path | None) -> Any:
         return taskset_class(name)
     except Exception as error:  # the import of a package may raise anything
         if _has_load_environment(name):
-            raise ConfigError(
-                f"taskset {name!r} has load_environment, which verifiers 0.4 has removed: it needs a release of its "
-                "package for verifiers.v1 (a Taskset in __all__)"
-            ) from error
+            problem = f"taskset {name!r} has load_environment, which verifiers 0.4 has removed"
+            advice = "it needs a release of its package for verifiers.v1 (a Taskset in __all__)"
+            raise ConfigError(f"{problem}: {advice}") from error
         raise ConfigError(f"taskset {name!r} cannot be loaded: {error}") from error
 
 
