@@ -34,7 +34,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -48,6 +48,8 @@ from insitu.workflow.llms import ModelClient, http_library, lasting
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
+
+T = TypeVar("T")
 
 
 def async_http(llm: ModelClient, sdk: ModuleType | None = None) -> Any:
@@ -142,12 +144,13 @@ class ToolSteps(RunSteps):
 
     @contextmanager
     def around(self, name: str, arguments: Any) -> Iterator["Returned"]:
-        """Reports a tool run. Yields a function to call with the result; the last call counts."""
+        """Reports a tool run. Yields a function that takes the result, and returns it; the last call counts."""
         run_id = uuid.uuid4()
         results: list[tuple[Any, object]] = [(None, None)]
 
-        def returned(output: Any, error: object = None) -> None:
+        def returned(output: T, error: object = None) -> T:
             results.append((output, error))
+            return output
 
         self.start(run_id, name, arguments)
         try:
@@ -182,9 +185,7 @@ class FunctionTool:
             if around is not None and around.category is Category.TOOL:
                 return plain(await function.ainvoke(arguments))
             with steps.around(self.name, arguments) as returned:
-                answer = plain(await function.ainvoke(arguments))
-                returned(answer)
-                return answer
+                return returned(plain(await function.ainvoke(arguments)))
 
         def plain(answer: Any) -> Any:
             return answer if answer is None or isinstance(answer, _PLAIN) else function.text(answer)
@@ -217,6 +218,6 @@ class FunctionTool:
 
 
 class Returned(Protocol):
-    """Takes the output of a tool, and the error if the framework caught one."""
+    """Takes the output of a tool, which it returns, and the error if the framework caught one."""
 
-    def __call__(self, output: Any, error: object = None) -> None: ...
+    def __call__(self, output: T, error: object = None) -> T: ...

@@ -185,6 +185,16 @@ async def wait_for_job(
             await end_tasks(polling)
 
 
+async def succeeds(request: Awaitable[Any]) -> bool:
+    """Whether a request to a backend succeeds; its error is logged."""
+    try:
+        await request
+    except BackendError as error:
+        logger.warning("%s", error)
+        return False
+    return True
+
+
 def check_completed(what: str, status: TrainingJobStatus) -> None:
     """Raises JobFailed unless a job has completed."""
     if status.status is not TrainingStatusEnum.COMPLETED:

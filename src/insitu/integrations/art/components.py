@@ -69,15 +69,13 @@ class ARTTrajectoryBuilder(EpisodesBuilder):
         if not self._groups_equal_rows:
             super().check_group_size(trainer)
         elif self.config.rows_per_epoch is not None:
-            raise ConfigError(
-                f"{self.block}.rows_per_epoch is {self.config.rows_per_epoch}, which would split the groups of equal "
-                "rows that num_generations: 1 makes; leave it out, or set num_generations to 2 or more"
-            )
+            problem = "which would split the groups of equal rows that num_generations: 1 makes"
+            advice = "leave it out, or set num_generations to 2 or more"
+            raise ConfigError(f"{self.block}.rows_per_epoch is {self.config.rows_per_epoch}, {problem}; {advice}")
         elif len({*equal_rows(rows := self.load_rows()).values()}) == len(rows):
-            raise ConfigError(
-                f"{self.block}.num_generations is 1, and no two of the {len(rows)} rows have the same question and "
-                f"answer, but {trainer} compares episodes with one another; allowed: 2 or more"
-            )
+            problem = f"no two of the {len(rows)} rows have the same question and answer"
+            reason = f"{trainer} compares episodes with one another"
+            raise ConfigError(f"{self.block}.num_generations is 1, and {problem}, but {reason}; allowed: 2 or more")
 
 
 @register_trainer(config_type=ARTTrainerConfig)

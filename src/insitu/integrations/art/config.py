@@ -14,10 +14,14 @@ from insitu.schemas.components import MayChange
 from insitu.schemas.finetuning import TrainerAdapterConfig, TrainerConfig
 from insitu.training.episodes_builder import EpisodesBuilderConfig
 
-_OPEN = ConfigDict(extra="allow", frozen=True)
-"""Extra keys are checked against the release."""
 _BLOCKS = ("init_args", "engine_args", "peft_args", "trainer_args", "server_args")
 """Configuration blocks whose types in `art.dev` have the same names: `InitArgs`."""
+
+
+class _Open(BaseModel):
+    """Extra keys are checked against the release."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_builder"):
@@ -29,19 +33,15 @@ class ARTTrajectoryBuilderConfig(EpisodesBuilderConfig, name="openpipe_art_traj_
     """Episodes per row and epoch: the group size."""
 
 
-class InitArgs(BaseModel):
+class InitArgs(_Open):
     """How the server loads the model; any key of ART's `InitArgs`."""
-
-    model_config = _OPEN
 
     max_seq_length: int | None = Field(default=None, ge=1)
     """Maximum length of a training sequence, in tokens."""
 
 
-class EngineArgs(BaseModel):
+class EngineArgs(_Open):
     """How the server samples; any key of ART's `EngineArgs`."""
-
-    model_config = _OPEN
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Fraction of GPU memory used for sampling."""
@@ -87,10 +87,8 @@ class ARTBackendConfig(BaseModel):
     """Inference server settings: log_file, server_args and engine_args of ART's `OpenAIServerConfig`."""
 
 
-class ARTTrainingConfig(BaseModel):
+class ARTTrainingConfig(_Open):
     """Options per training request: any key of ART's public `TrainConfig` or of `art.dev.TrainConfig`."""
-
-    model_config = _OPEN
 
     learning_rate: float = Field(default=5e-5, ge=0)
     """Learning rate of the optimizer."""
@@ -151,17 +149,15 @@ def train_config(art: Any, training: ARTTrainingConfig) -> tuple[Any, dict[str, 
     options = training.model_dump()
     if "beta" not in public and (beta := options.pop("beta")):  # from 0.5.17 on
         if options.get("kl_penalty_coef"):
-            raise ConfigError(
-                f"trainer_adapters: training.beta is {beta!r}, but training.kl_penalty_coef is the same option in "
-                f"openpipe-art {_release()}: set one of them"
-            )
+            problem = f"training.beta is {beta!r}, but training.kl_penalty_coef is the same option"
+            raise ConfigError(f"trainer_adapters: {problem} in openpipe-art {_release()}: set one of them")
         options["kl_penalty_coef"] = beta
     if "kl_penalty_coef" not in public and (coefficient := options.pop("kl_penalty_coef", None)):
         problem = f"training.kl_penalty_coef is {coefficient!r}, but openpipe-art {_release()} has no such option"
         raise ConfigError(f"trainer_adapters: {problem}; set training.beta")
     _check_keys("training", options, public | dev)
-    undefined = {"MoeRoutingReplayBundle": Any}  # 0.5.18 refers to this name without defining it
-    hints = get_type_hints(art.dev.TrainConfig, localns=undefined)
+    # 0.5.18 refers to this name without defining it.
+    hints = get_type_hints(art.dev.TrainConfig, localns={"MoeRoutingReplayBundle": Any})
     hints |= {name: Annotated[field.annotation, field] for name, field in art.types.TrainConfig.model_fields.items()}
     for name, value in options.items():  # rejects a wrong value before any episode runs
         try:

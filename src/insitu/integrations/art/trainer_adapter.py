@@ -25,7 +25,7 @@ from insitu.schemas.finetuning import (
     TrajectoryCollection,
 )
 from insitu.training.interfaces import RewardAdapter
-from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id
+from insitu.training.jobs import UNFINISHED, JobAdapter, check_completed, job_id, succeeds
 from insitu.wire.addresses import http_url
 from insitu.wire.endings import end_tasks
 from insitu.wire.json_values import gc_paused
@@ -120,7 +120,6 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         super().__init__(adapter_config)
-        self.adapter_config: ARTTrainerAdapterConfig = adapter_config
         self.config = adapter_config
         self._art = sys.modules[__name__].art
         backend = adapter_config.backend
@@ -138,16 +137,12 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
             base_model=backend.base_model,
             _internal_config=self._model_internal_config or None,
         )
-        self._training_jobs: dict[str, asyncio.Task[None]] = {}
+        self.training_jobs: dict[str, asyncio.Task[None]] = {}
+        """The last submitted training task of each run."""
         self._jobs: dict[str, Job] = {}
         self._mean_rewards: dict[int, float] = {}  # by the model step that sampled the episodes
         self._submit_lock = asyncio.Lock()
         self.submits_again_for = backend.retry_timeout
-
-    @property
-    def training_jobs(self) -> dict[str, asyncio.Task[None]]:
-        """The last submitted training task of each run."""
-        return self._training_jobs
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Registers the model with the server. Raises BackendUnavailable if the server is not healthy."""
@@ -165,12 +160,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
         return self.config.training.model_dump(mode="json", exclude_none=True)
 
     async def is_healthy(self) -> bool:
-        try:
-            await self._remote.check_health(retried=False)
-        except BackendError as error:
-            logger.warning("%s", error)
-            return False
-        return True
+        return await succeeds(self._remote.check_health(retried=False))
 
     async def wait_until_reachable(self, since: float) -> bool:
         return bool(await self._remote.was_away(since))
@@ -271,7 +261,7 @@ class ARTTrainerAdapter(RewardAdapter, JobAdapter):
     def _start(self, job: Job) -> None:
         job.step_metrics, job.loss, job.failure = [], None, None
         job.task = asyncio.create_task(self._train(job), name=f"train {job.key}")
-        self._training_jobs[job.run_id] = job.task
+        self.training_jobs[job.run_id] = job.task
 
     async def _serialized_groups(self, trajectory_lists: list[list[Trajectory]]) -> list[orjson.Fragment]:
         """Converts one group at a time: ART's objects take many times the memory of their JSON."""

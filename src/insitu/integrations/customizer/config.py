@@ -11,15 +11,18 @@ from insitu.training.preference_builders import (
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,  # documented here
 )
 
-_TOLERANT = ConfigDict(extra="ignore", frozen=True)
 _NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 """What both stores accept as the name of a namespace, a dataset or a deployment."""
 
 
-class DPOSpecificHyperparameters(BaseModel):
-    """Hyperparameters of preference training."""
+class _Tolerant(BaseModel):
+    """Ignores keys that it does not have."""
 
-    model_config = _TOLERANT
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class DPOSpecificHyperparameters(_Tolerant):
+    """Hyperparameters of preference training."""
 
     ref_policy_kl_penalty: float = Field(default=0.1, ge=0)
     """Strength of the pull towards the reference model: the β of DPO."""
@@ -31,10 +34,8 @@ class DPOSpecificHyperparameters(BaseModel):
     """Weight of a supervised loss on the chosen responses; 0: none."""
 
 
-class NeMoCustomizerHyperparameters(BaseModel):
+class NeMoCustomizerHyperparameters(_Tolerant):
     """Hyperparameters of a customization job."""
-
-    model_config = _TOLERANT
 
     training_type: Literal["dpo", "sft"] = "dpo"
     """`dpo`: preference pairs. `sft`: the chosen responses only, as prompt and completion."""
@@ -50,10 +51,8 @@ class NeMoCustomizerHyperparameters(BaseModel):
     """Used with `training_type: dpo` only."""
 
 
-class NIMDeploymentConfig(BaseModel):
+class NIMDeploymentConfig(_Tolerant):
     """The NIM that serves the trained model."""
-
-    model_config = _TOLERANT
 
     image_name: str = Field(default="nvcr.io/nim/meta/llama-3.1-8b-instruct", min_length=1)
     """Container image."""

@@ -94,9 +94,8 @@ def turn_of(trajectory: Trajectory) -> str:
 
 def pair_records(collection: TrajectoryCollection) -> list[dict[str, Any]]:
     """The lines of `pairs.jsonl`."""
-    kept = {"episode", "reward", "metadata", "id"}
     return [
-        {"group": number, **trajectory.model_dump(mode="json", include=kept)}
+        {"group": number, **trajectory.model_dump(mode="json", include={"episode", "reward", "metadata", "id"})}
         for number, group in enumerate(collection.trajectories)
         for trajectory in group
     ]

@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 JOB_FIELD = "insitu_job"
 """The custom field of datasets, jobs and deployments that names the run and the epoch they belong to."""
-_PAGE = 100
 _MOST_JOBS = 10_000
 """Jobs of a namespace that are searched for one of ours, the newest first."""
 _STATUSES = {
@@ -110,10 +109,8 @@ class NeMoServices:
         self._deployments = self._entities.deployment.model_deployments
         self._clients = {Store.ENTITIES: self._entities, Store.FILES: datastore}
         # huggingface-hub would send the token of the user's login: without False, and even so for files in LFS
-        no_token = {"token": False, "headers": {"authorization": ""}}
-        self._files = self._hub.HfApi(
-            endpoint=f"{config.datastore_host}/v1/hf", **({"token": token} if token else no_token)
-        )
+        access = {"token": token} if token else {"token": False, "headers": {"authorization": ""}}
+        self._files = self._hub.HfApi(endpoint=f"{config.datastore_host}/v1/hf", **access)
 
     def close(self) -> None:
         for client in self._clients.values():
@@ -121,16 +118,14 @@ class NeMoServices:
 
     async def has_namespace(self, store: Store, namespace: str) -> bool:
         client, path = self._clients[store], f"{_NAMESPACES[store]}/{namespace}"
-        answer = await self._found(f"namespace {namespace}", lambda: client.get(path, cast_to=object), store)
-        return answer is not None
+        return await self._found(f"namespace {namespace}", lambda: client.get(path, cast_to=object), store) is not None
 
     async def create_namespace(self, store: Store, namespace: str) -> None:
         """Creates a namespace; it may exist already."""
         client, body = self._clients[store], {"id" if store is Store.ENTITIES else "namespace": namespace}
+        create = partial(client.post, _NAMESPACES[store], body=body, cast_to=object)
         try:
-            await self._request(
-                f"namespace {namespace}", lambda: client.post(_NAMESPACES[store], body=body, cast_to=object), store
-            )
+            await self._request(f"namespace {namespace}", create, store)
         except RequestRefused as error:
             if error.status not in (409, 422) or not await self.has_namespace(store, namespace):
                 raise
@@ -181,7 +176,7 @@ class NeMoServices:
         """The newest job that was submitted for `job`; None if there is none."""
 
         def search() -> Any:
-            jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=_PAGE)
+            jobs = self._jobs.list(filter={"namespace": namespace}, sort="-created_at", page_size=100)
             for candidate in islice(jobs, _MOST_JOBS):
                 named = (candidate.custom_fields or {}).get(JOB_FIELD)
                 if named == job or (named is None and (candidate.output_model or "").split("@")[0] == output_model):

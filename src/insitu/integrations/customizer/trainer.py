@@ -136,8 +136,7 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
         for number in range(1, runs + 1):
             started = time.perf_counter()
             try:
-                endpoint = await self.trainer_adapter.policy_endpoint()
-                collected = await self._schedule.collect(number, run_id, endpoint)
+                collected = await self._schedule.collect(number, run_id, await self.trainer_adapter.policy_endpoint())
                 self._run.note_errors(number, collected)
                 check_collected(self, number, collected, self._run.store.folder)
                 collection = single_pairs(collected.collection)

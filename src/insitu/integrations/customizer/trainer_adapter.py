@@ -27,7 +27,7 @@ from insitu.schemas.finetuning import (
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from insitu.training.jobs import UNFINISHED, JobAdapter, job_id, job_label, polled
+from insitu.training.jobs import UNFINISHED, JobAdapter, job_id, job_label, polled, succeeds
 from insitu.wire.connection import Retry
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,10 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
     Needs the packages of the extra `customizer`. If the run is interrupted, the job is canceled at the service.
     """
 
+    needs = Needs.TEXT
+
     def __init__(self, adapter_config: NeMoCustomizerTrainerAdapterConfig, builder: Builder | None = None) -> None:
         super().__init__(adapter_config)
-        self.adapter_config: NeMoCustomizerTrainerAdapterConfig = adapter_config
         self.config = adapter_config
         self._seed = (builder or builder_at_work() or Builder()).config.general.seed
         self._services = NeMoServices(adapter_config)
@@ -94,10 +95,6 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
             offers = ", ".join(f"{training_type} with {finetuning_type}" for training_type, finetuning_type in options)
             raise ConfigError(f"{what} does not offer {problem}; it offers {offers}")
 
-    @property
-    def needs(self) -> Needs:
-        return Needs.TEXT
-
     def training_settings(self) -> dict[str, Any]:
         services = ("entity_host", "datastore_host", "namespace", "customization_config")
         names = {*services, "dataset_name", "use_full_message_history", "validation_fraction"}
@@ -113,16 +110,13 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
 
     async def is_healthy(self) -> bool:
         """Whether both services answer and have the namespace, and Customizer has the configuration."""
-        try:
-            for store in Store:
-                if not await self._services.has_namespace(store, self.config.namespace):
-                    logger.warning("namespace %r does not exist in the %s", self.config.namespace, store)
-                    return False
-            await self._services.training_options(self.config.customization_config)
-        except BackendError as error:
-            logger.warning("%s", error)
-            return False
-        return True
+        return await succeeds(self._check_services())
+
+    async def _check_services(self) -> None:
+        for store in Store:
+            if not await self._services.has_namespace(store, self.config.namespace):
+                raise BackendError(f"namespace {self.config.namespace!r} does not exist in the {store}")
+        await self._services.training_options(self.config.customization_config)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Uploads the records and submits the job; returns the earlier job if this run and epoch have one."""
@@ -139,8 +133,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
         else:
             if self.config.deploy_on_completion:
                 await self._check_deployment_name(submission.output_model)
-            dataset = await self._upload(submission, split)
-            job = await self._submitted(submission, dataset)
+            job = await self._submitted(submission, await self._upload(submission, split))
         sizes = {"training_records": len(split.training), "validation_records": len(split.validation)}
         return self._ref(trajectories.run_id, submission, job, **sizes, turns=split.turns)
 
@@ -152,8 +145,7 @@ class NeMoCustomizerTrainerAdapter(JobAdapter):
 
     def _submission(self, run_id: str, epoch: int | None) -> _Submission:
         key = f"{run_id}/{1 if epoch is None else epoch}"
-        suffix = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
-        name = f"{self.config.dataset_name}-{suffix}"
+        name = f"{self.config.dataset_name}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
         return _Submission(key, name, f"{self.config.namespace}/{name}")
 
     def _ref(self, run_id: str, submission: _Submission, job: ServiceJob, **sizes: int) -> TrainingJobRef:

@@ -117,8 +117,6 @@ class MessagesTranslation(Translation):
         self._begun = False
         self._content: list[dict[str, Any]] = []  # blocks, of which only the latest is open
         self._calls: dict[int, tuple[str, int]] = {}  # id and block index of each tool call
-        self._open_kind: str | None = None
-        """Of a block of text that is open."""
         self._stop = _stop({})
         self._usage: dict[str, Any] = {}
 
@@ -130,9 +128,8 @@ class MessagesTranslation(Translation):
         return self._message(completion, self._content, self._stop)
 
     def _message(self, completion: dict[str, Any], content: list[Any], stop: dict[str, Any]) -> dict[str, Any]:
-        usage = _usage(completion.get("usage") or {})
         message = {"id": self._id, "type": "message", "role": "assistant", "model": completion.get("model")}
-        return {**message, "content": content, **stop, "usage": usage}
+        return {**message, "content": content, **stop, "usage": _usage(completion.get("usage") or {})}
 
     def events(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         yield from self._begin(chunk)
@@ -156,9 +153,8 @@ class MessagesTranslation(Translation):
 
     def _add(self, kind: str, text: str, **more: str) -> Iterator[bytes]:
         """Adds to the open block of a kind, or opens one."""
-        if self._open_kind != kind:
+        if not self._content or self._content[-1]["type"] != kind:
             yield from self._open({"type": kind, kind: "", **more})
-            self._open_kind = kind
         self._content[-1][kind] += text
         yield self._delta(len(self._content) - 1, {"type": f"{kind}_delta", kind: text})
 
@@ -182,7 +178,6 @@ class MessagesTranslation(Translation):
     def _close(self) -> Iterator[bytes]:
         if self._content:
             yield _event({"type": "content_block_stop", "index": len(self._content) - 1})
-        self._open_kind = None
 
     def _delta(self, block: int, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "index": block, "delta": delta})

@@ -101,8 +101,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = join_text(item.get("output"), _TEXT, where)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
-            allowed = "message, function_call, function_call_output, reasoning"
-            raise unsupported_type(where, kind, allowed, "input")
+            raise unsupported_type(where, kind, "message, function_call, function_call_output, reasoning", "input")
         answering = messages[-1]["role"] == "assistant"
     for message in messages:
         if "reasoning_content" in message:
@@ -117,8 +116,7 @@ class ResponsesTranslation(Translation):
         refuse_unsupported(request, _KNOWN, _NEUTRAL)
         before = request.get("previous_response_id")
         if before is not None and before not in memory:
-            ids = ", ".join(memory) or "none"
-            problem = f"there is no response {before!r} in this episode; available: {ids}"
+            problem = f"there is no response {before!r} in this episode; available: {', '.join(memory) or 'none'}"
             raise RequestRefused(problem, status=404, param="previous_response_id")
         super().__init__(_chat_request(request, memory[before] if before is not None else []), memory)
         self._original = request

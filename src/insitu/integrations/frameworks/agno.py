@@ -47,14 +47,10 @@ def with_model(agent: Agent, model: OpenAILike) -> Agent:
 async def tool_hook(function_name: str, function_call: Callable[..., Awaitable[Any]], arguments: dict[str, Any]) -> Any:
     """Pushes TOOL_ steps to the current episode, for agents run with `arun`."""
     with _TOOLS.around(function_name, arguments) as returned:
-        result = await function_call(**arguments)
-        returned(result)
-        return result
+        return returned(await function_call(**arguments))
 
 
 def sync_tool_hook(function_name: str, function_call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Pushes TOOL_ steps to the current episode, for agents run with `run`."""
     with _TOOLS.around(function_name, arguments) as returned:
-        result = function_call(**arguments)
-        returned(result)
-        return result
+        return returned(function_call(**arguments))

@@ -59,16 +59,14 @@ class ReportingWorkbench(StaticStreamWorkbench):
     ) -> ToolResult:
         with _TOOLS.around(name, arguments) as returned:
             result = await super().call_tool(name, arguments, *args, **kwargs)
-            returned(result, _error_of(result))
-            return result
+            return returned(result, _error_of(result))
 
     async def call_tool_stream(
         self, name: str, arguments: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any | ToolResult, None]:
         with _TOOLS.around(name, arguments) as returned:
             async for item in super().call_tool_stream(name, arguments, *args, **kwargs):
-                returned(item, _error_of(item))
-                yield item
+                yield returned(item, _error_of(item))
 
 
 def _error_of(result: Any) -> str | None:

@@ -53,8 +53,7 @@ class _ToolReports(TracingProcessor):
 
     def on_span_end(self, span: Any) -> None:
         if isinstance(span.span_data, FunctionSpanData):
-            data = span.span_data
-            _TOOLS.end(span.span_id, data.output, span.error, arguments=data.input)
+            _TOOLS.end(span.span_id, span.span_data.output, span.error, arguments=span.span_data.input)
 
     def on_trace_start(self, trace: Any) -> None: ...
     def on_trace_end(self, trace: Any) -> None: ...

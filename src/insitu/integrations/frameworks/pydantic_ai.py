@@ -49,6 +49,4 @@ class ToolReports(AbstractCapability[Any]):
         self, ctx: RunContext[Any], *, call: ToolCallPart, tool_def: ToolDefinition, args: dict[str, Any], handler: Any
     ) -> Any:
         with _TOOLS.around(call.tool_name, args) as returned:
-            result = await handler(args)
-            returned(result)
-            return result
+            return returned(await handler(args))

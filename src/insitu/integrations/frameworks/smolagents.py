@@ -90,6 +90,4 @@ class ReportingTool(Tool):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         with _TOOLS.around(self.name, arguments) as returned:
-            result = self.tool(*args, **kwargs)
-            returned(result)
-            return result
+            return returned(self.tool(*args, **kwargs))

@@ -26,8 +26,7 @@ def make_llm(llm: ModelClient) -> OpenAIModel:
 def make_tool(function: Function) -> Any:
     """For `Agent(tools=...)`."""
     tool = FunctionTool(function, "strands")
-    schema = {"json": tool.parameters}
-    return strands_tool(name=tool.name, description=tool.description, inputSchema=schema)(tool.run)
+    return strands_tool(name=tool.name, description=tool.description, inputSchema={"json": tool.parameters})(tool.run)
 
 
 async def ask_agent(agent: Agent, question: Any) -> str:

@@ -22,6 +22,8 @@ from insitu.wire.json_values import to_jsonable
 JsonObject = dict[str, Any]
 Message = JsonObject
 T = TypeVar("T")
+Reader = Callable[[JsonObject, Sequence[Message]], list[T] | None]
+"""Reads a JSON object that comes after these messages; None for objects of other frameworks."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = {"content", "tool_calls", "function_call", "refusal", "audio"}
@@ -59,13 +61,12 @@ _RECORDED = (
 class StepFormat(NamedTuple):
     """How one framework represents prompts, completions and tool results.
 
-    `read_messages` and `read_completions` take a JSON object and the messages before it, and return None for objects of
-    other frameworks. `is_tool_message` is whether a tool's output, a JSON object, is the framework's own representation
-    of a tool result; any other output is sent to the model as JSON.
+    `is_tool_message` is whether a tool's output, a JSON object, is the framework's own representation of a tool result;
+    any other output is sent to the model as JSON.
     """
 
-    read_messages: Callable[[JsonObject, Sequence[Message]], list[Message] | None]
-    read_completions: Callable[[JsonObject, Sequence[Message]], list[Completion] | None]
+    read_messages: Reader[Message]
+    read_completions: Reader[Completion]
     is_tool_message: Callable[[JsonObject], bool]
 
 
@@ -91,9 +92,7 @@ def parse_completions(value: Any, prompt: Sequence[Message], formats: Sequence[S
     return completions
 
 
-def _first_reading(
-    what: str, item: Any, readers: list[Callable[[Any, Sequence[Message]], list[T] | None]], before: Sequence[Message]
-) -> list[T]:
+def _first_reading(what: str, item: Any, readers: list[Reader[T]], before: Sequence[Message]) -> list[T]:
     for read in readers if isinstance(item, dict) else ():
         if (parsed := read(item, before)) is not None:
             return parsed
@@ -138,8 +137,6 @@ def step_completions(
     for completion in completions:
         completion.messages = [*prompt]
         completion.model, completion.llm = metadata.get("model") or step.name or "", metadata.get("llm")
-        completion.tools = to_jsonable(metadata.get("tools_schema"))
-        completion.functions = (step.function_ancestry.function_name,)
     for completion, recorded in zip(completions, metadata.get("choices") or [metadata], strict=False):
         values = {name: to_jsonable(recorded.get(name)) for name in _RECORDED}
         values["logprobs"] = parse_logprobs(values["logprobs"])
@@ -295,8 +292,7 @@ def media_part(mime: str, data: str | None, url: str | None = None, **fields: An
     kind, _, subtype = mime.partition("/")
     encoded = (data or "").translate(_URLSAFE_TO_STANDARD_BASE64)
     if kind == "audio" and url is None:
-        audio = {"data": encoded, "format": _AUDIO_FORMATS.get(subtype, subtype)}
-        return {"type": "input_audio", "input_audio": audio}
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": _AUDIO_FORMATS.get(subtype, subtype)}}
     target = f"data:{mime};base64,{encoded}" if url is None else url
     if kind in ("image", "video"):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": target, **fields}}

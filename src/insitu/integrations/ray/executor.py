@@ -39,8 +39,7 @@ class RayWorker(RemoteService):
         self._host = self._token = ""
 
     async def start(self) -> None:
-        here = self._cluster.ray.util.get_node_ip_address()
-        about = await self._call("start", self._cluster.environment, here)
+        about = await self._call("start", self._cluster.environment, self._cluster.ray.util.get_node_ip_address())
         self._host, self._token = about["host"], about["token"]
         self.name = f"the worker with pid {about['pid']} on {about['host']}"
         if about["insitu"] != __version__:
@@ -56,8 +55,7 @@ class RayWorker(RemoteService):
         except (ConfigError, PluginError) as error:
             raise type(error)(f"{KEY}: {self.name}: {error}") from None
         url = report["url"].replace("://", f"://:{self._token}@")
-        session = ServiceSession(url, self.name, self.note_lost, self._count)
-        self.sessions[workflow] = await self.connect(session)
+        self.sessions[workflow] = await self.connect(ServiceSession(url, self.name, self.note_lost, self._count))
 
     async def until_lost(self) -> str:
         """Asks Ray, which knows whether the process was killed, and by whom."""
@@ -126,8 +124,7 @@ class RayExecutor(RemoteExecutor):
                 cluster = await self._stack.enter_async_context(connected(self.config, config))
                 self._stack.push_async_callback(self.pool.close)
                 capacity = -(-config.max_concurrency // workers)
-                make = partial(RayWorker, cluster, capacity, self.stray_completions.update)
-                self.pool.starters = [make] * workers
+                self.pool.starters = [partial(RayWorker, cluster, capacity, self.stray_completions.update)] * workers
                 self._cluster = cluster
         opening = Opening.of(file or config, policy, self._cluster.working_dir)
         if loads_only:

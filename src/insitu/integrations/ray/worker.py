@@ -53,11 +53,9 @@ class Target(BaseModel):
     base_url: str
 
     def unreachable(self, problem: str) -> ConfigError:
-        return ConfigError(
-            f"{self.key}: the model is served at {self.base_url}, which is out of reach from there ({problem}): serve "
-            "it at an address that all nodes of the cluster can reach (insitu backend --host) and set url or base_url "
-            "to that"
-        )
+        where = f"the model is served at {self.base_url}, which is out of reach from there ({problem})"
+        advice = "serve it at an address that all nodes of the cluster can reach (insitu backend --host)"
+        return ConfigError(f"{self.key}: {where}: {advice} and set url or base_url to that")
 
 
 class Opening(BaseModel):
@@ -210,10 +208,9 @@ def _address_towards(client: str) -> str:
 async def _reach(target: Target, policy: ServedPolicy | None) -> None:
     """Raises ConfigError unless the server answers requests from here, and has the model of the policy."""
     headers = {"Authorization": f"Bearer {policy.api_key if policy is not None else 'none'}"}
-    limit = aiohttp.ClientTimeout(total=_REACH_SECONDS)
     try:
         async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REACH_SECONDS), headers=headers) as session,
             session.get(f"{target.base_url.rstrip('/')}/models") as response,
         ):
             status, body = response.status, await response.read()

@@ -71,13 +71,11 @@ class RankGroup:
                 yield from self._start(settings.lora)
             write_rows(path, rows)
             self._send(
-                {
-                    "folder": str(folder.resolve()),
-                    "policy": policy,
-                    "settings": settings.model_dump(mode="json"),
-                    "rows": str(path),
-                    "job": job.model_dump(mode="json"),
-                }
+                folder=str(folder.resolve()),
+                policy=policy,
+                settings=settings.model_dump(mode="json"),
+                rows=str(path),
+                job=job.model_dump(mode="json"),
             )
             while True:
                 message = yield from self._receive()
@@ -120,7 +118,6 @@ class RankGroup:
         for node in range(1, self._options.nodes):
             command = shlex.join(["torchrun", *self._torchrun_options(node), *arguments])
             logger.warning("training waits for machine %d of %d; run there: %s", node, self._options.nodes - 1, command)
-        threads = str(max(1, (os.cpu_count() or 1) // self._options.processes))
         self._heartbeats, self._received = Heartbeats(self._folder), b""
         self._connection, stdin = socket.socketpair()
         self._connection.settimeout(POLL_SECONDS)
@@ -128,7 +125,7 @@ class RankGroup:
             self._process = ChildProcess(
                 [sys.executable, "-m", "torch.distributed.run", *self._torchrun_options(node=0), *arguments],
                 self._folder / LOG,
-                {**os.environ, "OMP_NUM_THREADS": threads},
+                {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self._options.processes))},
                 bound=True,
                 stdin=stdin.fileno(),
             )
@@ -150,7 +147,7 @@ class RankGroup:
             raise JobFailed("learner.strategy is fsdp, but LoRA adapters are trained; allowed: auto, ddp")
         return self._options.strategy
 
-    def _send(self, job: dict[str, Any]) -> None:
+    def _send(self, **job: Any) -> None:
         """Sends the name of a file: it fits into the socket even if rank 0 does not read."""
         assert self._connection is not None
         path = self._folder / "job.json"

@@ -173,8 +173,7 @@ def main(order_file: Path) -> None:
 def _messages(learner: Learner, job: dict[str, Any]) -> Iterator[Progress | Parked | dict[str, Any] | None]:
     """The progress of a job, and in the end the trained version."""
     settings, record = TrainingSettings(**job["settings"]), JobRecord(**job["job"])
-    rows = read_rows(Path(job["rows"]))
-    trained = yield from learner.run(settings, rows, record.id, record.key, record.digest)
+    trained = yield from learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key, record.digest)
     yield {"version": trained.version, "metrics": trained.metrics}
 
 

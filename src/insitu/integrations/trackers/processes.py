@@ -26,7 +26,7 @@ from insitu.disk.folder_lock import FolderLock, end_owner
 from insitu.disk.json_files import read_object
 from insitu.errors import ConfigError, InsituError
 from insitu.integrations.trackers.stream import TrackedFiles
-from insitu.runs.files import PROGRESS, TRACKERS
+from insitu.runs.files import PROGRESS, RUN, TRACKERS
 from insitu.training.trackers import KEY, tracker_class
 from insitu.wire.child_process import ChildProcess, last_lines
 from insitu.wire.endings import end_tasks
@@ -162,7 +162,7 @@ def follow(name: str, folder: Path) -> None:
         while not has_ended:
             readable, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
             has_ended = bool(readable)  # nothing is ever written to it
-            if tracked is None and files.has_begun:
+            if tracked is None and (folder / RUN).is_file():
                 tracked = _Tracked(name, files)
             if tracked is not None:
                 tracked.update()

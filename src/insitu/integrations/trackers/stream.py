@@ -8,7 +8,7 @@ from typing import Any
 
 from insitu.config.resolved import leaves
 from insitu.errors import InsituError
-from insitu.runs.files import METRICS, PROGRESS, RUN, TRACKERS, VALIDATION_SCORES
+from insitu.runs.files import METRICS, PROGRESS, TRACKERS, VALIDATION_SCORES
 from insitu.runs.reader import RunReader
 from insitu.schemas.episodes import ModelCall
 from insitu.schemas.finetuning import message_text
@@ -82,10 +82,6 @@ class TrackedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = RunReader(folder)
-
-    @property
-    def has_begun(self) -> bool:
-        return (self.folder / RUN).is_file()
 
     @cached_property
     def run(self) -> TrackedRun:

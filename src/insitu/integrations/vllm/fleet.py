@@ -47,6 +47,10 @@ class Waits:
     """Time for which completions and new versions wait for a server."""
 
 
+Change = Callable[[Replica], Awaitable[None]]
+"""Changes the weights of a server."""
+
+
 class Replaced(BackendUnavailable):
     """The weights of a completion were replaced before it began."""
 
@@ -198,8 +202,7 @@ class Fleet:
         async with self._publishing:
             place = self._place(weights)
             if place.is_adapter:
-                errors = await self._on_each(load_adapter)
-                await self._raise_if_refused(weights, errors)
+                await self._raise_if_refused(weights, await self._on_each(load_adapter))
             self.versions.publish(weights)
             self._fingerprints[weights.policy] = fingerprint
             if not place.is_adapter:
@@ -231,12 +234,10 @@ class Fleet:
         if errors and None not in errors and any([await each.responds() for each in self.replicas]):
             raise BackendError(f"no vLLM server takes version {weights.version}: {errors[0]}")
 
-    async def _on_each(self, change: Callable[[Replica], Awaitable[None]]) -> list[InsituError | None]:
+    async def _on_each(self, change: Change) -> list[InsituError | None]:
         return await asyncio.gather(*(self._change(replica, change) for replica in self.replicas if replica.ready))
 
-    async def _change(
-        self, replica: Replica, change: Callable[[Replica], Awaitable[None]], *, optional: bool = False
-    ) -> InsituError | None:
+    async def _change(self, replica: Replica, change: Change, *, optional: bool = False) -> InsituError | None:
         """Changes the weights of a server; one that fails is left out, and its error is returned.
 
         If the change is `optional` and the server responds, which still serves the latest version, raises the error.

@@ -29,8 +29,7 @@ class Probe:
     def __init__(self, loaded: LoadedModel, compute: ComputeThread) -> None:
         self._loaded = loaded
         self._compute = compute
-        length = min(32, loaded.max_length)
-        self._text = [index * 7919 % loaded.vocab_size for index in range(1, length)]
+        self._text = [index * 7919 % loaded.vocab_size for index in range(1, min(32, loaded.max_length))]
 
     async def check_answers(self, replica: Replica, model: str) -> None:
         """Raises BackendError if the log-probabilities of a completion differ from those computed here."""
@@ -47,13 +46,12 @@ class Probe:
         except TimeoutError:
             raise BackendUnavailable(f"{name} has not answered within {LOAD_SECONDS:g} s") from None
         tokens = sampled_tokens(answer["choices"][0], 0)
-        ids = tokens.ids
+        ids, sampled = tokens.ids, tokens.logprobs
         if not ids:
             raise BackendError(f"{name} returns no tokens with log-probabilities: start it with --max-logprobs 21")
         if max(ids) >= loaded.vocab_size:
             problem = f"it has sampled token {max(ids)}, but that of {loaded.source} ends at {loaded.vocab_size - 1}"
             raise BackendError(f"{name} has another vocabulary: {problem}")
-        sampled = tokens.logprobs
         own, tempered = await self._compute.call(_logprobs, loaded, loaded.module, prompt, ids)
         tolerance = _TOLERANCES.get(loaded.dtype, _TOLERANCE)
         if (gap := _mean_gap(sampled, tempered)) <= tolerance:

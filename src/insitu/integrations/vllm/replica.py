@@ -167,9 +167,8 @@ class Replica:
         self.adapters[weights] = name
 
     async def unload_adapter(self, weights: WeightVersion) -> None:
-        name = self.adapters.pop(weights)
         try:
-            await self._json("POST", UNLOAD_ADAPTER, {"lora_name": name})
+            await self._json("POST", UNLOAD_ADAPTER, {"lora_name": self.adapters.pop(weights)})
         except BackendError as error:  # it is not used any more
             logger.warning("%s: %s", self.name, error)
 
@@ -195,6 +194,21 @@ class Replica:
         if (now := await self.weight_tag()) != tag:
             raise BackendError(f"{self.name} serves the weights {now!r} after {tag!r} were loaded")
         self.base, self.tag = base, tag
+
+    def check_weights(
+        self, event: dict[str, Any], choice: dict[str, Any], model: str, tag: str | None, *, is_named: bool
+    ) -> None:
+        """Raises WrongWeights if a choice names other full weights than `tag`, or its event, if `is_named`, not the
+        model."""
+        tags = weight_tags(choice)
+        if tags - {tag or STARTED_WITH} or (is_named and event.get("model") != model):
+            problem = f"other weights than asked for: {event.get('model', model)}, {sorted(tags)}"
+            raise WrongWeights(f"{self.name} has sampled from {problem}")
+
+    async def check_unnamed_weights(self, choice: dict[str, Any], tag: str | None) -> None:
+        """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""
+        if tag is not None and not weight_tags(choice) and (now := await self.weight_tag()) != tag:
+            raise WrongWeights(f"{self.name} has the weights {now!r}, and had {tag!r} before a completion")
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """A response that is not streamed; it comes when all its tokens have been sampled."""

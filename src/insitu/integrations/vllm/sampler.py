@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,7 @@ from insitu.backend.model import LoadedModel
 from insitu.errors import BackendUnavailable, RequestRefused
 from insitu.integrations.vllm.fleet import Fleet, Replaced, Waits
 from insitu.integrations.vllm.probe import Probe
-from insitu.integrations.vllm.replica import (
-    STARTED_WITH,
-    Overloaded,
-    Replica,
-    WrongWeights,
-    request_body,
-    sampled_tokens,
-    weight_tags,
-)
+from insitu.integrations.vllm.replica import Overloaded, Replica, request_body, sampled_tokens
 from insitu.integrations.vllm.servers import started_servers
 from insitu.schemas.backend_processes import SamplerOptions
 from insitu.schemas.lora import LoRASettings
@@ -88,8 +81,7 @@ class VllmSampler(Sampler):
             torch.set_num_threads(threads)
         if options.addresses:
             key = options.api_key.get_secret_value() if options.api_key is not None else None
-            if key is not None:
-                remember_secret(key)
+            remember_secret(key)
             replicas = [Replica(f"the server at {address}", address, key) for address in options.addresses]
         else:
             servers = started_servers(options, loaded, max_length, adapter_rank, folder)
@@ -133,10 +125,8 @@ class VllmSampler(Sampler):
             raise RequestRefused(f"{problem}: start the backend with --lora_rank {lora.rank}", param="settings.lora")
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
-        fingerprint = await self._probe.fingerprint(
-            lambda: module if module is not None else self._load_version(weights)
-        )
-        await self.fleet.publish(weights, fingerprint)
+        load: Callable[[], nn.Module] = (lambda: module) if module is not None else partial(self._load_version, weights)
+        await self.fleet.publish(weights, await self._probe.fingerprint(load))
 
     async def versions_in_use(self, policy: str) -> set[int]:
         used = (weights for weights, count in self._in_flight.items() if count)
@@ -238,12 +228,9 @@ class VllmSampler(Sampler):
                 for choice in event["choices"]:
                     new, finish_reason = self._append(completion, choice)
                     text, reason = text + new, choice.get("finish_reason")
-                    if weight_tags(choice) - {tag or STARTED_WITH} or not (incremental or event.get("model") == model):
-                        tags = sorted(weight_tags(choice))
-                        problem = f"other weights than asked for: {event.get('model', model)}, {tags}"
-                        raise WrongWeights(f"{replica.name} has sampled from {problem}")
+                    replica.check_weights(event, choice, model, tag, is_named=not incremental)
                     if finish_reason is not None:
-                        await self._check_tag(replica, tag, choice)
+                        await replica.check_unnamed_weights(choice, tag)
                     if finish_reason is not None or (streamed and len(completion.tokens) > sent):
                         yield OutputDelta(weights.version or 0, text, completion.tokens[sent:], finish_reason)
                         text, sent = "", len(completion.tokens)
@@ -257,8 +244,3 @@ class VllmSampler(Sampler):
         if (largest := max(tokens.ids, default=0)) >= self.vocab_size:
             raise BackendUnavailable(f"vLLM returned the token {largest}; the vocabulary ends at {self.vocab_size - 1}")
         return completion.extend(tokens, self.tokenizer, self.max_length)
-
-    async def _check_tag(self, replica: Replica, tag: str | None, choice: dict[str, Any]) -> None:
-        """Asks for the weights of a completion whose answer does not name them, as it was ended by us."""
-        if tag is not None and not weight_tags(choice) and (now := await replica.weight_tag()) != tag:
-            raise WrongWeights(f"{replica.name} has the weights {now!r}, and had {tag!r} before a completion")

@@ -20,7 +20,6 @@ from insitu.errors import BackendError, install_command
 from insitu.schemas.backend_processes import SamplerOptions
 from insitu.wire.child_process import ChildProcess
 
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allows as the maximum rank of adapters."""
 
@@ -101,7 +100,7 @@ def started_servers(
         raise BackendError(f"sampler: vLLM is not given GGUF files such as {model}; save the model as a folder first")
     model = str(link_model(Path(model), folder / "vllm" / "model"))
     settings = _settings(options, model, loaded, max_length, adapter_rank)
-    command = [python, "-m", SERVER_MODULE, *_arguments(settings)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings)]
     servers = []
     for index, gpus in enumerate(groups):
         name = "the vLLM server" if len(groups) == 1 else f"vLLM server {index}"
@@ -168,8 +167,7 @@ def _arguments(settings: dict[str, Any]) -> list[str]:
 
 def _environment(gpus: list[int] | None) -> dict[str, str]:
     """The routes for new weights are vLLM's development mode; the tokens of the backend are not vLLM's business."""
-    secret = {TOKEN_VARIABLE, SAMPLER_KEY_VARIABLE}
-    environment = {key: value for key, value in os.environ.items() if key not in secret}
+    environment = {key: value for key, value in os.environ.items() if key not in (TOKEN_VARIABLE, SAMPLER_KEY_VARIABLE)}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)

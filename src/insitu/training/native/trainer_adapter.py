@@ -31,7 +31,7 @@ from insitu.schemas.finetuning import (
 )
 from insitu.schemas.training_jobs import JobState, LossSettings, Retention, TrainingSettings
 from insitu.training.interfaces import RowAdapter, StreamingAdapter
-from insitu.training.jobs import JobAdapter, job_id
+from insitu.training.jobs import JobAdapter, job_id, succeeds
 from insitu.training.memory_plan import MemoryPlan
 from insitu.training.native.backend_api import HEADERS, JOBS, Checkpoints, Health, Models, OpenJob, steps_obstacle
 from insitu.training.native.backend_process import BackendProcess
@@ -223,12 +223,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         return self._training.effective() | of_epoch
 
     async def is_healthy(self) -> bool:
-        try:
-            await self._request("GET", "/health", Health.model_validate_json, retried=False)
-        except BackendError as error:
-            logger.warning("%s", error)
-            return False
-        return True
+        return await succeeds(self._request("GET", "/health", Health.model_validate_json, retried=False))
 
     async def wait_until_reachable(self, since: float) -> bool:
         check = partial(self._request, "GET", "/health", Health.model_validate_json, retried=False)

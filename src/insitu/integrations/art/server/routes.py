@@ -79,12 +79,10 @@ def _error(error: BackendError) -> web.Response:
 
 
 def routes(services: Services) -> list[ApiRoute]:
-    models = ArtModels(services)
-    parts, uploads = (models, ArtJobs(models, services), services.options.token), _Uploads()
-    return [
-        *_art_run_routes(_ArtRunEndpoints(*parts), uploads),
-        *_serverless_routes(_ServerlessEndpoints(*parts), uploads),
-    ]
+    models, uploads = ArtModels(services), _Uploads()
+    parts = models, ArtJobs(models, services), services.options.token
+    art_run = _art_run_routes(_ArtRunEndpoints(*parts), uploads)
+    return art_run + _serverless_routes(_ServerlessEndpoints(*parts), uploads)
 
 
 def _routes_below(prefix: str, title: str, uploads: _Uploads) -> Callable[..., ApiRoute]:
@@ -190,8 +188,7 @@ class _ArtRunEndpoints(_Endpoints):
 
     async def train(self, request: web.Request, body: _Body) -> web.StreamResponse:
         model = parse(bodies.ArtModelRequest, body.data).model
-        key = idempotency_key(request)
-        job = await self._jobs.start(TrainRequest(model, bodies.ArtTrainRequest, *body, key))
+        job = await self._jobs.start(TrainRequest(model, bodies.ArtTrainRequest, *body, idempotency_key(request)))
         differs = job.job.differs_from(body.digest)
         del body  # it may be large, and the job may take long
         return await _stream_metrics(request, job, {BODY_DIFFERS: "true"} if differs else {})
@@ -203,9 +200,8 @@ class _ArtRunEndpoints(_Endpoints):
     async def keep_best(self, request: web.Request, model: ArtModel) -> None:
         """Deletes all checkpoints except the latest and the best by the logged metrics."""
         registered = await self._models.open(model)
-        metric = request.query.get("benchmark", "val/reward")
         versions = registered.learner.versions
-        best = registered.metrics_log.best(metric, _smoothing(request), versions)
+        best = registered.metrics_log.best(request.query.get("benchmark", "val/reward"), _smoothing(request), versions)
         await self._models.delete_steps(registered, set(versions) - {best})
 
     async def keep(self, request: web.Request, body: bodies.ArtKeepRequest) -> None:

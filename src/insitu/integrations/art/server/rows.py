@@ -53,9 +53,8 @@ def build_batch(
         rewards = [trajectory.reward for trajectory in group.trajectories]
         batch.trainable_groups += len(set(rewards)) > 1
         group_rows: list[TrainingRow] = []
-        for index, (trajectory, advantage) in enumerate(
-            zip(group.trajectories, group_advantages(rewards, convention), strict=True)
-        ):
+        pairs = zip(group.trajectories, group_advantages(rewards, convention), strict=True)
+        for index, (trajectory, advantage) in enumerate(pairs):
             if advantage == 0:
                 batch.dropped["equal_rewards"] += 1
                 continue

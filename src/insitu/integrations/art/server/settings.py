@@ -11,26 +11,24 @@ from insitu.integrations.art.server.trajectories import ArtModel, T, drop_nulls
 from insitu.schemas.training_jobs import TrainingSettings
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio"), (False,)),
+    **dict.fromkeys(("allow_training_without_logprobs", "mask_prob_ratio", "peft_args.use_rslora"), (False,)),
     **dict.fromkeys(("scale_learning_rate_by_reward_std_dev", "trainer_args.adafactor"), (False,)),
     **dict.fromkeys(("kimi_k2_tau", "max_negative_advantage_importance_sampling_weight"), (0,)),
     **dict.fromkeys(("kl_penalty_reference_step",), (0,)),
     **dict.fromkeys(("num_trajectories_learning_rate_multiplier_power", "trainer_args.beta"), (0,)),
     **dict.fromkeys(("trainer_args.label_smoothing_factor", "trainer_args.neftune_noise_alpha"), (0,)),
     **dict.fromkeys(("grad_accumulation_sequences", "trainer_args.gradient_accumulation_steps"), (1,)),
-    **dict.fromkeys(("kl_penalty_step_lag", "kl_ref_adapter_path"), ()),
+    **dict.fromkeys(("kl_penalty_step_lag", "kl_ref_adapter_path", "trainer_args.optim_target_modules"), ()),
     **dict.fromkeys(("moe_routing_replay_bundle", "moe_routing_replay_path"), ()),
     **dict.fromkeys(("chat_template", "chat_template_path", "init_args.resize_model_vocab"), ()),
     **dict.fromkeys(("peft_args.layers_to_transform", "peft_args.layers_pattern"), ()),
     **dict.fromkeys(("torchtune_args", "tinker_args", "tinker_native_args", "init_args.rope_scaling"), ({},)),
     "moe_routing_replay_strict": (False, True),
     "trainer_args.adam_epsilon": (1e-8,),
-    "trainer_args.optim_target_modules": (),
     "peft_args.bias": ("none",),
     "peft_args.init_lora_weights": (True,),
     "peft_args.loftq_config": ({},),
     "peft_args.modules_to_save": ([],),
-    "peft_args.use_rslora": (False,),
 }
 """Unsupported keys that would change training, with the values that have no effect and are therefore accepted."""
 IGNORED_KEYS = {
@@ -128,8 +126,7 @@ def parse_plan(model: ArtModel, config: Mapping[str, Any], dev_config: Mapping[s
         "betas": (art.adam_beta1, art.adam_beta2),
         "lora": lora if model.config.get("peft_args") else None,
     }
-    ignored = _ignored(art.model_extra or {}, request)
-    return TrainPlan(_validated(TrainingSettings, settings), art, ignored)
+    return TrainPlan(_validated(TrainingSettings, settings), art, _ignored(art.model_extra or {}, request))
 
 
 def _kl(art: ArtSettings) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from insitu.schemas.finetuning import MAX_REWARD
 from insitu.wire.http_format import parse_token_ids
 from insitu.wire.http_server import validation_refusal
 
-DEFAULT_ENTITY = "insitu"
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 T = TypeVar("T", bound=BaseModel)
@@ -67,7 +66,7 @@ class ArtModel(_Body):
 
     name: str
     project: str
-    entity: str = DEFAULT_ENTITY
+    entity: str = "insitu"
     base_model: str | None = None
     trainable: bool = True
     config: Settings = Field(default={}, alias="_internal_config")

@@ -120,10 +120,8 @@ class HarborConfig(ProgramConfig, name="harbor"):
         """The program for containers. Raises ConfigError if it is not installed."""
         (program,) = with_values(self.run[:1], {"": ""}, folder)
         if shutil.which(program) is None:
-            raise ConfigError(
-                f"workflow.run: {program} is not installed: install it, or set run to the command of another program "
-                "for containers, such as podman"
-            )
+            advice = "install it, or set run to the command of another program for containers, such as podman"
+            raise ConfigError(f"workflow.run: {program} is not installed: {advice}")
         return program
 
 
@@ -241,9 +239,8 @@ class Container:
         agent = with_values(["", *self._config.command], {**columns, "model_url": url}, folder)[1:]
         run = with_values(self._config.run, places, folder)
         execute = [run[0], "exec", "-i", self._name, "sh", "-c"]
-        workdir = environment.workdir or ""
         yield [*run, "sh", "-c", _STAYS]
-        yield [*execute, _AGENT, "insitu", workdir, *agent]
+        yield [*execute, _AGENT, "insitu", environment.workdir or "", *agent]
         yield [*execute, _KILLS]
         yield [*execute, _TESTS]
 
@@ -276,9 +273,8 @@ class Container:
             return None if seconds is None else seconds * self._config.timeout_multiplier
 
         async def execute(command: list[str], stdin: bytes, seconds: float | None, name: str) -> Program:
-            running = run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
             try:
-                return await running
+                return await run_program(command, stdin, name=name, time_limit=limit(seconds), **options)
             except EpisodeTimeout:
                 raise EpisodeTimeout(f"{where}: {name} took more than {limit(seconds):g} s") from None
 
@@ -333,8 +329,7 @@ class Container:
         if part not in rewards:
             message = not_found(f"{self._where}: the reward", part, rewards)
             raise WorkflowError(f"{message}; choose one with workflow.reward")
-        answer = agent.stdout.decode(errors="replace").strip()
-        return Outcome(answer=answer, reward=rewards[part], rewards=rewards)
+        return Outcome(answer=agent.stdout.decode(errors="replace").strip(), reward=rewards[part], rewards=rewards)
 
 
 @register_function(config_type=HarborConfig)

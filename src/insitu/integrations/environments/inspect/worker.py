@@ -173,19 +173,17 @@ def _model(llm: str) -> Any:
     async def send_to_endpoint(request: Any) -> None:
         episode = _episode.get()
         if episode.is_scoring and llm in episode.unscored_llms:
-            episode.refused = (
-                f"a scorer of the task calls {llm}, the model under training, which would then be trained to grade "
-                "itself: name another llm, such as workflow.roles: {grader: NAME}"
-            )
+            problem = f"calls {llm}, the model under training, which would then be trained to grade itself"
+            advice = "name another llm, such as workflow.roles: {grader: NAME}"
+            episode.refused = f"a scorer of the task {problem}: {advice}"
         request.url = type(request.url)(episode.url + request.url.path.removeprefix("/v1"))
         request.headers["Host"] = request.url.netloc.decode()
 
-    client = DefaultAsyncHttpxClient(event_hooks={"request": [send_to_endpoint]})
     return get_model(
         f"openai-api/insitu/{llm}",
         base_url="http://insitu/v1",
         api_key="insitu",
-        http_client=client,
+        http_client=DefaultAsyncHttpxClient(event_hooks={"request": [send_to_endpoint]}),
         memoize=False,
         config=GenerateConfig(max_retries=2),  # of the task, if it says so
     )
@@ -215,9 +213,8 @@ class Evaluation:
         settings, task = self._settings, self._task
         options = dict(settings["options"])
         limits = [task.time_limit, options.pop("time_limit", None), settings["time_limit"]]
-        setup = [self._enter(), *_solvers(task.setup)]
         (log,) = evaluate(
-            task_with(task, dataset=self._source(), setup=setup),
+            task_with(task, dataset=self._source(), setup=[self._enter(), *_solvers(task.setup)]),
             model=_model(settings["llm"]),
             model_roles={role: _model(llm) for role, llm in settings["roles"].items()} or None,
             epochs=1,
@@ -283,7 +280,7 @@ class Evaluation:
             self.arrived = asyncio.Event()
             start = (asyncio.get_running_loop(), contextvars.copy_context())  # samples are added in this context
             threading.Thread(target=self._receive, args=start, daemon=True).start()
-            self._send({"number": 0})
+            self._send(number=0)
         await self.arrived.wait()
         self.arrived.clear()
         return None if self._closed else []
@@ -311,7 +308,7 @@ class Evaluation:
         sample = self._samples.get(key)
         if sample is None or json.dumps(_question(sample), default=str) != json.dumps(request["question"]):
             problem = f"the task has no sample {key!r} with this input here: it is not the same in each process"
-            self._send({"number": request["number"], "error": problem})
+            self._send(number=request["number"], error=problem)
             return
         epoch = self._epochs[key] = self._epochs.get(key, 0) + 1
         self._episodes[key, epoch] = Episode(request)
@@ -321,20 +318,17 @@ class Evaluation:
     def _send_result(self, sample: Any) -> None:
         episode = self._episodes.pop((str(sample.id), sample.epoch))
         self._entered.pop(sample.uuid, None)
-        error = None if sample.error is None else sample.error.message
         self._send(
-            {
-                "number": episode.number,
-                "error": episode.refused or error,
-                "limit": None if sample.limit is None else {"type": sample.limit.type, "limit": sample.limit.limit},
-                "answer": sample.output.completion,
-                "scores": numbers(sample.scores),
-                "names": [*(sample.scores or {})],
-                "messages": len(sample.messages),
-            }
+            number=episode.number,
+            error=episode.refused or (None if sample.error is None else sample.error.message),
+            limit=None if sample.limit is None else {"type": sample.limit.type, "limit": sample.limit.limit},
+            answer=sample.output.completion,
+            scores=numbers(sample.scores),
+            names=[*(sample.scores or {})],
+            messages=len(sample.messages),
         )
 
-    def _send(self, result: dict[str, Any]) -> None:
+    def _send(self, **result: Any) -> None:
         self._connection.sendall(json.dumps(result).encode() + b"\n")
 
 

@@ -158,10 +158,9 @@ async def inspect_task(config: InspectConfig, builder: Builder) -> AsyncIterator
             "time_limit": None if timeout is None else math.ceil(timeout),
             "logs": str(logs or folder),
         }
-        arguments = command(python, "run", settings)
         async with (
             Gateway(llms, bind=config.gateway) as gateway,
-            WorkerPool(arguments, config.workers, folder, **most).open() as pool,
+            WorkerPool(command(python, "run", settings), config.workers, folder, **most).open() as pool,
         ):
             yield FunctionInfo.from_fn(run, description=f"Runs {config.task}")
 

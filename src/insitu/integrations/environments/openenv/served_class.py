@@ -36,10 +36,9 @@ def main(ref: str, port: str, sessions: str) -> None:
         sys.exit(str(error))
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
         sys.exit(f"workflow.class: {ref} is not an environment class of OpenEnv")
-    types = types_of(environment, Environment)
     action, observation = (
         kind if isinstance(kind, type) and issubclass(kind, general) else general
-        for kind, general in zip(types, (Action, Observation), strict=False)
+        for kind, general in zip(types_of(environment, Environment), (Action, Observation), strict=False)
     )
     limit = int(sessions) if getattr(environment, "SUPPORTS_CONCURRENT_SESSIONS", False) else 1
     app = create_fastapi_app(environment, action, observation, max_concurrent_envs=limit)

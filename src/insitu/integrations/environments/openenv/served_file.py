@@ -29,8 +29,6 @@ from insitu.wire.http_server import guard, json_response, listening, parse_json
 from insitu.wire.redaction import redact
 from insitu.workflow.functions import convert
 
-_MESSAGE_BYTES = 2**22
-
 
 class Message(BaseModel):
     type: str
@@ -86,7 +84,7 @@ class FileServer:
         return [web.get("/ws", self._session), *(web.get(path, answer) for path in answers)]
 
     async def _session(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(max_msg_size=_MESSAGE_BYTES, heartbeat=20)
+        socket = web.WebSocketResponse(max_msg_size=2**22, heartbeat=20)
         await socket.prepare(request)
         row: EvalInputItem | None = None
         state, data = State(), dict[str, Any]()

@@ -185,9 +185,8 @@ class EnvironmentServer:
         try:
             async with self._http.get(f"{url}/schema", timeout=aiohttp.ClientTimeout(self.timeout)) as response:
                 if response.status != 200:
-                    raise BackendUnavailable(
-                        f"{url}/schema is answered with {response.status}: is it an OpenEnv server?"
-                    )
+                    problem = f"{url}/schema is answered with {response.status}"
+                    raise BackendUnavailable(f"{problem}: is it an OpenEnv server?")
                 if (body := await read_at_most(response, _SCHEMA_BYTES)) is None:
                     raise BackendUnavailable(f"{url}/schema is answered with more than {_SCHEMA_BYTES} bytes")
                 schema: dict[str, Any] = orjson.loads(body)["action"]

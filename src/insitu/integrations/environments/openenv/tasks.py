@@ -71,9 +71,8 @@ async def _check(config: OpenEnvConfig) -> str:
     """What is missing in the block of a server that answers. Raises BackendUnavailable if it does not."""
     with TemporaryDirectory() as empty:
         async with server_of(config.model_copy(update=_CHECK), Config(folder=Path(empty))).open() as server:
-            schema = await server.action_schema()
             try:
-                action_of_schema(schema, server.url)
+                action_of_schema(await server.action_schema(), server.url)
             except ConfigError as error:
                 return f" Before you start: {error}."
     return ""

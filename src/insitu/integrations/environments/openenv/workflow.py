@@ -90,8 +90,7 @@ class OpenEnvConfig(FunctionBaseConfig, name="openenv"):
 
     @model_validator(mode="after")
     def _has_one_server(self) -> Self:
-        servers = [name for name in ("url", "command", "class_") if getattr(self, name) is not None]
-        if len(servers) != 1:
+        if [self.url, self.command, self.class_].count(None) != 2:
             raise ValueError("set one of url, command and class")
         [*template_texts(self.reset, "reset")]
         return self
@@ -203,10 +202,9 @@ def action_of_schema(schema: dict[str, Any], url: str | None) -> Callable[[str],
     needed = [name for name in schema.get("required", ()) if name in fields] or [*fields]
     if len(needed) != 1 or fields[needed[0]].get("type") != "string":
         kinds = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items()) or "none"
-        raise ConfigError(
-            f"workflow.action is missing: an action at {url} has the fields {kinds}, not one text; name a function of "
-            "the model's text that returns the action, such as my_agent:to_action"
-        )
+        problem = f"an action at {url} has the fields {kinds}, not one text"
+        advice = "name a function of the model's text that returns the action, such as my_agent:to_action"
+        raise ConfigError(f"workflow.action is missing: {problem}; {advice}")
     return lambda text: {needed[0]: text}
 
 

@@ -22,8 +22,6 @@ from insitu.registry import register_dataset_loader
 from insitu.schemas.components import WORKFLOW
 from insitu.schemas.kinds import FUNCTION
 
-_OLDEST = (0, 4)
-
 
 def _check_id(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("id"), str) or not value["id"]:
@@ -39,7 +37,7 @@ def check_verifiers() -> None:
     """Raises ConfigError if verifiers is missing, or too old."""
     with needing("verifiers", "_type: verifiers"):
         installed = version("verifiers")
-    if tuple(int(part) for part in installed.split(".")[:2]) < _OLDEST:
+    if tuple(int(part) for part in installed.split(".")[:2]) < (0, 4):
         raise ConfigError(f"verifiers {installed} is too old: insitu runs tasksets of verifiers.v1, from 0.4 on")
 
 
@@ -56,10 +54,9 @@ def taskset_type(settings: Mapping[str, Any], folder: Path | None) -> Any:
         return taskset_class(name)
     except Exception as error:  # the import of a package may raise anything
         if _has_load_environment(name):
-            raise ConfigError(
-                f"taskset {name!r} has load_environment, which verifiers 0.4 has removed: it needs a release of its "
-                "package for verifiers.v1 (a Taskset in __all__)"
-            ) from error
+            problem = f"taskset {name!r} has load_environment, which verifiers 0.4 has removed"
+            advice = "it needs a release of its package for verifiers.v1 (a Taskset in __all__)"
+            raise ConfigError(f"{problem}: {advice}") from error
         raise ConfigError(f"taskset {name!r} cannot be loaded: {error}") from error
 
 

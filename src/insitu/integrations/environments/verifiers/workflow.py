@@ -146,6 +146,5 @@ def outcome_of(episode: Any, endpoint: EpisodeEndpoint) -> Outcome:
             step_rewards=trace.info.get("step_rewards"),
         )
     except ValidationError as error:
-        raise WorkflowError(
-            f"the rewards of the taskset are not numbers that can be used: {first_problem(error)}"
-        ) from error
+        problem = "the rewards of the taskset are not numbers that can be used"
+        raise WorkflowError(f"{problem}: {first_problem(error)}") from error
