@@ -119,7 +119,7 @@ class Run(ResumableRun):
 
     async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
         """Records the settings of a new run, and plays one row."""
-        self._record_settings(trainer, builder, settings)
+        await asyncio.to_thread(self._record_settings, trainer, builder, settings)
         self.store.record_event("started", insitu=__version__)
         self.report.header(self.id, settings)
         endpoint = await trainer.trainer_adapter.policy_endpoint()
@@ -135,7 +135,7 @@ class Run(ResumableRun):
         with self.recorded_end():
             if self.continues:
                 self.continue_run()
-                self._record_settings(trainer, builder, settings)
+                await asyncio.to_thread(self._record_settings, trainer, builder, settings)
             else:
                 await self.start(trainer, builder, settings)
             yield
