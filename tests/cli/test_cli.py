@@ -5,13 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from factories import digits_project, write_rows
 from marks import slow_after
-from processes import run
+from processes import HANGS, run
 from tiny_models import save_tiny_model
 
 TESTS = Path(__file__).resolve().parents[1] / "support"
@@ -307,13 +308,16 @@ def test_the_part_of_the_answer_and_who_gives_it(write: Any) -> None:
 def test_signals_end_a_command_without_an_event_loop_alike(tmp_path: Path, number: signal.Signals) -> None:
     os.mkfifo(tmp_path / "config.yml")
     command = [sys.executable, "-m", "insitu", "validate", str(tmp_path / "config.yml")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
-        descriptor = os.open(tmp_path / "config.yml", os.O_WRONLY)  # which waits for it
-        waiting.send_signal(number)
-        assert waiting.wait(30) == 130
-        assert waiting.stderr is not None
-        assert waiting.stderr.read() == "interrupted\n"
-        os.close(descriptor)
+    unless_ignored = partial(signal.signal, number, signal.SIG_DFL)  # as the tests may be run under nohup
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=unless_ignored) as waiting:
+        try:
+            descriptor = os.open(tmp_path / "config.yml", os.O_WRONLY)  # which waits for it
+            waiting.send_signal(number)
+            _, said = waiting.communicate(timeout=HANGS)
+            assert (waiting.returncode, said) == (130, "interrupted\n")
+            os.close(descriptor)
+        finally:
+            waiting.kill()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from factories import ROOT
 from fake_openai import FakeOpenAI
-from marks import slow_after
+from marks import slow_after, slow_but
 from processes import commands_below, run_project, serving, start_project
 from refusals import refusal
 from waiting import until
@@ -106,7 +106,7 @@ FIX = "open('number.txt', 'w').write('2'); print('done')"
 DOES, JUDGES = (f"import json, sys; exec(json.load(sys.stdin)['{column}'])" for column in ("does", "judges"))
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_what_an_agent_leaves_is_judged(project: Path, server: FakeOpenAI, network: str) -> None:
     first = await outcome(project, server, FIX + ASK, verify=FIXED, network=network)
     assert (first["answer"], first["reward"]) == ("done\necho: hi", 1.0)
@@ -159,7 +159,7 @@ async def test_a_verifier_in_trouble_is_no_reward(project: Path, server: FakeOpe
         await outcome(project, server, "", verify=verify("while True: pass"), limits={"cpu_seconds": 0.5})
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_a_sandbox_that_is_killed_is_no_reward(project: Path, server: FakeOpenAI, network: str) -> None:
     waiting = verify("import signal; signal.pause()")
     async with agent(project, server, "", verify=waiting, network=network) as workflow:
@@ -409,7 +409,7 @@ PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("network", slow_after(1, NETWORKS))
-@pytest.mark.parametrize("verifier", PLANTS)
+@pytest.mark.parametrize("verifier", slow_but({"pytest", "script", "make", "git"}, PLANTS))
 async def test_what_an_agent_plants_is_not_judged(
     tested: Path, server: FakeOpenAI, verifier: str, network: str
 ) -> None:
@@ -420,7 +420,7 @@ async def test_what_an_agent_plants_is_not_judged(
         assert (await episode(workflow, "honest", plant=SOLVE))["reward"] == 1.0
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, server: FakeOpenAI, network: str) -> None:
     """Files that it has deleted are gone, and what decides how tests run is taken if it is named."""
     (tested / "task/parts").mkdir()
@@ -781,7 +781,7 @@ os.wait()
 """
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_nothing_that_an_agent_starts_outlives_it(project: Path, server: FakeOpenAI, network: str) -> None:
     """Also a daemon, which has left its process group; before the verifier runs."""
     marker = f"daemon-of-{os.getpid()}-{network}"
@@ -818,7 +818,7 @@ if os.fork() == 0:
     assert (await outcome(project, server, code, network=network, verify=FIXED))["reward"] == 0.0
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 async def test_a_cancelled_agent_ends_with_all_that_it_has_started(
     project: Path, server: FakeOpenAI, network: str
 ) -> None:
@@ -902,14 +902,14 @@ ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
     "time": ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
 }
 """Code, limits, what is said, and the networks over which they hold."""
-SLOW = ("temporary", "together", "file")
+QUICK = ("memory", "forks", "fills", "time")
 
 
 @pytest.mark.parametrize(
     ("code", "limits", "message", "network"),
     [
         pytest.param(
-            *case, network, id=f"{name}-{network}", marks=[pytest.mark.slow] * (network == "host" or name in SLOW)
+            *case, network, id=f"{name}-{network}", marks=[pytest.mark.slow] * (network == "host" or name not in QUICK)
         )
         for name, (*case, networks) in ENDLESS.items()
         for network in networks
