@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import dis
 import hashlib
 import importlib
 import inspect
@@ -12,7 +13,7 @@ from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -170,8 +171,15 @@ def _statements_of(name: str, module: ast.Module) -> list[ast.stmt]:
     wanted, found = {name}, set[ast.stmt]()
     while added := [each for each, names in binding.items() if each not in found and names & wanted]:
         found.update(added)
-        wanted |= {node.id for each in added for node in ast.walk(each) if isinstance(node, ast.Name)}
+        wanted.update(*(_used(compile(ast.Module([each], []), "", "exec")) for each in added))
     return [each for each in module.body if each in found]
+
+
+def _used(code: CodeType) -> Iterator[str]:
+    """The names of a module that its code looks up, also in functions."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for part in code.co_consts:
+        yield from _used(part) if isinstance(part, CodeType) else ()
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

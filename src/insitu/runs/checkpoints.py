@@ -130,7 +130,7 @@ def _of_run(run: Path, name: str | None, key: str) -> Checkpoint:
     saved = run / CHECKPOINTS
     if name is not None and name not in NAMES:
         return Checkpoint(_kept(saved / name, key), f"of {run}")
-    record = None if name == "latest" else RunReader(run).best()
+    record = None if name == "latest" else RunReader(run, key).best()
     if name == "latest" or (name is None and record is None):
         folders = _steps(saved)
         if not folders:

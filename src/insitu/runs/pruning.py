@@ -34,10 +34,10 @@ class Surplus(NamedTuple):
     problem: str | None = None
 
 
-def find_surplus(folders: Iterable[Path]) -> list[Surplus]:
+def find_surplus(folders: Sequence[Path]) -> list[Surplus]:
     """What can be deleted of each run in folders, and up to three levels below them."""
     runs = [*find_runs(folders)]
-    beside = find_runs({run.resolve().parent for run in runs})
+    beside = find_runs([*folders, *{run.resolve().parent for run in runs}], links=True)
     models = (RunReader(run).starting_model() for run in (*runs, *beside))
     started_from = {_place(model) for model in models if model is not None}
     return [_surplus_of(run, started_from) for run in runs]

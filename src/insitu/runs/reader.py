@@ -94,10 +94,12 @@ class RunReader:
         return read_object(path) if path.is_file() else None
 
     def best(self) -> dict[str, Any] | None:
-        """`best.json`; None before a validation. Raises InsituError if it is damaged, or missing after one."""
+        """`best.json`; None before a validation. Raises ConfigError if it is missing, InsituError if it is damaged."""
         best = self.object(files.BEST)
         if best is None and best_validation(self.validations()) is not None:
-            raise InsituError(f"{self.folder / files.BEST} is missing, although the run was validated")
+            raise ConfigError(
+                f"{self.where} has no {files.BEST}, although it was validated; {self.folder}/latest exists"
+            )
         if best is not None and not isinstance(best.get("checkpoint"), str | None):
             raise InsituError(f"{self.folder / files.BEST} is damaged: checkpoint is {best['checkpoint']!r:.80}")
         return best

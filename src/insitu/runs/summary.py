@@ -61,30 +61,30 @@ class RunDetails:
     best: dict[str, Any] | None
 
 
-def find_runs(folders: Iterable[Path]) -> Iterator[Path]:
+def find_runs(folders: Iterable[Path], *, links: bool = False) -> Iterator[Path]:
     """The run directories in folders that exist, and up to three levels below them, in natural order.
 
-    A folder may be a run itself. A symbolic link below them counts if it leads to a run, hidden folders do not.
+    A folder may be a run itself. Hidden folders are not followed, and symbolic links below them with `links` alone.
     """
     seen: set[Path] = set()
     for folder in folders:
-        for run in _runs_below(folder, _DEPTH):
+        for run in _runs_below(folder, _DEPTH, links):
             if run.resolve() not in seen:
                 seen.add(run.resolve())
                 yield run
 
 
-def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+def _runs_below(folder: Path, depth: int, links: bool) -> Iterator[Path]:
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), natural(entry.name)))
+        entries = sorted(os.scandir(folder), key=lambda entry: natural(entry.name))
     except OSError:  # not readable for this user, or deleted meanwhile
         return
     if {entry.name for entry in entries} & {*RUN_FILES, PROGRESS}:
         yield folder
     elif depth:
         for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from _runs_below(folder / entry.name, 0 if entry.is_symlink() else depth - 1)
+            if entry.is_dir(follow_symlinks=links) and not entry.name.startswith("."):
+                yield from _runs_below(folder / entry.name, depth - 1, links)
 
 
 def read_summary(run: Path) -> RunSummary:

@@ -47,7 +47,7 @@ def test_a_backend_serves_the_weights_of_a_run(tmp_path: Path) -> None:
     (better / "best.json").unlink()
     refused = processes.run("backend", "--model", "better/best", folder=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: --model: better has no best.json: it was never validated")
+    assert refused.stderr.startswith("error: --model: better has no best.json, although it was validated; better/lat")
 
 
 @pytest.fixture

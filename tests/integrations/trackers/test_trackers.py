@@ -132,7 +132,7 @@ def test_each_epoch_is_logged_once_also_by_a_run_that_continues(project: Path, t
     assert [line for line in lines if "epoch" not in line] == [
         {"started": 2, "continued": None, "run": run_id},
         {"finished": "completed"},
-        {"started": 2, "continued": "an id", "run": run_id},
+        {"started": 3, "continued": "an id", "run": run_id},
         {"finished": "completed"},
     ]
     assert [line["epoch"] for line in lines if "epoch" in line] == [0, 1, 2, 3]
