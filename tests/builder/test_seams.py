@@ -92,7 +92,8 @@ def test_guides_import_from_the_plugin_api_only() -> None:
             assert not re.search(r"^\s*from [\w.]+ import .*\b_\w+", block, re.MULTILINE), page.name
 
 
-def test_functions_beside_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("continues", slow_after(1, [False, True]))
+def test_functions_beside_the_file(tmp_path: Path, continues: bool) -> None:
     for name in ("mine.py", "mine_loss.py"):
         shutil.copy(PLUGIN / "src" / name, tmp_path / name)
     write_project(tmp_path, snippet("yaml fragment", "mine_loss"))
@@ -106,6 +107,8 @@ def test_functions_beside_the_file(tmp_path: Path) -> None:
             value = value[int(part)] if part.isdecimal() else value[part]
         assert len(value["sha256"]) == 64, key
 
+    if not continues:
+        return
     more = ("-o", "finetuning.num_epochs", "3", "--resume")
     with (tmp_path / "mine_loss.py").open("a") as file:
         file.write("\nCHANGED = True\n")
@@ -205,12 +208,20 @@ def test_overlong_completions_lose_up_to_the_penalty(tokens: tuple[int, ...], re
         overlong(2.0, calls, max_tokens=8, buffer=9)
 
 
-def test_a_run_with_overlong_completions(tmp_path: Path) -> None:
-    shape = "{_type: overlong, arguments: {max_tokens: 8, buffer: %s, penalty: 0.25}}"
-    change = "finetuning: {reward_function: {name: score, shape: %s}}"
-    write_project(tmp_path, change % (shape % 0))
+OVERLONG = (
+    "finetuning: {reward_function: {name: score, shape: {_type: overlong, arguments: {max_tokens: 8, buffer: %s, "
+    "penalty: 0.25}}}}"
+)
+
+
+def test_a_wrong_argument_of_a_shape_is_refused(tmp_path: Path) -> None:
+    write_project(tmp_path, OVERLONG % 0)
     assert "reward_function.shape.arguments.buffer is 0: Input should be greater than 0" in refusal(tmp_path)
-    write_project(tmp_path, change % (shape % 4))
+
+
+@pytest.mark.slow
+def test_a_run_with_overlong_completions(tmp_path: Path) -> None:
+    write_project(tmp_path, OVERLONG % 4)
     ended = finetune(tmp_path)
     assert ended.returncode == 0, ended.stderr
     episodes = read_lines(tmp_path / "run/episodes.jsonl.gz")[1:]

@@ -131,6 +131,30 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
         RunReader(folder).rewards(7)
 
 
+@pytest.mark.parametrize("force", [False, True])
+async def test_code_of_the_training_may_not_change(tmp_path: Path, config: Config, force: bool) -> None:
+    def settings(digest: str) -> dict[str, Any]:
+        return {"training": {"objective": {"_type": "python", "function": "mine:loss", "sha256": digest}}}
+
+    folder, run = tmp_path / "run", ResumableRun("r")
+    builder = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True, force=force))
+    run.open_folder(folder, builder, {})
+    assert run.changed_code(settings("a")) == []
+    started_with(folder, config, **settings("a"))
+    await run.commit(policy_version=0)
+    run.unlock()
+    continued = ResumableRun("other")
+    continued.open_folder(folder, builder, {})
+    assert continued.changed_code(settings("a")) == []
+    if force:
+        changed = ["changed since the run was started: the code of training.objective"]
+        assert continued.changed_code(settings("b")) == changed
+    else:
+        with pytest.raises(ConfigError, match=r"other code: that of training\.objective has changed\. Restore it"):
+            continued.changed_code(settings("b"))
+    continued.unlock()
+
+
 async def test_which_versions_a_backend_may_serve(tmp_path: Path, config: Config) -> None:
     """Those that the run had, and one more where an earlier process may have trained the warm-up."""
     async with Builder(config) as builder:

@@ -310,7 +310,8 @@ CHOICES: list[tuple[Any, Any, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
 async def test_forced_calls_of_every_dialect_are_trained(tmp_path: Path, streamed: bool) -> None:
     """As what was sampled from among the tokens that the grammar allows."""
     options = ("--port", 0, "--token", TOKEN, "--output_dir", tmp_path / "out")
