@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -102,6 +102,8 @@ class CallSite(NamedTuple):
 OUTSIDE = CallSite(Invocation(ROOT_INVOCATION))
 current_call_site: ContextVar[CallSite] = ContextVar("insitu_call_site", default=OUTSIDE)
 """Concurrent tasks each have their own; a task started inside a function belongs to that function."""
+calls_in_flight: ContextVar["Activity | None"] = ContextVar("insitu_calls_in_flight", default=None)
+"""Measures when model calls of a run's episodes are in flight, or attempts at episodes in other processes."""
 SCORING = CallSite(Invocation(ROOT_INVOCATION), is_explicit=True)
 """The site of evaluators: their model calls belong to no episode, and are no mistake."""
 
@@ -160,10 +162,6 @@ class Activity:
             self.end()
 
 
-calls_in_flight: ContextVar[Activity] = ContextVar("insitu_calls_in_flight", default=Activity())  # noqa: B039 (nobody reads it)
-"""Measures when model calls of a run's episodes are in flight, or attempts at episodes in other processes."""
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class CallLedger:
     """The model calls of one episode, or of a plain run; agents may call from several threads.
@@ -180,7 +178,7 @@ class CallLedger:
     needs: Needs = Needs.TOKEN_IDS
     on_call: OnCall | None = None
     sampled_from: tuple[str, str] | None = None
-    in_flight: Activity = field(default_factory=Activity)
+    in_flight: Activity | None = None
     temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -229,7 +227,8 @@ class CallLedger:
             pending = PendingCall(indices, digest, repetition, sampling_seed, server, llm, time.monotonic())
             if not self.closed:
                 self._pending[pending] = None
-                self.in_flight.begin()
+                if self.in_flight is not None:
+                    self.in_flight.begin()
             return pending
 
     def continued(self, messages: Sequence[dict[str, Any]], llm: str | None) -> ModelCall | None:
@@ -243,7 +242,8 @@ class CallLedger:
         """Marks the request of a call as no longer in flight."""
         if pending in self._pending:
             del self._pending[pending]
-            self.in_flight.end()
+            if self.in_flight is not None:
+                self.in_flight.end()
 
     def activity(self) -> str:
         """The oldest request in flight and its age, for people who wait for the episode."""

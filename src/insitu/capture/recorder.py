@@ -178,7 +178,7 @@ class Exchange:
                 body[_BRIDGE] = {"token_ids": earlier.all_token_ids, "num_messages": len(earlier.messages) + 1}
         if body.get("seed") is None:
             body["seed"] = self._call.seed
-        self._stream = StreamAssembler(self._strip)
+        self._stream = StreamAssembler(self._strip) if self.streamed else None
         self._started_at = time.time()
         self.content = orjson.dumps(body)
 
@@ -246,6 +246,7 @@ class Exchange:
 
     def feed(self, chunk: bytes) -> bytes:
         """Takes a chunk of a streamed response; returns the bytes to forward."""
+        assert self._stream is not None
         return self._stream.feed(chunk)
 
     def end(self, headers: Mapping[str, str], error: str | None = None, *, by_server: bool = True) -> str | None:
@@ -253,6 +254,7 @@ class Exchange:
 
         `by_server`: the server is at fault for the error. Returns why the response is incomplete, if it is.
         """
+        assert self._stream is not None
         if not self._pending:
             return error
         error = error or self._stream.error
@@ -274,7 +276,7 @@ class Exchange:
     @property
     def all_choices_finished(self) -> bool:
         """Whether all choices of a streamed response have finished."""
-        return self._stream.all_choices_finished(self._num_choices)
+        return self._stream is not None and self._stream.all_choices_finished(self._num_choices)
 
     @property
     def done_received(self) -> bool:
@@ -282,7 +284,7 @@ class Exchange:
 
         End the exchange before forwarding it: the client may finish its episode on receipt.
         """
-        return self._stream.done_received
+        return self._stream is not None and self._stream.done_received
 
     def fail(self, reason: str, *, by_server: bool) -> None:
         """Discards the exchange because no usable response arrived; a retry by the client counts as the same call."""

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ class RemoteExecutor(Executor):
         self, workflow: str, policy: CurrentPolicy, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions
     ) -> AttemptResult:
         """One attempt at an opened workflow, made again with the same key if its service is lost."""
-        pool, lost, session = self.pool, None, None
+        pool, calls, lost, session = self.pool, calls_in_flight.get(), None, None
         activity = pool.activity
         started, request = time.monotonic(), request_fields(item, key, options)
         error: Exception
@@ -66,7 +66,7 @@ class RemoteExecutor(Executor):
                             async with pool.service(alone=losses >= _LOSSES_TOGETHER) as service:
                                 session = service.sessions[workflow]
                                 activity = partial(session.activity, number := session.new_number())
-                                with calls_in_flight.get().in_progress():
+                                with calls.in_progress() if calls is not None else nullcontext():
                                     answer = await session.attempt(number, request | {"policy": policy()})
                                 return read_result(key, answer)
                         except ServiceLost as loss:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -121,9 +121,10 @@ class IntermediateStepManager:
                 current_call_site.set(site._replace(step=site.step.outer))
         self._publish(IntermediateStep(parent_id=parent, function_ancestry=site.invocation.node, payload=payload))
 
-    def add_call(self, site: CallSite, call: ModelCall) -> None:
-        """Records LLM_START and LLM_END of a call that no framework reports."""
-        self._add(partial(call_steps, self._parent(site), site.invocation.node, call))
+    def add_call(self, site: CallSite, around: OpenStep | None, call: ModelCall) -> None:
+        """Records LLM_START and LLM_END of a call that no framework reports, at `site` inside the step `around`."""
+        parent = "root" if around is None else around.uuid
+        self._add(partial(call_steps, parent, site.invocation.node, call))
 
     def enter_function(self, name: str, value: Any) -> list[FunctionStep]:
         """Enters a function and records the STARTs of its steps; returns those, for `leave_function`."""
@@ -219,7 +220,7 @@ class EpisodeScope:
     needs: Needs = Needs.TOKEN_IDS
     target_functions: Collection[str] = (WORKFLOW,)
     sampled_from: tuple[str, str] | None = None
-    in_flight: Activity = field(default_factory=Activity)
+    in_flight: Activity | None = None
     temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -276,7 +277,7 @@ class EpisodeScope:
             if call is not reported[0] and call.messages is reported[0].messages:
                 reported.append(call)
         else:
-            self.step_manager.add_call(site, call)
+            self.step_manager.add_call(site, enclosing_step, call)
         if not self.ledger.training or self.ledger.is_credited(call.llm):
             self.rewards.add_call(call, site.invocation, is_targeted(call.functions, self.target_functions))
 
