@@ -17,7 +17,7 @@ from insitu.advantages.credit import (
     group_relative,
     has_step_rewards,
 )
-from insitu.errors import TrajectoryError, foreign_errors
+from insitu.errors import InsituError, TrajectoryError, describe_error
 from insitu.schemas.episodes import GREEDY_TEMPERATURE, GROUP_KEY, DropReason, ModelCall, TrainingRow
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 
@@ -121,10 +121,14 @@ class FunctionEstimator(AdvantageEstimator):
         if not any(t.trained_calls for t in group):  # a plugin's text-only trajectories
             return estimated_by_backend(group)
         where = f"advantages of row {(group[0].metadata or {}).get('row_id', group[0].id)!r}"
-        with foreign_errors(TrajectoryError, where):
+        try:
             returned = _values(self._function([t.reward for t in group], group), where)
             _check_count(where, len(returned), len(group), "episodes")
             estimated = [_of_calls(a, t, f"{where}, episode {t.id}") for a, t in zip(returned, group, strict=True)]
+        except InsituError:
+            raise
+        except Exception as error:  # code of the user may raise anything
+            raise TrajectoryError(f"{where}: {describe_error(error)}") from error
         values = (v for of_calls in estimated for a in of_calls.values() for v in (a if isinstance(a, list) else [a]))
         return [*estimated] if any(values) else None
 
@@ -217,8 +221,11 @@ def estimate_epoch(collection: TrajectoryCollection, estimator: AdvantageEstimat
 def _with_rows(trajectory: Trajectory, advantages: CallAdvantages) -> Trajectory:
     """A copy with training rows; the trajectory itself if the backend computes its advantages, or trains no tokens."""
     numbers = {index: advantage for index, advantage in advantages.items() if advantage is not None}
-    if not numbers or any(None in _TOKENS(trajectory.calls[index]) for index in numbers):
+    if not numbers:
         return trajectory
+    for index in numbers:
+        if None in _TOKENS(trajectory.calls[index]):
+            return trajectory
     return trajectory.model_copy(update={"rows": rows_of(trajectory.calls, numbers, trajectory.id or "")})
 
 

@@ -110,9 +110,5 @@ def openapi_document(routes: Sequence[ApiRoute], version: str) -> dict[str, Any]
     }
 
 
-def model_response(content: BaseModel) -> web.Response:
-    return web.Response(text=content.model_dump_json(), content_type="application/json")
-
-
 def _ref(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -52,20 +52,25 @@ _CANDIDATE_FIELDS = tuple(field.name for field in fields(CandidateStep) if field
 
 def episode_record(episode: Episode) -> dict[str, Any]:
     """The record of one episode, from which every table, plot and total is derived."""
-    prompt_tokens, prompt = 0, None
+    versions: set[int] = set()
+    prompt_tokens = sampled_tokens = 0
+    prompt: list[int] | None = None
     for call in episode.calls:
         if not call.choice or call.prompt_token_ids != prompt:  # the choices of a request share their prompt
             prompt_tokens += len(call.prompt_token_ids or ())
         prompt = call.prompt_token_ids
+        sampled_tokens += len(call.token_ids or ())
+        if call.policy_version is not None:
+            versions.add(call.policy_version)
     return {
         "episode": episode.key.text(),
         **dict(zip(_KEY_FIELDS, episode.key[1:5], strict=True)),
         **dict(zip(_EPISODE_FIELDS, _episode_values(episode), strict=True)),
         "seconds": round(episode.seconds, 4),
-        "policy_versions": sorted({call.policy_version for call in episode.calls} - {None}),
+        "policy_versions": sorted(versions),
         "calls": len(episode.calls),
         "prompt_tokens": prompt_tokens,
-        "sampled_tokens": sum(len(call.token_ids or ()) for call in episode.calls),
+        "sampled_tokens": sampled_tokens,
         **({"candidates": [*map(_candidate_record, episode.candidates)]} if episode.candidates else {}),
         **({"source": episode.source} if episode.source else {}),
     }
@@ -85,8 +90,10 @@ def restore_episode(record: Mapping[str, Any], calls: list[ModelCall]) -> Episod
 
 def _candidate_record(candidate: CandidateStep) -> dict[str, Any]:
     """Without the prompt if a call has it."""
-    names = (name for name in _CANDIDATE_FIELDS if name != "prompt" or candidate.call is None)
-    return {name: getattr(candidate, name) for name in names}
+    record = {name: getattr(candidate, name) for name in _CANDIDATE_FIELDS}
+    if candidate.call is not None:
+        del record["prompt"]
+    return record
 
 
 def _restore_candidate(record: Mapping[str, Any], calls: Sequence[ModelCall]) -> CandidateStep:
@@ -206,8 +213,7 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
     `restore_calls` is the inverse.
     """
     records = []
-    contents = (call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls)
-    prompts = [content if isinstance(content, str) else "" for content in contents]
+    prompts: list[Any] = [call.messages[0].get("content") if len(call.messages) == 1 else None for call in calls]
     for index, call in enumerate(calls):
         record = {"episode": episode, **dict(zip(_CALL_FIELDS, _call_values(call), strict=True))}
         for name in ("teacher_logprobs", "sent_logprobs"):
@@ -219,7 +225,11 @@ def call_records(episode: str, calls: Sequence[ModelCall]) -> list[dict[str, Any
             n = len(before.messages)
             if n < len(messages) and messages[:n] == before.messages:
                 key, rest = "continues", messages[n:]
-            elif 0 < len(start) < len(prompt) and prompt.startswith(start):
+            elif (
+                (isinstance(start, str) and isinstance(prompt, str))
+                and 0 < len(start) < len(prompt)
+                and prompt.startswith(start)
+            ):
                 key, rest = "continues_prompt", [{**messages[0], "content": prompt[len(start) :]}]
             else:
                 continue

@@ -29,7 +29,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from insitu.errors import BackendUnavailable, ConfigError, InsituError, RequestRefused, key_of
 from insitu.wire.heap import return_free_pages, use_one_arena
@@ -378,6 +378,10 @@ def json_response(
 def metrics_response(samples: Iterable[Sample], about: Mapping[str, str]) -> web.Response:
     headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     return web.Response(text=metrics_text(samples, about), headers=headers)
+
+
+def model_response(content: BaseModel) -> web.Response:
+    return web.Response(text=content.model_dump_json(), content_type="application/json")
 
 
 def prepare_process() -> None:

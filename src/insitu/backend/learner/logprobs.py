@@ -64,7 +64,8 @@ class LogprobComputer:
                 attend_to_trees(body)
             if not self.can_project_selected:
                 logits_NV = module(**inputs).logits.flatten(0, 1)[batch.logit_positions_N]
-                logits_NV = self._offsets.add_to(logits_NV, batch.shaped, 0)
+                if batch.shaped:
+                    logits_NV = self._offsets.add_to(logits_NV, batch.shaped, 0)
                 return _token_logprobs(logits_NV, batch.targets_N, batch.temperature_N)
             assert head is not None  # the test forward pass used it
             hidden_ND = body(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.logit_positions_N)
@@ -72,7 +73,9 @@ class LogprobComputer:
 
     def _in_chunks(self, head: nn.Module, hidden_ND: Tensor, batch: MicroBatch) -> TokenLogprobs:
         def project(hidden_ND: Tensor, targets_N: Tensor, temperature_N: Tensor | None, first: int) -> TokenLogprobs:
-            logits_NV = self._offsets.add_to(head(hidden_ND), batch.shaped, first)
+            logits_NV = head(hidden_ND)
+            if batch.shaped:
+                logits_NV = self._offsets.add_to(logits_NV, batch.shaped, first)
             return _token_logprobs(logits_NV, targets_N, temperature_N)
 
         count, size = len(batch.targets_N), self._chunk_tokens
@@ -230,4 +233,5 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor, None]:
         probs_NV, targets_N = ctx.saved_tensors
-        return (probs_NV * -gradient_N[:, None]).scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None
+        gradient_NV = probs_NV * -gradient_N[:, None]
+        return gradient_NV.scatter_add_(1, targets_N[:, None], gradient_N[:, None]), None

@@ -200,7 +200,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
                 raise ConfigError(f"the trainer adapter's settings are refused by the backend: {error}") from error
 
     async def _check_settings(self, path: str) -> Any:
-        settings = orjson.dumps(self._job_settings(1))
+        settings = orjson.dumps(self._job_settings(1, self._training.effective()))
         parse = TrainingSettings.model_validate_json if self._training.code else orjson.loads
         return await self._request("POST", path, parse, settings, {"Content-Type": "application/json"})
 
@@ -216,11 +216,14 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             except RequestRefused as error:
                 raise ConfigError(str(error)) from error
 
-    def _job_settings(self, epoch: int) -> dict[str, Any]:
-        """Complete once the backend has checked them."""
+    def _job_settings(self, epoch: int, options: dict[str, Any]) -> dict[str, Any]:
         epochs, seed = max(self.run_config.num_epochs, epoch), self._full_config.general.seed
-        of_epoch = {"seed": seed, "schedule_range": ((epoch - 1) / epochs, epoch / epochs)}
-        return self._training.effective() | of_epoch
+        return options | {"seed": seed, "schedule_range": ((epoch - 1) / epochs, epoch / epochs)}
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        """The settings of the jobs of all epochs; complete once the backend has checked them."""
+        return self._training.effective()
 
     async def is_healthy(self) -> bool:
         return await succeeds(self._request("GET", "/health", Health.model_validate_json, retried=False))
@@ -244,7 +247,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
             epoch, key = self._submissions, f"{trajectories.run_id}/submission {self._submissions}"
         else:
             epoch, key = max(trajectories.epoch, 1), f"{trajectories.run_id}/{trajectories.epoch}"
-        settings, planned = self._job_settings(epoch), trajectories.streamed
+        settings, planned = self._job_settings(epoch, self._options), trajectories.streamed
         ahead = planned is not None and not self._training.may_be_one_step(planned)
         return await self._submit(parts, settings, trajectories.run_id, key, epoch, logprobs_ahead=ahead)
 
@@ -256,7 +259,7 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
     async def open_job(self, run_id: str, epoch: int, num_parts: int, episodes: int) -> None:
         self._open_job = OpenJob(f"{run_id}/{epoch}", num_parts, self._request)
         ahead = not self._training.may_be_one_step(episodes)
-        await self._open_job.open(self._job_settings(epoch), logprobs_ahead=ahead)
+        await self._open_job.open(self._job_settings(epoch, self._options), logprobs_ahead=ahead)
 
     async def add_part(self, number: int, trajectories: TrajectoryCollection) -> None:
         assert self._open_job is not None

@@ -8,7 +8,7 @@ import torch
 from aiohttp import web
 from pydantic import BaseModel
 
-from insitu.backend.http import ApiRoute, model_response
+from insitu.backend.http import ApiRoute
 from insitu.backend.inference.sampler import WeightVersion
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
@@ -19,7 +19,14 @@ from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingSettings
 from insitu.wire.http_format import IDEMPOTENCY_KEY, Sample, format_event, parse_count
-from insitu.wire.http_server import body_chunks, idempotency_key, metrics_response, parse_json, read_body
+from insitu.wire.http_server import (
+    body_chunks,
+    idempotency_key,
+    metrics_response,
+    model_response,
+    parse_json,
+    read_body,
+)
 
 BASE = "/v1/train/jobs"
 LOGPROB_TOLERANCES = {torch.float32: 0.005}

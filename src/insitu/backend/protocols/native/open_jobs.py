@@ -7,14 +7,14 @@ from typing import Any
 
 from aiohttp import web
 
-from insitu.backend.http import ApiRoute, model_response
+from insitu.backend.http import ApiRoute
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
 from insitu.backend.protocols.native.uploads import Limits, check_rows, read_part
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention
-from insitu.wire.http_server import body_chunks, parse_json, read_body
+from insitu.wire.http_server import body_chunks, model_response, parse_json, read_body
 
 logger = logging.getLogger(__name__)
 

@@ -192,7 +192,8 @@ class ChatRequest(SamplingRequest):
     @cached_property
     def choice(self) -> ToolChoice:
         """The tools that the model is offered, and those that it must call. Raises RequestRefused."""
-        return ToolChoice.of(self.tool_choice, self.tools or [])
+        tools = self.tools or []
+        return ToolChoice.of(self.tool_choice, tools) if tools or self.tool_choice is not None else ToolChoice(tools)
 
     def check(self) -> None:
         super().check()
@@ -200,11 +201,14 @@ class ChatRequest(SamplingRequest):
             raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.choice.forced and super().grammar is not None:
             raise RequestRefused("tool_choice and structured output exclude each other", param="tool_choice")
-        if (found := format_problem(self.tool_format, self.reasoning_format)) is not None:
+        stated = self.tool_format, self.reasoning_format
+        if stated != (None, None) and (found := format_problem(*stated)) is not None:
             raise RequestRefused(found[1], param=found[0])
 
     def prompts(self, tokenizer: ChatTokenizer) -> list[list[int]]:
-        self._formats = tokenizer.formats.replaced(self.tool_format, self.reasoning_format)
+        self._formats = tokenizer.formats
+        if self.tool_format or self.reasoning_format:
+            self._formats = self._formats.replaced(self.tool_format, self.reasoning_format)
         if self.enabled_tools and self._formats.tools is None:
             raise RequestRefused(unknown_format("the model"), param="tools", code="unsupported")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
