@@ -16,6 +16,7 @@ from insitu.release.model_export import (
     upload,
 )
 from insitu.runs.checkpoints import checkpoint_of_run
+from insitu.runs.reader import RunReader
 from insitu.schemas.finetuning import HubConfig, TrainerAdapterConfig
 from insitu.schemas.kinds import TRAINER_ADAPTER
 from insitu.training.trackers import Step, TrackedRun, Tracker
@@ -47,7 +48,7 @@ class HubUploads(Tracker):
         prefix = f"{self.key}."
         given = {key.removeprefix(prefix): value for key, value in run.settings.items() if key.startswith(prefix)}
         self._hub = HubConfig.model_validate(given)
-        self._run, self._uploaded = run.folder.parent, ""
+        self._run, self._uploaded, self._validations = run.folder.parent, "", 0
         self._error: Exception | None = None
         return create_repository(self._hub.repo, self._hub.private)
 
@@ -59,6 +60,7 @@ class HubUploads(Tracker):
             return
         if folder.name == self._uploaded:
             return
+        validations = self._count_validations()
         try:
             source = open_source(self._run, folder)
             with tempfile.TemporaryDirectory(prefix=".hub-", dir=self._run) as draft:
@@ -68,9 +70,14 @@ class HubUploads(Tracker):
             logger.warning("%s: %s", folder.name, error)
             self._error = error
         else:
-            self._uploaded, self._error = folder.name, None
+            self._uploaded, self._error, self._validations = folder.name, None, validations
+
+    def _count_validations(self) -> int:
+        return len(RunReader(self._run).validations())
 
     def finish(self, status: str) -> None:
+        if self._count_validations() > self._validations:
+            self._uploaded = ""  # its card may lack the score that it got after it was uploaded
         self.log(Step(0, {}, {}))
         if self._error is not None:
             raise BackendError(f"the last checkpoint was not uploaded: {self._error}")
