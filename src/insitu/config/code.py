@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import dis
 import hashlib
 import importlib
 import inspect
@@ -13,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -171,15 +170,16 @@ def _statements_of(name: str, module: ast.Module) -> list[ast.stmt]:
     wanted, found = {name}, set[ast.stmt]()
     while added := [each for each, names in binding.items() if each not in found and names & wanted]:
         found.update(added)
-        wanted.update(*(_used(compile(ast.Module([each], []), "", "exec")) for each in added))
+        wanted.update(*map(_used, added))
     return [each for each in module.body if each in found]
 
 
-def _used(code: CodeType) -> Iterator[str]:
-    """The names of a module that its code looks up, also in functions."""
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    for part in code.co_consts:
-        yield from _used(part) if isinstance(part, CodeType) else ()
+def _used(statement: ast.stmt) -> set[str]:
+    """The names in a statement, but those that a function or class gives values itself."""
+    used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        used -= {*_bound(statement), *(node.arg for node in ast.walk(statement) if isinstance(node, ast.arg))}
+    return used
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
