@@ -4,7 +4,6 @@ import importlib.util
 import io
 import os
 import re
-import shutil
 import signal
 import sys
 
@@ -136,8 +135,7 @@ def _run(json_lines: bool) -> int:
         _say(f"error: {error}")
         return 2
     except (InsituError, OSError) as error:  # OSError: a full disk, a file that cannot be written
-        first = error.args[0][0][-1] if isinstance(error, shutil.Error) and error.args[0] else error  # of many copies
-        _say(f"failed: {first}")
+        _say(f"failed: {error}")
         return 1
     except Exception as error:  # a lack of memory, which libraries report in many ways; anything else is re-raised
         if (problem := memory_problem(error)) is None:

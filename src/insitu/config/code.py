@@ -152,12 +152,11 @@ def code_digest(ref: CodeRef, folder: Path) -> str | None:
     if ref.code is not None:
         file, name = _file_of(str(getattr(ref.code, "__module__", ""))), getattr(ref.code, "__qualname__", "")
     try:
-        source = Path(file).read_bytes()
-        made_of = _statements_of(name.partition(".")[0], ast.parse(source))
+        module = ast.parse(Path(file).read_bytes())
     except (OSError, TypeError, SyntaxError, ValueError):  # it is in no file, or not in Python
         return None
-    content = "\n".join(map(ast.dump, made_of)).encode() if made_of else source
-    return hashlib.sha256(content).hexdigest()[:16]
+    made_of = _statements_of(name.partition(".")[0], module) or module.body
+    return hashlib.sha256("\n".join(map(ast.dump, made_of)).encode()).hexdigest()[:16]
 
 
 def _file_of(module: str) -> str | None:

@@ -30,7 +30,7 @@ from insitu.gateway.bubblewrap import find_bubblewrap
 from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
-from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts
+from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts, value_text
 from insitu.gateway.visible import misses_file, missing_note
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
@@ -259,13 +259,11 @@ def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path)
     """A command with the values of its placeholders; a path of a program, without `..`, is relative to the folder."""
     field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
     start = os.path.abspath(folder / command[0]) if os.sep in command[0] else command[0]
-    return [start, *(field.sub(lambda match: _text(values, match[1]), part) for part in command[1:])]
 
+    def text_of(match: re.Match[str]) -> str:
+        return value_text(match[1], values[match[1]], values, command[0])
 
-def _text(values: Mapping[str, Any], name: str) -> str:
-    if values[name] is None:
-        raise WorkflowError(f"workflow.command: row {values['row_id']!r}: {name} is null, which no text can hold")
-    return str(convert(values[name], str))
+    return [start, *(field.sub(text_of, part) for part in command[1:])]
 
 
 @register_function(config_type=CommandConfig)

@@ -1,7 +1,7 @@
 """Templates of requests: texts with `{column}`, which a row's values replace, and paths of values in a body."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from insitu.errors import WorkflowError, not_found
@@ -71,11 +71,16 @@ def filled_text(template: str, values: dict[str, Any], where: str, encode: Calla
     def text_of(match: re.Match[str]) -> str:
         if match[1] is None:
             return match[0][0]
-        if (value := _value(match, values, where)) is None:
-            raise WorkflowError(f"{where}: row {values['row_id']!r}: {match[1]} is null, which no text can hold")
-        return encode(convert(value, str))
+        return encode(value_text(match[1], _value(match, values, where), values, where))
 
     return _PLACEHOLDER.sub(text_of, template)
+
+
+def value_text(name: str, value: Any, values: Mapping[str, Any], where: str) -> str:
+    """A value of a row as text. Raises WorkflowError, saying `where`, for null."""
+    if value is None:
+        raise WorkflowError(f"{where}: row {values.get('row_id')!r}: {name} is null, which no text can hold")
+    return str(convert(value, str))
 
 
 def _value(match: re.Match[str], values: dict[str, Any], where: str) -> Any:

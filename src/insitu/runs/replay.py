@@ -152,7 +152,7 @@ def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> S
 
 def file_of_run(folder: Path, how: str) -> Path:
     """The YAML file of a run. Raises ConfigError, saying `how` to give another, if it does not exist any more."""
-    file = Path(str(RunReader(folder).settings(required=True).get("source")))
+    file = Path(str(RunReader(folder).settings(required=True).get("source", "")))
     if not file.is_file():
         raise ConfigError(f"{folder / RUN}: the file of the run, {str(file)!r}, does not exist here; give one {how}")
     return file

@@ -8,8 +8,7 @@ A model whose chat template has no tools gets an agent without tools (`reader/`)
 
 import json
 import re
-import shutil
-from importlib.resources import as_file, files
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,8 +158,9 @@ def write_project(
             text = file.read_text("utf-8")
             (draft / name).write_text(text.format(**values) if name in _FILLED_IN else text, "utf-8")
         if model is None and environment is None:
-            with as_file(_HERE / "model") as saved:
-                shutil.copytree(saved, draft / "model")
+            (draft / "model").mkdir()
+            for file in (_HERE / "model").iterdir():
+                (draft / "model" / file.name).write_bytes(file.read_bytes())
     return sorted(path.name for path in folder.iterdir())
 
 

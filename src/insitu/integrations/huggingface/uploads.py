@@ -48,7 +48,8 @@ class HubUploads(Tracker):
         prefix = f"{self.key}."
         given = {key.removeprefix(prefix): value for key, value in run.settings.items() if key.startswith(prefix)}
         self._hub = HubConfig.model_validate(given)
-        self._run, self._uploaded, self._validations = run.folder.parent, "", 0
+        self._run, self._uploaded, self._version = run.folder.parent, "", 0
+        self._was_scored = False
         self._error: Exception | None = None
         return create_repository(self._hub.repo, self._hub.private)
 
@@ -60,9 +61,9 @@ class HubUploads(Tracker):
             return
         if folder.name == self._uploaded:
             return
-        validations = self._count_validations()
         try:
             source = open_source(self._run, folder)
+            was_scored = self._is_scored(source.record.version)
             with tempfile.TemporaryDirectory(prefix=".hub-", dir=self._run) as draft:
                 target = export_model(source, Path(draft) / folder.name, merge=self._hub.merge, name=self._hub.repo)
                 upload(target, self._hub.repo, f"{folder.name} of the run {self._run.name}")
@@ -70,14 +71,15 @@ class HubUploads(Tracker):
             logger.warning("%s: %s", folder.name, error)
             self._error = error
         else:
-            self._uploaded, self._error, self._validations = folder.name, None, validations
+            self._uploaded, self._error = folder.name, None
+            self._version, self._was_scored = source.record.version, was_scored
 
-    def _count_validations(self) -> int:
-        return len(RunReader(self._run).validations())
+    def _is_scored(self, version: int) -> bool:
+        return any(each["policy_version"] == version for each in RunReader(self._run).validations())
 
     def finish(self, status: str) -> None:
-        if self._count_validations() > self._validations:
-            self._uploaded = ""  # its card may lack the score that it got after it was uploaded
+        if not self._was_scored and self._is_scored(self._version):
+            self._uploaded = ""  # its card lacks the score that it got after it was uploaded
         self.log(Step(0, {}, {}))
         if self._error is not None:
             raise BackendError(f"the last checkpoint was not uploaded: {self._error}")
