@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).resolve().parent
 LOGGED_BACKEND = TESTS / "logged_backend.py"
 """A script in place of the command `backend`; its first argument is the file that gets a line per completion."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""The models are tiny, and several processes share the cores. The threads of OpenMP do not survive a fork."""
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GOMP_SPINCOUNT": "0",
+}
+"""The models are tiny, and several processes share the cores: threads that wait for each other actively, where a test asks
+for several, take ten times as long. The threads of OpenMP do not survive a fork."""
 FORK_SERVER = "INSITU_TEST_FORK_SERVER"
 """The environment variable by which the pytest workers find the fork server of their controller."""
 HANGS = 600

@@ -169,7 +169,7 @@ async def clock(order: Order, cancel_after: int | None) -> AsyncIterator[None]:
             await turns(IDLE)
             if count == cancel_after:
                 body.cancel()
-            await until(lambda: _episodes.waiting and not _episodes.is_paused, every=0)
+            await until(lambda: _episodes.waiting and not _episodes.is_paused, every=0.001)
             _episodes.let_one_end(number)
 
     ticking = asyncio.create_task(tick())
