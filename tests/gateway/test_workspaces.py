@@ -438,7 +438,7 @@ async def test_a_result_is_what_is_named_as_the_agent_left_it(tested: Path, serv
     assert set(given["metrics"]) == {f"./{name}" for name in names}
 
 
-@pytest.mark.parametrize("keep", ["all", "none"])
+@pytest.mark.parametrize("keep", slow_after(1, ["all", "none"]))
 @pytest.mark.parametrize(
     "result",
     [
