@@ -32,8 +32,8 @@ ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
     "GOMP_SPINCOUNT": "0",
 }
-"""The models are tiny, and several processes share the cores: threads that wait for each other actively, where a test asks
-for several, take ten times as long. The threads of OpenMP do not survive a fork."""
+"""The models are tiny, and several processes share the cores: where a test asks for several threads, they would take
+ten times as long if they waited for each other actively. The threads of OpenMP do not survive a fork."""
 FORK_SERVER = "INSITU_TEST_FORK_SERVER"
 """The environment variable by which the pytest workers find the fork server of their controller."""
 HANGS = 600
