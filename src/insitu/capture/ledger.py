@@ -7,8 +7,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -108,6 +109,15 @@ SCORING = CallSite(Invocation(ROOT_INVOCATION), is_explicit=True)
 """The site of evaluators: their model calls belong to no episode, and are no mistake."""
 
 OnCall = Callable[[ModelCall, CallSite], None]
+
+
+class InheritingThreads:
+    """Part of an event loop: its threads inherit the call site, as with `asyncio.to_thread`."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        if executor is None or isinstance(executor, ThreadPoolExecutor):
+            func, args = copy_context().run, (func, *args)
+        return super().run_in_executor(executor, func, *args)  # type: ignore[misc]
 
 
 class PendingCall(NamedTuple):

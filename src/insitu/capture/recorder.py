@@ -222,8 +222,9 @@ class Exchange:
 
     def _strip(self, body: dict[str, Any]) -> bool:
         """Removes what only insitu requested from a response, or an event of a stream; returns whether it changed."""
-        names = ("prompt_token_ids", "weights") if self._strips_token_ids else ()
-        changed = len([name for name in names if body.pop(name, None) is not None]) > 0
+        changed = False
+        for name in ("prompt_token_ids", "weights") if self._strips_token_ids else ():
+            changed |= body.pop(name, None) is not None
         for choice in body.get("choices") or ():
             for name in ("token_ids", "prompt_token_ids") if self._strips_token_ids else ():
                 changed |= choice.pop(name, None) is not None

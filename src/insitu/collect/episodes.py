@@ -209,7 +209,7 @@ def in_process(workflow: Any) -> Attempt:
 
 
 async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options: EpisodeOptions) -> AttemptResult:
-    item = item.own_copy()  # all episodes of the row begin with the same
+    item = own_copy(item)  # all episodes of the row begin with the same
     scope = EpisodeScope(
         key=key,
         seed=key.seed(options.seed),
@@ -257,6 +257,25 @@ async def _attempt(workflow: Any, item: EvalInputItem, key: EpisodeKey, options:
         names = {credited_function(functions, options.target_functions) for functions in rewarded}
         episode.rewarded_functions = sorted(names)
     return AttemptResult(episode, transient)
+
+
+def own_copy(item: EvalInputItem) -> EvalInputItem:
+    """A copy whose row and answer nobody else can change."""
+    own, copies = item.model_copy(), dict[int, Any]()
+    for name in ("input_obj", "expected_output_obj", "full_dataset_entry", "output_obj"):
+        own.__dict__[name] = _copied(own.__dict__[name], copies)
+    return own
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Containers are copied once each, as `deepcopy` does; objects, which cannot all be copied, are not."""
+    if type(value) not in (dict, list) or id(value) in copies:
+        return copies.get(id(value), value)
+    own = copies[id(value)] = value.copy()
+    for key, each in [*own.items()] if type(value) is dict else enumerate(value):
+        if type(each) in (dict, list):
+            own[key] = _copied(each, copies)
+    return own
 
 
 async def _shared_worker(ledger: CallLedger) -> CaptureError | None:

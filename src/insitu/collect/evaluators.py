@@ -11,7 +11,7 @@ from statistics import fmean
 
 from insitu.advantages.credit import TrainedCalls, credited_function
 from insitu.capture.ledger import OUTSIDE, SCORING, current_call_site
-from insitu.collect.episodes import isolated
+from insitu.collect.episodes import isolated, own_copy
 from insitu.collect.watchdog import doing, seconds_since
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, a_type, describe_error, format_error
@@ -77,7 +77,7 @@ async def score(
     async def evaluate() -> EvalOutput:
         if current_call_site.get() is OUTSIDE:
             current_call_site.set(SCORING)
-        return await evaluator.evaluate_fn(EvalInput(eval_input_items=[item.own_copy() for item in items]))
+        return await evaluator.evaluate_fn(EvalInput(eval_input_items=[own_copy(item) for item in items]))
 
     started = time.monotonic()
     with doing(lambda: f"its evaluator {name} has run for {seconds_since(started)}"):

@@ -21,17 +21,6 @@ WORKFLOW_OUTPUT = "workflow_output.json"
 """The file that an evaluation writes; it can be read as a dataset."""
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Containers are copied once each, as `deepcopy` does; objects, which cannot all be copied, are not."""
-    if type(value) not in (dict, list) or id(value) in copies:
-        return copies.get(id(value), value)
-    own = copies[id(value)] = value.copy()
-    for key, each in [*own.items()] if type(value) is dict else enumerate(value):
-        if type(each) in (dict, list):
-            own[key] = _copied(each, copies)
-    return own
-
-
 class EvaluatorBaseConfig(TypedBaseModel, BaseModelRegistryTag):
     """A block of the section `eval.evaluators`."""
 
@@ -74,13 +63,6 @@ class EvalInputItem(BaseModel):
                 self.__dict__[name] = [*self._steps]
                 return self.__dict__[name]
             return super().__getattr__(name)
-
-    def own_copy(self) -> "EvalInputItem":
-        """A copy whose row and answer nobody else can change."""
-        own = self.model_copy()
-        names = ("input_obj", "expected_output_obj", "full_dataset_entry", "output_obj")
-        own.__dict__ |= _copied({name: self.__dict__[name] for name in names}, {})
-        return own
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: SerializerFunctionWrapHandler) -> Any:

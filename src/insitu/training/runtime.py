@@ -72,8 +72,8 @@ async def run_finetuning(runner: Trainer, resume: bool = False, epochs: int | No
     if isinstance(runner, SingleJobTrainer):
         accepted |= {TrainingStatusEnum.PENDING, TrainingStatusEnum.RUNNING}
     run = runner.resume if resume and isinstance(runner, ResumableTrainer) else runner.run
-    returned = await run(epochs)
-    if not isinstance(returned, list | tuple) or not all(isinstance(s, TrainingJobStatus | None) for s in returned):
+    returned = await asyncio.create_task(run(epochs), name="train")  # what it awaits does not pass through here
+    if not isinstance(returned, list | tuple) or [s for s in returned if not isinstance(s, TrainingJobStatus | None)]:
         raise PluginError(f"{type(runner).__name__}.run returned {returned!r:.200}, not a list of TrainingJobStatus")
     statuses = [status for status in returned if status is not None]
     for status in statuses:

@@ -13,6 +13,7 @@ from contextvars import ContextVar, copy_context
 from types import FrameType
 from typing import Any, TypeVar
 
+from insitu.capture.ledger import InheritingThreads
 from insitu.errors import InsituError, describe_error
 from insitu.wire.endings import stop_signals
 from insitu.wire.log_lines import log_line
@@ -97,23 +98,11 @@ class AgentThreads(ThreadPoolExecutor):
 
 def new_loop() -> tuple[asyncio.AbstractEventLoop, AgentThreads]:
     """An event loop for episodes, and its threads."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        base: Any = asyncio.SelectorEventLoop
-    else:
-        base = uvloop.Loop
+    base: Any = asyncio.SelectorEventLoop
+    with suppress(ModuleNotFoundError):
+        from uvloop import Loop as base
 
-    class Loop(base):
-        """Threads inherit the context, as with `asyncio.to_thread`: their model calls belong to the episode."""
-
-        def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-            if executor is None or isinstance(executor, ThreadPoolExecutor):
-                return super().run_in_executor(executor, copy_context().run, func, *args)
-            return super().run_in_executor(executor, func, *args)
-
-    loop: asyncio.AbstractEventLoop = Loop()
-    executor = AgentThreads()
+    loop, executor = type("Loop", (InheritingThreads, base), {})(), AgentThreads()
     loop.set_default_executor(executor)
     return loop, executor
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.builder import Builder
 from insitu.collect.datasets import load_dataset
+from insitu.collect.episodes import own_copy
 from insitu.collect.evaluators import as_reward, parse_score, score, unshaped_reward_of
 from insitu.config import Config
 from insitu.errors import InsituError, WorkflowError, first_problem
@@ -133,7 +134,7 @@ class FileServer:
 
     async def _reward(self, row: EvalInputItem, answer: str) -> float:
         """Raises WorkflowError if the evaluator gives no score."""
-        item = row.own_copy()
+        item = own_copy(row)
         item.output_obj = answer
         async with self._scoring:
             output = await score(self._evaluator, self._name, [item], self._config.eval.evaluator_timeout)
