@@ -248,7 +248,7 @@ def _check_arguments(function: Callable[..., Any], part: LocalPart, key: str) ->
         return
     for name, value in part.arguments.items():
         try:
-            TypeAdapter(kinds.get(name, Any)).validate_python(value)
+            TypeAdapter(kinds.get(name, Any)).validate_python(value, context=part.arguments)
         except ValidationError as error:
             raise ConfigError(f"{key}.arguments.{name} is {value!r:.80}: {first_problem(error)}") from None
 
