@@ -9,8 +9,11 @@ from factories import MODEL, digits_project, write_rows
 from fake_openai import FakeOpenAI
 from refusals import refusal
 
+from insitu.backend.learner.policy import build_policy
+from insitu.backend.model import load_model
 from insitu.errors import BackendError
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.lora import LoRASettings
 from insitu.training.runtime import check_run
 
 
@@ -92,6 +95,16 @@ def test_adapters_of_layers_that_the_model_does_not_have(tmp_path: Path) -> None
     for targets in ("[self_attn.q_proj]", "[lm_head]", "'.*q_porj'"):  # patterns are the backend's affair
         overrides = ((key, f"{{target_modules: {targets}}}"),)
         asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml", override=overrides)))
+
+
+@pytest.mark.parametrize("targets", ["[q_proj, mlp.down_proj]", "[layers.0.mlp.up_proj]", "'.*k_proj'", "all-linear"])
+def test_the_adapters_of_the_memory_plan_are_those_of_peft(tmp_path: Path, targets: str) -> None:
+    overrides = (("trainer_adapters.backend.training.lora", f"{{rank: 4, target_modules: {targets}}}"),)
+    config = digits_project(tmp_path, rows=1) / "config.yml"
+    _, plan = asyncio.run(check_run(FinetuneRunConfig(config_file=config, override=overrides)))
+    assert plan is not None
+    policy = build_policy(load_model(str(MODEL)), LoRASettings(rank=4, target_modules=yaml.safe_load(targets)), seed=0)
+    assert plan.budget.trained == 4 * sum(parameter.numel() for parameter in policy.trainable.values())
 
 
 def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:

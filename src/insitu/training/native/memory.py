@@ -1,7 +1,8 @@
 """The model of a backend that a run starts, and its memory plan, from the run's file and the files of the model."""
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from insitu.algorithms.memory_budget import CPU_MICRO_BATCH, Workload, model_shape
@@ -13,6 +14,7 @@ from insitu.disk.processor import cpu_dtype, processor_words
 from insitu.errors import ConfigError, not_found
 from insitu.schemas.config import warn_once
 from insitu.schemas.kinds import TRAJECTORY_BUILDER
+from insitu.schemas.lora import LoRASettings
 from insitu.training.episodes_builder import CollectingBuilderConfig
 from insitu.training.memory_plan import Epoch, MemoryPlan, kept_versions
 from insitu.training.native.config import InsituAdapterConfig, resolve_model
@@ -57,6 +59,7 @@ def plan_memory(block: InsituAdapterConfig, builder: Builder) -> MemoryPlan | No
     workload = Workload(
         dtype=dtype,
         lora_rank=training.lora.rank if training.lora is not None else stored.lora_rank,
+        lora_parameters=stored.lora if training.lora is None else _adapted(training.lora, stored.modules),
         whole_embeddings=sum(name.rpartition(".")[2] in _EMBEDDINGS for name in saved),
         quantization=block.quantization,
         micro_batch_tokens=training.micro_batch_tokens if on_gpu else min(training.micro_batch_tokens, CPU_MICRO_BATCH),
@@ -85,6 +88,18 @@ def check_targets(targets: str | list[str], modules: Collection[str], key: str) 
         return
     if not any(f".{module}".endswith(f".{target}") for module in (*modules, "lm_head") for target in targets):
         raise ConfigError(f"{key}: {not_found('the layer', targets[0], sorted(names))}")
+
+
+def _adapted(lora: LoRASettings, modules: Mapping[str, int]) -> int | None:
+    """The parameters for each rank of adapters in the layers that are named; None: in all layers, or unknown."""
+    targets = lora.target_modules
+    if targets == "all-linear" or any(".experts." in name for name in modules):
+        return None
+    pattern = targets if isinstance(targets, str) else rf"(.*\.)?({'|'.join(map(re.escape, targets))})"
+    try:
+        return sum(size for name, size in modules.items() if re.fullmatch(pattern, name)) or None
+    except re.error:  # reported by the backend
+        return None
 
 
 def _epoch(builder: Builder) -> tuple[Epoch, int, int]:
