@@ -115,7 +115,7 @@ def first_problem(error: Exception) -> str:
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(map(str, first["loc"]))
-    return f"{key and key + ': '}{first['msg']}"
+    return f"{key and key + ': '}{first['msg'].removeprefix('Value error, ')}"
 
 
 def not_found(what: str, name: str, existing: Iterable[str]) -> str:

@@ -217,6 +217,9 @@ OVERLONG = (
 def test_a_wrong_argument_of_a_shape_is_refused(tmp_path: Path) -> None:
     write_project(tmp_path, OVERLONG % 0)
     assert "reward_function.shape.arguments.buffer is 0: Input should be greater than 0" in refusal(tmp_path)
+    write_project(tmp_path, OVERLONG % 9)
+    problem = "buffer is 9: overlong: buffer is 9; allowed: from 1 to max_tokens (8)"
+    assert f"reward_function.shape.arguments.{problem}" in refusal(tmp_path)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from insitu.doctor.judgements import (
     about_prefixes,
     about_tool_calls,
     broken_prefixes,
+    judge,
 )
 from insitu.doctor.plan import Plan, about_rows, about_settings
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
@@ -273,6 +274,18 @@ def test_what_a_budget_plays() -> None:
     assert [Budget().rows_and_generations(n) for n in (2, 8, 16, 100)] == [(8, 2), (8, 8), (4, 16), (1, 64)]
     assert Budget(episodes=20).rows_and_generations(8) == (2, 8)
     assert Budget(episodes=4).rows_and_generations(8) == (1, 4)
+    assert [Budget().limit(first) for first in (0, 11, 30)] == [120, 120, 300], "a slow model plays for longer"
+    assert Budget(seconds=60).limit(30) == 60
+
+
+def test_a_slow_model_is_no_agent_that_hangs() -> None:
+    empty = TrajectoryCollection(trajectories=[], run_id="r")
+    slow, hanging = (Evidence(empty, empty, ended_early=True, first=first) for first in (42.5, None))
+    (over,) = (finding for finding in judge(PLAN, slow) if finding.code == "time_over")
+    assert (over.severity, over.change) == (Severity.HARMS, "raise --seconds")
+    assert "0 did, but a row alone, before them, in 42.5 s" in over.what
+    (over,) = (finding for finding in judge(PLAN, hanging) if finding.code == "time_over")
+    assert (over.severity, "if the agent hangs" in over.change) == (Severity.STOPS_LEARNING, True)
 
 
 MEASURES = Measures(

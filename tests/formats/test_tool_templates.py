@@ -13,6 +13,8 @@ from message_formats import ALL_FAMILIES, TOOLS
 from processes import run_project, serving
 from tiny_models import save_tiny_model
 
+from insitu.agents.python import mentions_tools
+from insitu.config import load_config
 from insitu.formats.parser import MessageFormats
 from insitu.formats.registry import renders_tools
 
@@ -69,12 +71,15 @@ def test_validate_warns_if_the_agent_mentions_tools(plain: Path, tmp_path: Path)
     project = digits_project(tmp_path, rows=4, model=str(plain))
     file = project / "config.yml"
     config = yaml.safe_load(file.read_text())
-    config["workflow"] = {"_type": "python", "function": "agent:answer", "model": "player"}
+    config["workflow"] = {"_type": "python", "function": "asking_agent:answer", "model": "player"}
     file.write_text(yaml.safe_dump(config))
     agent = "async def answer(question, model):\n    return await model.ask(question)\n"
-    (tmp_path / "agent.py").write_text(agent)
+    (tmp_path / "asking_agent.py").write_text(agent)
     assert run_project(project, command="validate")[0::2] == (0, "")
-    (tmp_path / "agent.py").write_text(agent.replace("(question)", "(question, tools=[])"))
+    others = "\nasync def other(question, model):\n    return await model.ask(question, tools=[])  # tools\n"
+    (tmp_path / "asking_agent.py").write_text(agent + others)
+    assert not mentions_tools(load_config(file))
+    (tmp_path / "asking_agent.py").write_text(agent.replace("(question)", "(question, tools=[])"))
     code, _, said = run_project(project, command="validate")
     assert code == 0
     assert f"{PROBLEM}; requests with tools will be refused".replace("of plain", f"of {plain}") in said

@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from marks import slow_after, slow_but
 from processes import FORK_SERVER, HANGS, forked_python, run_project, serving
 from waiting import hang, until
 
+from insitu.collect.datasets import load_dataset
 from insitu.config import load_config
 from insitu.disk.json_files import write_json
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError
@@ -109,11 +110,11 @@ async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server:
         "import json, os, sys; n = os.environ; print(json.dumps([sys.argv[1:], sys.stdin.read(), n['INSITU_ROW_ID'],"
         " n['MORE'], n['OPENAI_BASE_URL'][:17], n['ANTHROPIC_BASE_URL'].count('/v1'), os.getcwd()]))"
     )
-    command = [sys.executable, str(tmp_path / "agent.py"), "--level={level}", "{input} {row_id}", "{other} {}"]
+    command = [sys.executable, str(tmp_path / "agent.py"), "--level={level}", "{input} {row_id}", "{ other } {}"]
     (tmp_path / "below").mkdir()
     options = {"env": {"MORE": "yes"}, "stdin": "input", "answer": "json", "command": command, "cwd": "below"}
     arguments, given, *others = await output(tmp_path, server, code, "a {level} \u00fc", **options)
-    assert arguments == ["--level=3", "a {level} \u00fc 7", "{other} {}"]
+    assert arguments == ["--level=3", "a {level} \u00fc 7", "{ other } {}"]
     assert given == "a {level} \u00fc"
     assert others == ["7", "yes", "http://127.0.0.1:", 0, str(tmp_path / "below")]
     with pytest.raises(WorkflowError, match="row '7': input is null, which no text can hold"):
@@ -121,6 +122,8 @@ async def test_arguments_environment_and_forms_of_answer(tmp_path: Path, server:
     assert await output(tmp_path, server, "print(' plain\\n')") == "plain"
     with pytest.raises(WorkflowError, match="not JSON"):
         await output(tmp_path, server, "print('plain')", answer="json")
+    with pytest.raises(WorkflowError, match=r"row '7': the placeholder 'levle' does not exist .did you mean 'level'"):
+        await output(tmp_path, server, code, "", command=[*command, "{levle}"])
 
 
 async def test_a_program_gets_only_the_variables_that_programs_need(
@@ -609,6 +612,26 @@ def test_a_placeholder_without_a_column_is_told_before_anything_starts(
         r"the placeholder 'citty' does not exist \(did you mean 'city'\?\); available: .*city.*, input, row_id \(write"
     )
     assert re.search(f"^error: dataset .*rows.jsonl does not fit {key}: {said}", err), err
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"command": ["true", "--in={citty}"]}, r"command: the placeholder 'citty' .*available: id, question, ci"),
+        ({"verify": ["true", "{verify_files}"]}, "verify: the placeholder 'verify_files' does not exist"),
+        ({"command": ["awk", "{ print } {city} ${HOME} {{.ID}} {}", "-c", "{code}", "{row_id}"]}, None),
+    ],
+)
+def test_a_placeholder_of_a_command_needs_a_column(tmp_path: Path, block: dict[str, Any], said: str | None) -> None:
+    models = {"player": {"_type": "openai", "model_name": "fake", "base_url": "http://127.0.0.1:9/v1"}}
+    block = {"_type": "command", "llm": "player", "command": ["true"], **block}
+    if "verify" in block:
+        block["workspace"] = {"copy": str(tmp_path), "result": ["."]}
+    (tmp_path / "config.yml").write_text(json.dumps({"llms": models, "workflow": block}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": 0, "question": "?", "city": "Rome"}\n')
+    with pytest.raises(ConfigError, match=rf"does not fit workflow\.{said}") if said else nullcontext():
+        load_dataset(load_config(tmp_path / "config.yml"), rows)
 
 
 SCRIPT = """

@@ -62,6 +62,11 @@ def brute_force(candidates: list[CandidateStep], options: PairOptions) -> list[t
             key=lambda p: (p[1].score - p[0].score, *sorted((places[id(p[0])], places[id(p[1])])))
         )  # the largest difference first, then in the order of the candidates
         limit = options.max_pairs if options.exhaustive else 1
+        if options.exhaustive and limit is not None:  # repetitions are the first that are left out
+            texts = [(b.prompt, b.response, w.response) for b, w in allowed]
+            distinct = [k for k, text in enumerate(texts) if text not in texts[:k]]
+            repeated = [k for k in range(len(texts)) if k not in distinct]
+            allowed = [allowed[k] for k in sorted([*distinct, *repeated][:limit])]
         found += [(turn, b.candidate_index, w.candidate_index) for b, w in allowed[:limit]]
     return found
 
@@ -110,6 +115,14 @@ def test_the_largest_differences_are_kept() -> None:
     pairs, dropped = preference_pairs(candidates, ALL._replace(max_pairs=2))
     assert [(p.chosen.candidate_index, p.rejected.candidate_index) for p in pairs] == [(1, 0), (1, 2)]
     assert dropped == {"max_pairs": 1}
+
+
+def test_repetitions_leave_their_places_to_other_pairs() -> None:
+    scored = [("a", 1.0), ("a", 1.0), ("b", 0.0), ("c", 0.5)]
+    candidates = [candidate(index, score, text) for index, (text, score) in enumerate(scored)]
+    pairs, dropped = preference_pairs(candidates, ALL._replace(max_pairs=2))
+    assert [(p.chosen.response, p.rejected.response) for p in pairs] == [("a", "b"), ("a", "c")]
+    assert dropped == {"equal_scores": 1, "max_pairs": 3}
 
 
 HI = [{"role": "user", "content": "hi"}]

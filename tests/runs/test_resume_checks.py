@@ -9,6 +9,7 @@ import pytest
 from factories import digits_project
 
 from insitu.builder import Builder
+from insitu.collect.evaluation import held_out_scoring
 from insitu.config import Config, load_config
 from insitu.config.resolved import code_of, leaves, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError
@@ -90,18 +91,31 @@ def test_inputs_are_compared_by_content(
 
 
 def test_code_of_scores_may_not_change_and_that_of_agents_is_said(tmp_path: Path, write: Any) -> None:
-    python = {"workflow": "agent.py:answer", "score": "scores.py:exact"}
-    write("def answer(question): return question", "agent.py")
-    write("def exact(answer): return 1.0", "scores.py")
+    python = {"workflow": "changed_agent.py:answer", "score": "changed_scores.py:exact"}
+    write("def answer(question): return question", "changed_agent.py")
+    write("def exact(answer): return 1.0", "changed_scores.py")
     blocks = {name: {"_type": "python", "function": function} for name, function in python.items()}
     file = write({"workflow": blocks["workflow"], "eval": {"evaluators": {"exact": blocks["score"]}}})
     run = started_with(tmp_path, load_config(file), code=code_of(load_config(file)))
-    write("def answer(question): return question.upper()", "agent.py")
+    write("def answer(question): return question.upper()", "changed_agent.py")
     assert check_same_run(run, load_config(file), {}, force=False) == ["the code of workflow has changed"]
-    write("def exact(answer): return 0.5", "scores.py")
+    write("def exact(answer): return 0.5", "changed_scores.py")
     with pytest.raises(ConfigError, match=r"other settings: the code of eval\.evaluators\.exact has changed"):
         check_same_run(run, load_config(file), {}, force=False)
     assert len(check_same_run(run, load_config(file), {}, force=True)) == 2
+
+
+def test_code_of_scores_in_a_file_of_its_own_may_not_change(tmp_path: Path, write: Any) -> None:
+    write("def exact(answer): return 1.0", "held_scores.py")
+    score = {"_type": "python", "function": "held_scores.py:exact"}
+    held_out = write({"eval": {"evaluators": {"exact": score}}}, "held_out.yml")
+    config = load_config(write({"finetuning": {"validation": {"config_file": str(held_out)}}}))
+    started = started_with(tmp_path / "run", config, held_out_scoring=held_out_scoring(config))
+    assert check_same_run(started, config, {"held_out_scoring": held_out_scoring(config)}, force=False) == []
+    write("def exact(answer): return 0.5", "held_scores.py")
+    origin = {"held_out_scoring": held_out_scoring(config)}
+    with pytest.raises(ConfigError, match=rf"other settings: an evaluator in {held_out} has changed"):
+        check_same_run(started, config, origin, force=False)
 
 
 async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,8 +10,11 @@ from factories import MODEL, digits_project, write_rows
 from fake_openai import FakeOpenAI
 from refusals import refusal
 
+from insitu.backend.learner.policy import build_policy
+from insitu.backend.model import load_model
 from insitu.errors import BackendError
 from insitu.schemas.finetuning import FinetuneRunConfig
+from insitu.schemas.lora import LoRASettings
 from insitu.training.runtime import check_run
 
 
@@ -92,6 +96,26 @@ def test_adapters_of_layers_that_the_model_does_not_have(tmp_path: Path) -> None
     for targets in ("[self_attn.q_proj]", "[lm_head]", "'.*q_porj'"):  # patterns are the backend's affair
         overrides = ((key, f"{{target_modules: {targets}}}"),)
         asyncio.run(check_run(FinetuneRunConfig(config_file=folder / "config.yml", override=overrides)))
+
+
+@pytest.mark.parametrize("targets", ["[q_proj, mlp.down_proj]", "[layers.0.mlp.up_proj]", "'.*k_proj'", "all-linear"])
+def test_the_adapters_of_the_memory_plan_are_those_of_peft(tmp_path: Path, targets: str) -> None:
+    overrides = (("trainer_adapters.backend.training.lora", f"{{rank: 4, target_modules: {targets}}}"),)
+    config = digits_project(tmp_path, rows=1) / "config.yml"
+    _, plan = asyncio.run(check_run(FinetuneRunConfig(config_file=config, override=overrides)))
+    assert plan is not None
+    policy = build_policy(load_model(str(MODEL)), LoRASettings(rank=4, target_modules=yaml.safe_load(targets)), seed=0)
+    assert plan.budget.trained == 4 * sum(parameter.numel() for parameter in policy.trainable.values())
+
+
+@pytest.mark.parametrize("letters", [100, 300])
+def test_a_question_that_no_prompt_has_room_for(tmp_path: Path, caplog: Any, letters: int) -> None:
+    """Of the model's 256 tokens, each a byte."""
+    config = digits_project(tmp_path) / "config.yml"
+    (tmp_path / "rows.jsonl").write_text('{"id": 7, "question": "%s"}\n{"id": 8, "question": "?"}\n' % ("a" * letters))
+    asyncio.run(check_run(FinetuneRunConfig(config_file=config)))
+    problem = f"row '7': its question alone has {letters} tokens, but the model has 256 for prompt and completion"
+    assert (problem in caplog.text) is (letters > 256)
 
 
 def test_a_workflow_that_is_given_no_model(tmp_path: Path) -> None:

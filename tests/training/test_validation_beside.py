@@ -54,7 +54,7 @@ def progress_of(folder: Path) -> RunProgress:
 
 def history_of(run: Path) -> list[dict[str, Any]]:
     records = json.loads((run / "validation_history.json").read_text())
-    return [record | {"seconds": 0, "beside": None} for record in records]
+    return [record | {"seconds": 0, "beside": None, "scored_by": None} for record in records]  # rows may pause
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(STALE, marks=pytest.mark.slow)], ids=["on-policy", "stale"])
@@ -316,6 +316,16 @@ def test_ties_and_failures_are_no_improvement() -> None:
     assert validations_since_best(history) == 2
     assert validations_since_best([*history, {"epoch": 4, "error": "nothing could be scored"}]) == 2
     assert validations_since_best([]) == 0
+
+
+def test_scores_by_other_evaluators_or_of_other_rows_are_not_compared() -> None:
+    history = [{"epoch": epoch, "avg_reward": score} for epoch, score in enumerate([0.9, 0.8, 0.1, 0.2, 0.1])]
+    for record in history[1:]:
+        record["scored_by"] = "new" if record["epoch"] > 1 else "old"
+    assert best_validation(history[:2]) == history[0], "of which it is unknown"
+    history[0]["scored_by"] = "old"
+    assert best_validation(history) == history[3]
+    assert validations_since_best(history) == 1
 
 
 def test_trackers_wait_for_the_validation_of_an_epoch(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ async def answer(question: str, model: insitu.Model) -> str:
     return await model.ask(question)
 """
 
+import ast
 import importlib
 import inspect
 import re
@@ -19,7 +20,7 @@ from pydantic import Field
 from insitu.agents.frameworks import sync_client
 from insitu.builder import Builder, name_being_built, of_framework
 from insitu.config import Config
-from insitu.config.code import called, is_blocking, load_code, parameters
+from insitu.config.code import called, is_blocking, load_code, parameters, statements_of
 from insitu.errors import ConfigError, WorkflowError, a_type
 from insitu.registry import FRAMEWORK_GROUP
 from insitu.schemas.components import WORKFLOW, CodeRef, FunctionBaseConfig, LLMRef
@@ -238,9 +239,13 @@ async def _model(builder: Builder, ref: str, config: PythonConfig, blocking: boo
 
 
 def mentions_tools(config: Config) -> bool:
-    """Whether a file with a function of `config` has the word `tools`, if it lies in or below its folder."""
+    """Whether a function of `config` that has a trained model, or what it uses of its file, has the word `tools`."""
     blocks = [config.block(FUNCTION, name) for name in config.names(FUNCTION)]
-    modules = [block.function.partition(":")[0] for block in blocks if isinstance(block, PythonConfig)]
-    files = [name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in modules]
-    texts = [path.read_text("utf-8", "replace") for file in files if (path := config.folder / file).is_file()]
-    return any(re.search(r"\btools\b", text) for text in texts)
+    trained = config.trained_llms()
+    functions = [
+        block.function
+        for block in blocks
+        if isinstance(block, PythonConfig) and not trained.isdisjoint((block.model, *block.models.values()))
+    ]
+    statements = [each for function in functions for each in statements_of(function, config.folder) or ()]
+    return any(re.search(r"\btools\b", ast.unparse(each)) for each in statements)

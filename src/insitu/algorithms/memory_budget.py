@@ -112,13 +112,15 @@ class Workload:
     `request_tokens` is the length of a prompt with its completion, `prompt_tokens` of a prompt that rows of a job
     share; `job_tokens` is the number of tokens that a training job computes; `versions` are the trained versions that
     are loaded to sample from, besides the starting weights. Without `trains`, the model is only served.
-    `whole_embeddings`: how many of the embeddings and the head are trained whole beside adapters. A CPU samples in
-    bfloat16 with a packed copy of the matrices, and keys and values in float32.
+    `lora_parameters` are those of the adapters for each rank; None: of adapters in all layers. `whole_embeddings`: how
+    many of the embeddings and the head are trained whole beside adapters. A CPU samples in bfloat16 with a packed copy
+    of the matrices, and keys and values in float32.
     """
 
     dtype: str = "float32"
     trains: bool = True
     lora_rank: int | None = None
+    lora_parameters: int | None = None
     whole_embeddings: int = 0
     quantization: str | None = None
     micro_batch_tokens: int = CPU_MICRO_BATCH
@@ -199,7 +201,7 @@ def memory_budget(shape: ModelShape, workload: Workload) -> MemoryBudget:
     trained = 0
     if workload.trains:
         saved = workload.whole_embeddings * shape.vocab * shape.hidden
-        trained = shape.parameters if lora is None else shape.lora * lora + saved
+        trained = shape.parameters if lora is None else (workload.lora_parameters or shape.lora) * lora + saved
     limit = workload.micro_batch_tokens
     if shape.parameters >= SMALL_MODEL and not workload.gradient_checkpointing:
         limit = min(limit, max(LEAST_MICRO_BATCH, ACTIVATION_BYTES // (size * shape.lora)))  # inputs and outputs

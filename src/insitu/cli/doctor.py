@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 _EPISODES = click.option(
     "--episodes", type=click.IntRange(min=2), help="Play at most so many; 8 rows and at most 64 by default."
 )
-_SECONDS = click.option("--seconds", type=click.FloatRange(min=1), default=120.0, help="Play at most for so long.")
+_SECONDS = click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="Play at most for so long; by default for 120 s, or ten times as long as one row takes.",
+)
 
 
 @click.command("doctor")
 @options.request("FinetuneRunConfig", _EPISODES, _SECONDS, options.as_json)
-def command(request: "FinetuneRunConfig", episodes: int | None, seconds: float, as_json: bool) -> None:
+def command(request: "FinetuneRunConfig", episodes: int | None, seconds: float | None, as_json: bool) -> None:
     """Say whether a run will learn, and what it will cost: plays a few rows and trains on them once.
 
     Writes nothing into the run's folder. Exit code 1 if the run will not learn.

@@ -20,6 +20,7 @@ from insitu.collect.episodes import EpisodeOptions
 from insitu.collect.evaluators import parse_score, score, scores_by_row
 from insitu.collect.shared_run import RunState, config_and_builder, current_run, run_of, share
 from insitu.config import Config, Moved, changed_config, check_config, load_config, read_settings
+from insitu.config.resolved import block_digest
 from insitu.config.yaml_loader import parse_override
 from insitu.disk.files import writable_folder
 from insitu.disk.json_files import to_json, write_json
@@ -231,6 +232,15 @@ def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any
     if (validation := config.finetuning.validation) is None:
         return None
     return find_dataset(held_out_config(config, moved), validation.dataset, moved).record()
+
+
+def held_out_scoring(config: Config, moved: Moved | None = None) -> dict[str, Any] | None:
+    """Digests of the evaluators of a file of its own that validation runs, if it has one."""
+    held_out = held_out_config(config, moved)
+    if held_out is config:
+        return None
+    digests = {name: block_digest(held_out, EVALUATOR.section, name) for name in held_out.names(EVALUATOR)}
+    return {"file": held_out.source, "evaluators": digests}
 
 
 async def validate(

@@ -143,7 +143,13 @@ def check_defined(ref: str, key: str, folder: Path) -> None:
 
 
 def code_digest(ref: CodeRef, folder: Path) -> str | None:
-    """A digest of what a name of a Python file is made of: its statements, and those of what they use of the file.
+    """A digest of the `statements_of` a name. None for code that is in no file."""
+    made_of = statements_of(ref, folder)
+    return hashlib.sha256("\n".join(map(ast.dump, made_of)).encode()).hexdigest()[:16] if made_of is not None else None
+
+
+def statements_of(ref: CodeRef, folder: Path) -> list[ast.stmt] | None:
+    """What a name of a Python file is made of: its statements, and those of what they use of the file.
 
     None for code that is in no file.
     """
@@ -155,8 +161,7 @@ def code_digest(ref: CodeRef, folder: Path) -> str | None:
         module = ast.parse(Path(file).read_bytes())
     except (OSError, TypeError, SyntaxError, ValueError):  # it is in no file, or not in Python
         return None
-    made_of = _statements_of(name.partition(".")[0], module) or module.body
-    return hashlib.sha256("\n".join(map(ast.dump, made_of)).encode()).hexdigest()[:16]
+    return _statements_of(name.partition(".")[0], module) or module.body
 
 
 def _file_of(module: str) -> str | None:
@@ -248,7 +253,7 @@ def _check_arguments(function: Callable[..., Any], part: LocalPart, key: str) ->
         return
     for name, value in part.arguments.items():
         try:
-            TypeAdapter(kinds.get(name, Any)).validate_python(value)
+            TypeAdapter(kinds.get(name, Any)).validate_python(value, context=part.arguments)
         except ValidationError as error:
             raise ConfigError(f"{key}.arguments.{name} is {value!r:.80}: {first_problem(error)}") from None
 

@@ -21,9 +21,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -286,12 +288,14 @@ def code_problem(error: Exception) -> str | None:
 
 class StoredModel(NamedTuple):
     """What the files of a model say of its size: its config.json, the number of its parameters, None if the weights are
-    not here, the rank of its adapters, if it is an adapter, and the names of its modules with weights, if known."""
+    not here, the rank of its adapters and their parameters for each rank, if it is an adapter, and its modules with
+    weights, if known, each with the number of parameters of an adapter of rank 1 over its matrix."""
 
     config: dict[str, Any]
     parameters: int | None
     lora_rank: int | None = None
-    modules: frozenset[str] = frozenset()
+    lora: int | None = None
+    modules: Mapping[str, int] = MappingProxyType({})
 
 
 def stored_model(source: str) -> StoredModel | None:
@@ -307,12 +311,17 @@ def stored_model(source: str) -> StoredModel | None:
             adapter = read_object(folder / "adapter_config.json", follow_links=True)
             base = str(adapter.get("base_model_name_or_path"))
             model = stored_model(base if Path(base).exists() else str(folder / base)) or stored_model(base)
-            return model._replace(lora_rank=int(adapter.get("r") or 0) or None) if model is not None else None
+            if model is None or not (rank := int(adapter.get("r") or 0)):
+                return model
+            trained = sum(map(math.prod, _shapes(folder / "adapter_model.safetensors").values()))
+            return model._replace(lora_rank=rank, lora=math.ceil(trained / rank))
         files = [path for path in folder.glob("*.safetensors") if path.name != OPTIMIZER_FILE]
-        sizes = {name: size for path in files for name, size in _tensors(path).items()}
-        modules = frozenset(name.rpartition(".")[0] for name in sizes)
+        shapes = {name: shape for path in files for name, shape in _shapes(path).items()}
+        modules: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            modules[name.rpartition(".")[0]] += sum(shape) if len(shape) > 1 else 0  # a bias has no adapter
         config = read_object(folder / "config.json", follow_links=True)
-        return StoredModel(config, sum(sizes.values()) if files else None, modules=modules)
+        return StoredModel(config, sum(map(math.prod, shapes.values())) if files else None, modules=modules)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, InsituError) as error:
         logger.info("the size of %s is unknown: %s", source, error)
         return None
@@ -347,8 +356,8 @@ def downloaded(source: str) -> Path | None:
     return snapshot if revision and (snapshot := model / "snapshots" / revision).is_dir() else None
 
 
-def _tensors(path: Path) -> dict[str, int]:
-    """The number of elements of each tensor in a safetensors file, by its header."""
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in a safetensors file, by its header."""
     with path.open("rb") as file:
         header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
-    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}

@@ -54,16 +54,24 @@ _ROWS = 8
 _EPISODES = 64
 _FIRST = 10
 """The first episode may take this part of the time, if another one is to be measured."""
+_SECONDS = 120.0
 _RESCORED = 16
 """Outputs that are scored a second time."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be played: at most so many episodes, for so many seconds. None: 8 rows, and at most 64 episodes."""
+    """What may be played: at most so many episodes, for so many seconds.
+
+    None: 8 rows, and at most 64 episodes; for two minutes, or longer with a slow model.
+    """
 
     episodes: int | None = None
-    seconds: float = 120.0
+    seconds: float | None = None
+
+    def limit(self, first: float = 0.0) -> float:
+        """The seconds that may be played, if the first row was played in `first`."""
+        return self.seconds or max(_SECONDS, _FIRST * first)
 
     def rows_and_generations(self, generations: int) -> tuple[int, int]:
         episodes = self.episodes or min(_ROWS * generations, _EPISODES)
@@ -118,6 +126,8 @@ class Examination:
         self._scratch = scratch
         self.plan = plan
         self.measures = Measures(start)
+        self.seconds = budget.limit()
+        """How long may be played."""
 
     async def play(self) -> Evidence:
         """Plays the rows until they or the time are over.
@@ -131,9 +141,12 @@ class Examination:
         played = _Played(evidence)
         builder, began = self._trainer.trajectory_builder, time.perf_counter()
         try:
-            async with asyncio.timeout(self._budget.seconds) as limit:
+            async with asyncio.timeout(self.seconds) as limit:
                 self.measures.start += (first := await _rehearse(builder, run_id))
-                if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self._budget.seconds / _FIRST:
+                evidence.first = first if builder.plans_episodes else None
+                self.seconds = self._budget.limit(first)
+                limit.reschedule(asyncio.get_running_loop().time() + self.seconds - first)
+                if self.plan.concurrency > (builder.episodes_per_epoch or 0) and first < self.seconds / _FIRST:
                     self.measures.alone = await _rehearse(builder, run_id)
                 stray, began = stray_completions(self._builder).total(), time.perf_counter()
                 plan = builder.plan(run_id, 1, KnownGroups(self._scratch / GROUPS))
@@ -189,7 +202,7 @@ class Examination:
         scored = [e for e in evidence.episodes if e.outcome is EpisodeStatus.OK and e.scores.get(reward) is not None]
         again = (self._score(episode, rows, reward) for episode in scored[:_RESCORED])
         with suppress(TimeoutError):  # what is known of a slow evaluator is how slow it is
-            async with asyncio.timeout(self._budget.seconds):
+            async with asyncio.timeout(self.seconds):
                 evidence.rescored = await asyncio.gather(*again)
 
     async def _score(self, episode: Episode, rows: dict[str, EvalInputItem], reward: str) -> Rescored:
@@ -299,7 +312,7 @@ async def examine(request: FinetuneRunConfig, budget: Budget) -> Diagnosis:
     findings = worst_first([*judge(plan, evidence, decode), *about_disk(plan, estimated, output_dir)])
     if plan.replays:
         rows, generations = plan.rows_per_epoch, plan.generations
-    limits = {"rows": rows, "generations": generations, "seconds": budget.seconds}
+    limits = {"rows": rows, "generations": generations, "seconds": examination.seconds}
     used = {"episodes_played": measures.episodes, "seconds_played": measures.playing}
     return Diagnosis(findings, estimated, memory, {**limits, **used}, _played(evidence))
 

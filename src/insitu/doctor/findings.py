@@ -76,6 +76,8 @@ class Evidence:
     job_gap: float | None = None
     """The mean absolute difference of log-probabilities to those before it, in nats per token."""
     rescored: list[Rescored] = field(default_factory=list)
+    first: float | None = None
+    """The seconds in which one row was played before the others; None: it did not end."""
     ended_early: bool = False
     compares_groups: bool = True
     """Whether the trainer compares the episodes of a row."""

@@ -75,11 +75,14 @@ def judge(plan: Plan, evidence: Evidence, decode: Decoder | None = None) -> Iter
         ended = len(evidence.episodes) or sum(map(len, evidence.groups))
         what = f"the time was over before all episodes had ended: {ended} did"
         severity = Severity.NOTE if ended else Severity.STOPS_LEARNING
+        if not ended and evidence.first is not None:
+            severity = Severity.HARMS  # nothing is known of the rewards
+            what += f", but a row alone, before them, in {evidence.first:.3g} s: nothing hangs, and nothing is judged"
         where, change = "eval.general.episode_timeout", "raise --seconds"
         if not plan.is_limited:
             where = plan.llm("max_tokens")
             change = "set it, as answers have no limit but the context; or raise --seconds"
-        elif not ended:
+        elif not ended and evidence.first is None:
             change += ", or set an episode_timeout if the agent hangs"
         yield Finding("time_over", severity, what, where, change)
 

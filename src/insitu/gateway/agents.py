@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,15 @@ from insitu.gateway.bubblewrap import find_bubblewrap
 from insitu.gateway.cgroups import Cgroup
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.gateway.server import Address, Gateway, GatewayConfig, Upstream
-from insitu.gateway.templates import check_placeholders, filled, filled_text, set_nested, template_texts, value_text
+from insitu.gateway.templates import (
+    check_command,
+    check_placeholders,
+    filled,
+    filled_text,
+    set_nested,
+    template_texts,
+    with_values,
+)
 from insitu.gateway.visible import misses_file, missing_note
 from insitu.gateway.workspace_config import WorkspaceKeys
 from insitu.gateway.workspaces import Workspace, Workspaces
@@ -72,7 +80,9 @@ class ProgramConfig(ExternalConfig):
     """Settings of an agent that is a program."""
 
     command: list[str] = Field(min_length=1)
-    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values."""
+    """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values. Other names
+    in braces are refused, but in code after `-c` or `-e`; other text in braces, such as `{ name }` and `${NAME}`,
+    stays."""
     stdin: Literal["row", "input", "none"] = "row"
     """What to write to standard input: the row as a JSON object (without a dataset: `{"question": ...}`), the input, or
     nothing."""
@@ -122,6 +132,12 @@ class CommandConfig(WorkspaceKeys, ProgramConfig, name="command"):
         _check_program(self.command[0], f"{where}.command", folder, search)
         if self.verify is not None:
             _check_program(self.verify[0], f"{where}.verify", folder, search)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        super().check_columns(columns)
+        names = [*dict.fromkeys((*columns, "input", "row_id"))]
+        check_command(self.command, "command", names)
+        check_command(self.verify or (), "verify", [*names, *["verify_files"] * (self.verify_files is not None)])
 
     def run_settings(self) -> dict[str, Any]:
         if self.workspace is None:
@@ -253,17 +269,6 @@ def row_values(value: Any) -> tuple[Any, dict[str, Any]]:
     context = Context.get()
     row = context.row if context.row is not None else {"question": value}
     return row, {**(row if isinstance(row, dict) else {}), "input": value, "row_id": context.row_id or ""}
-
-
-def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path) -> list[str]:
-    """A command with the values of its placeholders; a path of a program, without `..`, is relative to the folder."""
-    field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
-    start = os.path.abspath(folder / command[0]) if os.sep in command[0] else command[0]
-
-    def text_of(match: re.Match[str]) -> str:
-        return value_text(match[1], values[match[1]], values, command[0])
-
-    return [start, *(field.sub(text_of, part) for part in command[1:])]
 
 
 @register_function(config_type=CommandConfig)

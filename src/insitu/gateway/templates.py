@@ -1,13 +1,17 @@
-"""Templates of requests: texts with `{column}`, which a row's values replace, and paths of values in a body."""
+"""Templates of requests and commands: texts with `{column}`, which a row's values replace; paths in a body."""
 
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from insitu.errors import WorkflowError, not_found
 from insitu.workflow.functions import convert
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+_WORD = re.compile(r"(?<![{$])\{([^\W\d][\w-]*)\}(?!\})")
 _PATH = re.compile(r"[^.\[\]]+(\[\d+\]|\.[^.\[\]]+)*")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _BRACES = "(write {{ for a brace)"
@@ -50,6 +54,18 @@ def check_placeholders(text: str, where: str, names: Collection[str]) -> None:
             raise ValueError(f"{not_found(f'{where}: the placeholder', match[1], names)} {_BRACES}")
 
 
+def check_command(command: Sequence[str], where: str, names: Collection[str]) -> None:
+    """As `check_placeholders`, of a command, in which programs may have other text in braces, such as `{ print $1 }`.
+
+    Code, after `-c` or `-e`, may even have names in braces.
+    """
+    texts = [text for before, text in pairwise(("", *command)) if before not in ("-c", "-e")]
+    for name in (name for text in texts for name in _WORD.findall(text)):
+        if name not in names:
+            placeholder = not_found(f"{where}: the placeholder", name, names)
+            raise ValueError(f"{placeholder} (write {{ {name} }} where it is none)")
+
+
 def filled(template: Any, values: dict[str, Any], where: str) -> Any:
     """A template with the values of its placeholders; a text that is one of them becomes the value.
 
@@ -74,6 +90,24 @@ def filled_text(template: str, values: dict[str, Any], where: str, encode: Calla
         return encode(value_text(match[1], _value(match, values, where), values, where))
 
     return _PLACEHOLDER.sub(text_of, template)
+
+
+def with_values(command: Sequence[str], values: Mapping[str, Any], folder: Path) -> list[str]:
+    """A command with the values of its placeholders; a path of a program, without `..`, is relative to the folder.
+
+    Raises WorkflowError for one without a value.
+    """
+    field = re.compile(rf"\{{({'|'.join(map(re.escape, values))})\}}")  # one pass: values are not templates
+    start = os.path.abspath(folder / command[0]) if os.sep in command[0] else command[0]
+
+    def text_of(match: re.Match[str]) -> str:
+        return value_text(match[1], values[match[1]], values, command[0])
+
+    try:
+        check_command(command, f"{command[0]}: row {values.get('row_id')!r}", values)
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
+    return [start, *(field.sub(text_of, part) for part in command[1:])]
 
 
 def value_text(name: str, value: Any, values: Mapping[str, Any], where: str) -> str:

@@ -1,5 +1,7 @@
 """Preference pairs: which candidates of a turn are compared, and why others are not."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
@@ -17,7 +19,7 @@ class PairOptions(NamedTuple):
     """Which pairs of a turn are kept.
 
     `exhaustive`: all of them, or only the one with the largest difference in score. Pairs whose scores differ by less
-    than `min_score_diff` are dropped, then all but the `max_pairs` with the largest differences.
+    than `min_score_diff` are dropped, then all but the `max_pairs` with the largest differences, repetitions first.
     """
 
     exhaustive: bool = True
@@ -25,6 +27,19 @@ class PairOptions(NamedTuple):
     max_pairs: int | None = None
     single_candidates_dropped: bool = True
     """Whether a turn with a single candidate counts as dropped."""
+
+
+class Duplicates:
+    """Recognises pairs with the content of an earlier one."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def repeats(self, content: Any) -> bool:
+        digest = hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=16).digest()
+        is_duplicate = digest in self._seen
+        self._seen.add(digest)
+        return is_duplicate
 
 
 def are_equal(score: float, other: float) -> bool:
@@ -78,7 +93,12 @@ def _pairs_of_turn(
         dropped.update(reasons if not pairs else ())
         return pairs[:1]
     dropped.update(reasons)
-    kept = pairs[: options.max_pairs]
+    kept = pairs
+    if options.max_pairs is not None:
+        seen = Duplicates()
+        repeats = {id(p) for p in pairs if seen.repeats([p.chosen.prompt, said(p.chosen), said(p.rejected)])}
+        first = {id(p) for p in sorted(pairs, key=lambda pair: id(pair) in repeats)[: options.max_pairs]}
+        kept = [pair for pair in pairs if id(pair) in first]
     dropped[DropReason.MAX_PAIRS] += len(pairs) - len(kept)
     return kept
 

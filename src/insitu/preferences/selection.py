@@ -3,33 +3,17 @@
 The rows have the tokens that were sampled, or messages where no call was recorded.
 """
 
-import hashlib
-import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from insitu.advantages.estimator import rows_of
 from insitu.errors import TrajectoryError
-from insitu.preferences.pairs import are_equal
+from insitu.preferences.pairs import Duplicates, are_equal
 from insitu.schemas.episodes import CandidateStep, DropReason, ModelCall, PreferencePair, TrainingRow
 from insitu.schemas.finetuning import DPOItem, Trajectory, TrajectoryCollection
 
 _CONTENT = {"token_ids", "loss_mask", "preferred", "messages", "tools", "trained_messages"}
 """What a row says to train, but for numbers that differ from sample to sample."""
-
-
-class Duplicates:
-    """Recognises pairs with the content of an earlier one."""
-
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-
-    def repeats(self, content: Any) -> bool:
-        digest = hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=16).digest()
-        is_duplicate = digest in self._seen
-        self._seen.add(digest)
-        return is_duplicate
 
 
 def distinct_pairs(collection: TrajectoryCollection, *, as_text: bool = False) -> TrajectoryCollection:

@@ -28,8 +28,8 @@ from insitu.collect.conversations import (
 from insitu.disk.files import new_file
 from insitu.disk.json_files import LineFile, dump_lines
 from insitu.errors import ConfigError, TrajectoryError
-from insitu.preferences.pairs import preference_pairs
-from insitu.preferences.selection import Duplicates, best_of_group, desirable
+from insitu.preferences.pairs import Duplicates, preference_pairs
+from insitu.preferences.selection import best_of_group, desirable
 from insitu.release.parquet import write_table
 from insitu.runs.files import ADVANTAGES, CALLS, EPISODES, GROUPS, PAIRS, RESCORES, RUN_FILES
 from insitu.runs.replay import StoredRun

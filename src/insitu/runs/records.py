@@ -287,8 +287,14 @@ def new_run_id(prefix: str = "insitu_run") -> str:
 
 
 def best_validation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The validation with the highest score, the first of equal ones; None if none has a score."""
-    return max((each for each in records if "error" not in each), key=lambda each: each["avg_reward"], default=None)
+    """The validation with the highest score, the first of equal ones; None if none has a score.
+
+    Scores of other rows, or by another evaluator, than the latest are not compared.
+    """
+    scored = [each for each in records if "error" not in each]
+    latest = scored[-1].get("scored_by") if scored else None  # runs of earlier versions do not say
+    comparable = [each for each in scored if latest in (None, each.get("scored_by", latest))]
+    return max(comparable, key=lambda each: each["avg_reward"], default=None)
 
 
 class EarlyStop(BaseModel):

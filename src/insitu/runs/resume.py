@@ -26,7 +26,12 @@ from insitu.schemas.kinds import EVALUATOR
 logger = logging.getLogger(__name__)
 
 _MODEL = "trainer_adapters.*.model"
-_BY_CONTENT = {"dataset": "the dataset", "held_out": "the held-out dataset", "starting_model": "the starting model"}
+_BY_CONTENT = {
+    "dataset": "the dataset",
+    "held_out": "the held-out dataset",
+    "held_out_scoring": "an evaluator in",
+    "starting_model": "the starting model",
+}
 """What run.json has with its digest, and what messages call it."""
 _LISTED = 10
 

@@ -34,7 +34,7 @@ class DPOTrajectoryBuilderConfig(CollectingBuilderConfig, name="dpo_traj_builder
     min_score_diff: float = Field(default=0.0, ge=0)
     """Drop pairs whose scores differ by less. Equal scores never make a pair."""
     max_pairs_per_turn: int | None = Field(default=None, ge=1)
-    """Pairs of a turn to keep, those with the largest difference first; none: all."""
+    """Pairs of a turn to keep, those with the largest difference first, and repetitions last; none: all."""
     reward_from_score_diff: bool = True
     """Reward of a pair in tables and plots. true: the difference of its scores; false: the score of the chosen one."""
     require_multiple_candidates: bool = True
@@ -56,7 +56,7 @@ class DPOFromGroupsConfig(CollectingBuilderConfig, name="dpo_from_groups"):
     min_reward_diff: float = Field(default=0.0, ge=0)
     """Drop pairs whose rewards differ by less. Equal rewards never make a pair."""
     max_pairs_per_row: int | None = Field(default=None, ge=1)
-    """Pairs of a row to keep, those with the largest difference first; none: all."""
+    """Pairs of a row to keep, those with the largest difference first, and repetitions last; none: all."""
 
     @property
     def pair_options(self) -> PairOptions:

@@ -19,7 +19,7 @@ from insitu import __version__
 from insitu.advantages.estimator import EstimatedEpoch
 from insitu.builder import Builder
 from insitu.collect.datasets import find_dataset
-from insitu.collect.evaluation import held_out_record
+from insitu.collect.evaluation import held_out_record, held_out_scoring
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config import Config
 from insitu.config.resolved import code_of, resolved_config, without_secrets
@@ -345,6 +345,7 @@ def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: P
     return {
         "dataset": dataset,
         "held_out": held_out_record(config, builder.moved),
+        "held_out_scoring": held_out_scoring(config, builder.moved),
         "starting_model": _starting_model(folder),
         "targets": {"functions": finetuning.target_functions, "model": model, "llms": llms},
         "episodes_from": stored and {"run": str(stored.folder), "epochs": [*stored.epochs], "reward": stored.reward},

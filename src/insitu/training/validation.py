@@ -178,14 +178,16 @@ class Validation:
                 raise
             except InsituError as error:
                 record = {"epoch": epoch, "error": f"{type(error).__name__}: {error}", "dropped": {}}
+        reward = self._run_config.reward_function
+        evaluator = reward.name if reward is not None else ""
         record = {"epoch": epoch, "policy_version": version, **record, "seconds": time.perf_counter() - started}
+        record |= {"scored_by": f"{evaluator} {scoring}, rows {digest[:16]}"} if "error" not in record else {}
         record |= {"beside": True} if sampled is not None else {}
         self.history.append(record)
         self._report.validation(record)
         recorded = scores and {(line.epoch, line.policy_version) for line in RunReader(self._store.path).scores()}
         if scores and (epoch, version) not in recorded:  # else the process was killed before it wrote the history
-            reward = self._run_config.reward_function
-            line = RowScores(epoch, version, reward.name if reward is not None else "", digest, scores, scoring)
+            line = RowScores(epoch, version, evaluator, digest, scores, scoring)
             self._store.append(VALIDATION_SCORES, [line._asdict()])  # for tests that pair the rows of two versions
             self._store.sync()
         if self.best is record:

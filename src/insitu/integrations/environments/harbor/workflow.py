@@ -32,9 +32,9 @@ from insitu.builder import Builder
 from insitu.collect.outcomes import OutcomeConfig, outcome_score
 from insitu.disk.temporary import remove, temporary_folder
 from insitu.errors import BackendUnavailable, ConfigError, EpisodeTimeout, WorkflowError, not_found
-from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values, with_values
+from insitu.gateway.agents import ProgramConfig, environment, episode_endpoint, new_gateway, row_values
 from insitu.gateway.endpoint import EpisodeEndpoint
-from insitu.gateway.templates import check_placeholders, template_texts
+from insitu.gateway.templates import check_command, check_placeholders, template_texts, with_values
 from insitu.integrations.environments.harbor.tasks import Task, read_tasks
 from insitu.registry import register_evaluator
 from insitu.schemas.evaluation import Outcome
@@ -115,6 +115,7 @@ class HarborConfig(ProgramConfig, name="harbor"):
     def check_columns(self, columns: Collection[str]) -> None:
         if "task" not in columns:
             raise ValueError("tasks: the rows have no column `task`; use dataset: {_type: harbor}")
+        check_command(self.command, "command", [*dict.fromkeys((*columns, "input", "row_id", "model_url"))])
 
     def program(self, folder: Path) -> str:
         """The program for containers. Raises ConfigError if it is not installed."""
