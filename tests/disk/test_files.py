@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,6 +36,21 @@ def permissions(path: Path) -> int:
 
 
 # whole files and folders
+
+
+def test_what_cannot_be_written_is_named_as_what_it_was_to_become(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20_000))
+    with disk_space(10_000):
+        too_large = pytest.raises(InsituError, match=rf"^{tmp_path}/out/weights cannot be written: File too large$")
+        with too_large, new_folder(tmp_path / "out") as draft:
+            shutil.copyfile(source, draft / "weights")
+        too_large = pytest.raises(InsituError, match=rf"^{tmp_path}/rows cannot be written: File too large$")
+        with too_large, new_file(tmp_path / "rows") as draft:
+            draft.write_bytes(bytes(20_000))
+        with pytest.raises(FileNotFoundError), new_folder(tmp_path / "out"):
+            (tmp_path / "missing").read_bytes()
+    assert [*tmp_path.iterdir()] == [source]
 
 
 def test_a_replaced_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

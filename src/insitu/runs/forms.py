@@ -27,12 +27,9 @@ class _Epoch(_Form):
     epoch: int
 
 
-class _Scored(_Epoch):
+class _Validation(_Epoch):
     policy_version: int | None
     avg_reward: Number
-
-
-class _Validation(_Scored):
     num_examples: int
     ci95: Annotated[list[float | None], Field(min_length=2, max_length=2)]
 
@@ -47,8 +44,8 @@ class _Checkpoint(_Form):
     policy_version: int | None = None
 
 
-class _Best(_Scored, _Checkpoint):
-    policy_version: int | None
+class _Best(_Epoch, _Checkpoint):
+    avg_reward: Number
 
 
 class _Content(_Form):
