@@ -38,6 +38,14 @@ def permissions(path: Path) -> int:
 # whole files and folders
 
 
+def test_a_record_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_bytes('{"step": 1, "version": 1, "started_from": "/größe"}'.encode())
+    read = f"from insitu.disk.model_files import read_record; print(ascii(read_record({str(tmp_path)!r}).started_from))"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", read], env=os.environ | ascii_only, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("'/gr\\xf6\\xdfe'\n", "")
+
+
 def test_what_cannot_be_written_is_named_as_what_it_was_to_become(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(20_000))

@@ -38,6 +38,7 @@ def texts(path: Path) -> Iterator[str]:
         ("reward_history.json", [{"epoch": "1"}], "0.epoch is '1': Input should be a valid integer"),
         ("best.json", {"epoch": 1, "policy_version": 1}, "avg_reward is missing"),
         ("run.json", {"dataset": ["x"]}, "dataset is ['x']: Input should be a JSON object"),
+        ("run.json", {"dataset": {"file": None}}, "dataset.file is None: Input should be a valid string"),
         ("warm_up.json", {"checkpoint": 1}, "checkpoint is 1: Input should be a valid string"),
         ("backend/started_from.json", {"model": None}, "model is None: Input should be a valid string"),
         ("backend/jobs/job-1.json", {"policy_version": "1"}, "policy_version is '1': Input should be a valid integer"),

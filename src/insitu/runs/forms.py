@@ -48,9 +48,15 @@ class _Best(_Epoch, _Checkpoint):
     avg_reward: Number
 
 
-class _Content(_Form):
-    file: str | None = None
+class _Model(_Form):
+    file: str = ""
     sha256: str | None = None
+    commit: str | None = None
+
+
+class _Dataset(_Form):
+    file: str = ""
+    sha256: str
 
 
 class _Config(_Form):
@@ -65,9 +71,9 @@ class _Settings(_Form):
     source: str | None = None
     epochs: int | None = None
     staleness: int = 0
-    dataset: _Content | None = None
-    held_out: _Content | None = None
-    starting_model: _Content | None = None
+    dataset: _Dataset | None = None
+    held_out: _Dataset | None = None
+    starting_model: _Model | None = None
     training: _Values | None = None
     targets: _Values | None = None
     code: dict[str, str] | None = None
