@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -44,6 +45,18 @@ def test_a_record_is_utf_8_in_any_locale(tmp_path: Path) -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", read], env=os.environ | ascii_only, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("'/gr\\xf6\\xdfe'\n", "")
+
+
+def test_too_many_open_files_are_said_with_the_limit_to_raise(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open(tmp_path, os.O_RDONLY)
+    os.close(taken)  # the lowest that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, limits[1]))
+    try:
+        with pytest.raises(InsituError, match=r"x cannot be written: Too many open files; raise the .* \(ulimit -n\)$"):
+            write_file(tmp_path / "x", b"")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_cannot_be_written_is_named_as_what_it_was_to_become(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ _DRAFT = re.compile(r"\.([^/]+)\.\d+(?:-\d+)?\.draft(?=/|$)")
 def _cannot_be(done: str, path: Path | str, error: OSError) -> InsituError:
     """Names what a draft is to become."""
     named = _DRAFT.sub(r"\1", str(path))
-    return InsituError(f"{named} cannot be {done}: {error.strerror or error}")
+    more = "; raise the limit of open files (ulimit -n)" * (error.errno == errno.EMFILE)
+    return InsituError(f"{named} cannot be {done}: {error.strerror or error}{more}")
 
 
 @contextlib.contextmanager

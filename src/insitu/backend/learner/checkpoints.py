@@ -162,7 +162,8 @@ def write_checkpoint(
             ranks.on_first(lambda: write_record(draft, record))
             ranks.on_first(folder.close)
     except (OSError, InsituError, SafetensorError) as error:
-        reason = f"the checkpoint {target} cannot be written: {error}"
+        of_checkpoint = isinstance(error, InsituError)  # it names the folder, or a file in it
+        reason = f"the checkpoint {error if of_checkpoint else f'{target} cannot be written: {error}'}"
         raise JobFailed(f"{reason}; the weights from before the job were restored") from error
     return target
 
