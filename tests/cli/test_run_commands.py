@@ -106,9 +106,12 @@ def garble(name: str, content: str) -> Callable[[Path], None]:
             (cut("run.json", 40), "run.json is not JSON"),
             (cut("progress.json", 40), "progress.json is not the progress of a run"),
             (garble("progress.json", "[]"), "progress.json is not the progress of a run"),
-            (garble("run.json", '{"run_id": "x", "config": {"finetuning": 3}}'), "has another form"),
-            (garble("validation_history.json", "[3]"), "has another form"),
-            (garble("validation_history.json", "{"), "validation_history.json is not a list of validations"),
+            (
+                garble("run.json", '{"run_id": "x", "config": {"finetuning": 3}}'),
+                "is damaged: .* is 3: Input should be",
+            ),
+            (garble("validation_history.json", "[3]"), "is damaged: .* is 3: Input should be"),
+            (garble("validation_history.json", "{"), "validation_history.json is not JSON"),
             (garble("events.jsonl", "no\n"), "events.jsonl, line 1 is not JSON"),
             (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing: the run cannot continue"),
         ],
@@ -234,6 +237,8 @@ def test_a_fork_has_what_was_known_after_its_epoch(project: Path) -> None:
     (original / "rescores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rescores))
     done = run("runs", "fork", original, fork, "--epoch", 2)
     assert done.returncode == 0, done.stderr
+    options = "-o finetuning.validation.dataset validation.jsonl"  # as the original had
+    assert f"{options} " in done.stdout
     for name in ("episodes.jsonl.gz", "calls.jsonl.gz", "groups.jsonl", "advantages.jsonl", "training_metrics.jsonl"):
         assert (original / name).read_bytes().startswith((fork / name).read_bytes())
         assert {record["epoch"] for record in read_lines(fork / name) if "epoch" in record} <= {1, 2}

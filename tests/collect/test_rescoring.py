@@ -76,6 +76,16 @@ def test_scores_are_appended_and_nothing_else_changes(run: Path, write: Any) -> 
     assert [line.partition(": ")[2] for line in shown.splitlines() if "scored later" in line] == ["match 0 (lost)"]
 
 
+def test_the_evaluator_is_that_of_the_file_with_the_options_of_the_run(run: Path) -> None:
+    settings = json.loads((run / "run.json").read_text())
+    settings["override"] = {"eval.evaluators.match.says": "nan", "llms.judge.api_key": "***"}
+    (run / "run.json").write_text(json.dumps(settings))
+    assert rescore(run, "--evaluator", "match").code == 1
+    assert {line["reason"] for line in read_lines(run / "rescores.jsonl")[1:]} == {"nan_score"}
+    assert rescore(run, "--evaluator", "match", "-o", "eval.evaluators.match.says", "anything").code == 0
+    assert rescore(run, "--evaluator", "match", "--config_file", run.parent / "config.yml").code == 0
+
+
 def test_a_new_score_is_the_reward_of_an_export(run: Path) -> None:
     rescore(run, "--evaluator", "match")
     target = run.parent / "out.jsonl"

@@ -4,6 +4,8 @@ import errno
 import fcntl
 import json
 import os
+import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,6 +37,41 @@ def permissions(path: Path) -> int:
 
 
 # whole files and folders
+
+
+def test_a_record_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_bytes('{"step": 1, "version": 1, "started_from": "/größe"}'.encode())
+    read = f"from insitu.disk.model_files import read_record; print(ascii(read_record({str(tmp_path)!r}).started_from))"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", read], env=os.environ | ascii_only, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("'/gr\\xf6\\xdfe'\n", "")
+
+
+def test_too_many_open_files_are_said_with_the_limit_to_raise(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open(tmp_path, os.O_RDONLY)
+    os.close(taken)  # the lowest that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, limits[1]))
+    try:
+        with pytest.raises(InsituError, match=r"x cannot be written: Too many open files; raise the .* \(ulimit -n\)$"):
+            write_file(tmp_path / "x", b"")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_cannot_be_written_is_named_as_what_it_was_to_become(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20_000))
+    with disk_space(10_000):
+        too_large = pytest.raises(InsituError, match=rf"^{tmp_path}/out/weights cannot be written: File too large$")
+        with too_large, new_folder(tmp_path / "out") as draft:
+            shutil.copyfile(source, draft / "weights")
+        too_large = pytest.raises(InsituError, match=rf"^{tmp_path}/rows cannot be written: File too large$")
+        with too_large, new_file(tmp_path / "rows") as draft:
+            draft.write_bytes(bytes(20_000))
+        with pytest.raises(FileNotFoundError), new_folder(tmp_path / "out"):
+            (tmp_path / "missing").read_bytes()
+    assert [*tmp_path.iterdir()] == [source]
 
 
 def test_a_replaced_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

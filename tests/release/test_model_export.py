@@ -150,7 +150,7 @@ def test_the_card_says_how_the_model_was_trained_and_nothing_of_this_machine(
         "e" * 64,
         "| seed | 3 |",
         "`insitu_run_run`, configured by `agent.yml`",
-        "| command | `insitu finetune agent.yml` |",
+        "| command | `insitu finetune agent.yml -o eval.general.dataset.file_path rows.jsonl -o llms.m.n '[1]'` |",
         '"learning_rate": 0.01',
         "| before training | 0.250 |",
         "| these weights (epoch 1) | 0.750 |",

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories import recorded_run
+from factories import disk_space, recorded_run
 from processes import run
 
 from insitu.backend.model import load_model
+from insitu.errors import InsituError
+from insitu.release import promotion
 
 WEAK, MIXED, STRONG = [0.0] * 12, [1.0, 0.0] * 6, [1.0] * 12
 
@@ -154,6 +156,16 @@ def test_what_is_no_evidence_is_said_in_a_sentence(strong: Path, tmp_path: Path)
         assert says in text
     assert not agent.exists()
     assert not list(tmp_path.glob("agent.versions/0*"))
+    (tmp_path / "file").touch()
+    place = tmp_path / "file/agent"
+    assert promote(strong, place) == (1, f"failed: {place}.versions cannot be written: Not a directory")
+
+
+def test_a_full_disk_leaves_nothing(strong: Path, tmp_path: Path) -> None:
+    full = pytest.raises(InsituError, match=rf"^{tmp_path}/a.versions/000001/\S+ cannot be written: File too large$")
+    with disk_space(2_000), full:
+        promotion.promote(strong, tmp_path / "a")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("key", ["evaluator", "scoring", "dataset"])

@@ -141,7 +141,7 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
     assert [job.message for job in continued.jobs] == ["1", "3", "4", "5", "6", "7"]
     assert continued.version_after(2) == 2
     run.store.path.joinpath("reward_history.json").write_text("[3]")
-    with pytest.raises(InsituError, match=r"reward_history\.json is not a list of rewards"):
+    with pytest.raises(InsituError, match=r"reward_history\.json is damaged: 0 is 3: Input should be a JSON object"):
         RunReader(folder).rewards(7)
 
 

@@ -5,12 +5,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_view import write_run
 
+from insitu.errors import InsituError
 from insitu.runs import files
 from insitu.runs.files import FILES, Format
+from insitu.runs.reader import RunReader
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src/insitu"
@@ -24,6 +27,43 @@ def texts(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             yield node.value
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("validation_history.json", [{"epoch": None}], "0.epoch is None: Input should be a valid integer"),
+        ("validation_history.json", {}, "its content is {}: Input should be a valid list"),
+        ("validation_history.json", [3], "0 is 3: Input should be a JSON object"),
+        ("reward_history.json", [{"epoch": "1"}], "0.epoch is '1': Input should be a valid integer"),
+        ("best.json", {"epoch": 1, "policy_version": 1}, "avg_reward is missing"),
+        ("run.json", {"dataset": ["x"]}, "dataset is ['x']: Input should be a JSON object"),
+        ("run.json", {"dataset": {"file": None}}, "dataset.file is None: Input should be a valid string"),
+        ("warm_up.json", {"checkpoint": 1}, "checkpoint is 1: Input should be a valid string"),
+        ("backend/started_from.json", {"model": None}, "model is None: Input should be a valid string"),
+        ("backend/jobs/job-1.json", {"policy_version": "1"}, "policy_version is '1': Input should be a valid integer"),
+        ("validation_scores.jsonl", {"epoch": 1}, "policy_version is missing"),
+        ("rescores.jsonl", {"episode": 1}, "episode is 1: Input should be a valid string"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_by_its_name(tmp_path: Path, name: str, content: Any, problem: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.suffix == ".jsonl"
+    path.write_text('{"format": 2}\n' * lines + json.dumps(content) + "\n" * lines)
+    reader = RunReader(tmp_path)
+    read = {
+        "validation_history.json": reader.validations,
+        "reward_history.json": lambda: reader.rewards(1),
+        "run.json": reader.settings,
+        "backend/started_from.json": reader.started_from,
+        "backend/jobs/job-1.json": reader.jobs,
+        "validation_scores.jsonl": reader.scores,
+        "rescores.jsonl": reader.rescores,
+    }.get(name, lambda: reader.object(name))
+    with pytest.raises(InsituError) as error:
+        read()
+    assert str(error.value) == f"{path}{', line 2' * lines} is damaged: {problem}"
 
 
 def test_no_other_module_names_a_file_of_a_run() -> None:

@@ -243,6 +243,7 @@ def recorded_run(folder: Path, *scores: list[float], lora: bool = False, dataset
         "epochs": len(scores) - 1,
         "seed": 3,
         "training": {"method": "grpo", "learning_rate": 0.01},
+        "override": {"eval.general.dataset.file_path": str(folder.parent / "rows.jsonl"), "llms.m.n": "[1]"},
     }
     checkpoint = f"backend/checkpoints/step_{version:06d}" if version else None
     for name, data in (

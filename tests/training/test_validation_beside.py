@@ -68,7 +68,7 @@ def test_scores_and_weights_are_those_of_a_run_that_waits(
     epochs = [*range(0, last, interval), last]
     assert [(each["epoch"], each["policy_version"]) for each in history_of(overlaps)] == [(e, e) for e in epochs]
     assert len({each["avg_reward"] for each in history_of(overlaps)}) > 2
-    new_keys = {"beside", "digest"}
+    new_keys = {"beside", "digest", "override"}
     assert differences(waits, overlaps, new_keys) == []
 
 
@@ -332,7 +332,8 @@ def test_trackers_wait_for_the_validation_of_an_epoch(tmp_path: Path) -> None:
     files = TrackedFiles(tmp_path)
     (tmp_path / "training_metrics.jsonl").write_text('{"epoch": 1, "avg_reward": 0.5}\n')
     (tmp_path / "progress.json").write_text('{"epoch": 1, "due_validation": 1}')
-    (tmp_path / "validation_history.json").write_text('[{"epoch": 0, "avg_reward": 0.5}]')
+    record = {"policy_version": 1, "num_examples": 1, "ci95": [None, None]}
+    (tmp_path / "validation_history.json").write_text(json.dumps([record | {"epoch": 0, "avg_reward": 0.5}]))
     assert [step.epoch for step in files.steps(-1)] == [0]
-    (tmp_path / "validation_history.json").write_text('[{"epoch": 1, "avg_reward": 0.75}]')
+    (tmp_path / "validation_history.json").write_text(json.dumps([record | {"epoch": 1, "avg_reward": 0.75}]))
     assert [(step.epoch, step.metrics["validation/score"]) for step in files.steps(0)] == [(1, 0.75)]

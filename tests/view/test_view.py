@@ -141,7 +141,7 @@ async def test_a_validation_beside_an_epoch_takes_no_time_of_its_own(
     recorded: Path, tmp_path: Path, beside: dict[str, bool], seconds: float
 ) -> None:
     run = shutil.copytree(recorded, tmp_path / "run")
-    validation = {"epoch": 0, "policy_version": 0, "avg_reward": 0.5, "ci95": [0, 1], "seconds": 5.0}
+    validation = {"epoch": 0, "policy_version": 0, "avg_reward": 0.5, "num_examples": 9, "ci95": [0, 1], "seconds": 5.0}
     (run / "validation_history.json").write_text(json.dumps([validation | beside]))
     async with shown(run) as page:
         [line] = (await page.get("runs"))["runs"]
@@ -368,7 +368,7 @@ async def test_a_damaged_file_hides_what_is_damaged_only(tmp_path: Path) -> None
         assert (without_calls["calls"], without_calls["record"]["reward"]) == ([], 0.5)
         assert "calls.jsonl.gz has" in without_calls["problems"][0]
         assert (await page.get("episode", episode="run_1/1/r 1/0/0"))["problems"] == []
-        assert (await page.get("runs"))["runs"][0]["rewards"][-1] == [{}, None]
+        assert (await page.get("runs"))["runs"][0]["rewards"] == [[1, 0.25]]
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ def test_a_failed_run_says_why(open_page: Open) -> None:
 def test_a_run_that_collected_nothing_has_no_empty_chart(tmp_path: Path, open_page: Open) -> None:
     """Nor one whose validation failed."""
     run = MadeRun(tmp_path / "run", epochs=3)
-    run.store.write("validation_history.json", [{"epoch": 0, "error": "no example could be scored", "seconds": 1.0}])
+    failed = {"epoch": 0, "policy_version": 0, "error": "no example could be scored", "seconds": 1.0}
+    run.store.write("validation_history.json", [failed])
     run.end("failed", "TrajectoryError: epoch 1: no episode can be trained on", epoch=0)
     with view_server(tmp_path) as url:
         page = open_page("/run", url=url, refused=True, run="run")

@@ -53,9 +53,12 @@ def run_until(folder: Path, epoch: int, status: str) -> None:
         ),
         header=False,
     )
-    validations = [{"epoch": e, "avg_reward": s, "ci95": [0, 1]} for e, s in SCORES.items() if e <= epoch]
+    validated = {"policy_version": 1, "num_examples": 2, "ci95": [0, 1]}
+    validations = [{"epoch": e, "avg_reward": s, **validated} for e, s in SCORES.items() if e <= epoch]
     (folder / "validation_history.json").write_text(json.dumps(validations))
-    scores = ({"epoch": e, "scores": {"row | <b>1</b>": [s, s], "2": [s]}} for e, s in SCORES.items() if e <= epoch)
+    scored = {"policy_version": 1, "evaluator": "e", "dataset": "d"}
+    rows = ((e, {"row | <b>1</b>": [s, s], "2": [s]}) for e, s in SCORES.items() if e <= epoch)
+    scores = ({"epoch": e, "scores": scores, **scored} for e, scores in rows)
     write_lines(folder / "validation_scores.jsonl", *scores)
     write_episodes(folder, epoch)
     (folder / "progress.json").write_text(json.dumps({"epoch": epoch, "status": status}))

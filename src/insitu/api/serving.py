@@ -21,7 +21,7 @@ from insitu.errors import ConfigError, InsituError
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import RUN
 from insitu.runs.reader import RunReader
-from insitu.runs.replay import file_of_run
+from insitu.runs.replay import config_of_run
 from insitu.training.runtime import serve_policy
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.event_loop import run_async, run_in_loop
@@ -187,7 +187,7 @@ class TrainedAgent(_Served[Any]):
     """A run's workflow with its trained `weights`. `file` is a YAML file, checked or not; none: that of the run."""
 
     def __init__(self, run: Path, weights: Path, file: Any = None) -> None:
-        config = load_config(file_of_run(run, "with config=") if file is None else file)
+        config = config_of_run(run, "with config=") if file is None else load_config(file)
         recorded = RunReader(run).settings(required=True)["config"]
         for key, (before, now) in differences(recorded, resolved_config(config)).items():
             if key.startswith(_OF_AGENT):

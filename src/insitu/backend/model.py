@@ -101,7 +101,7 @@ def load_model(
     if adapter:
         from peft import PeftModel
 
-        settings = json.loads((Path(source) / "adapter_config.json").read_text())
+        settings = json.loads((Path(source) / "adapter_config.json").read_bytes())
         check_patterns(f"{source}/adapter_config.json", settings, module)
         with wrap_errors(f"the adapter in {source} cannot be put on {base}"), quiet_peft():
             warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -176,7 +176,7 @@ def base_and_adapter(source: str) -> tuple[str, bool]:
             raise BackendError(f"{source} holds neither config.json nor adapter_config.json, but {names}")
         return source, False
     with wrap_errors(f"{folder / 'adapter_config.json'} cannot be read"):
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads((folder / "adapter_config.json").read_bytes())
         check_adapter(folder, config)
         base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:

@@ -152,7 +152,7 @@ def fork(run_dir: Path, new_dir: Path, epoch: int) -> None:
 
     forked = fork_run(run_dir, new_dir, epoch)
     print(f"{new_dir} is run {forked.run_id}, forked from {forked.original} after epoch {epoch}")
-    print(f"continue it: insitu finetune --config_file {forked.source} --resume {new_dir}")
+    print(f"continue it: {forked.command}")
 
 
 @command.command("prune", short_help="Delete old checkpoints of runs that have ended.")

@@ -16,7 +16,7 @@ from insitu.config import Config, load_config
 from insitu.config.resolved import block_digest
 from insitu.errors import ConfigError
 from insitu.runs.files import RESCORES
-from insitu.runs.replay import StoredRun, file_of_run
+from insitu.runs.replay import StoredRun, config_of_run
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem, EvaluatorInfo
@@ -43,8 +43,10 @@ class Rescoring:
         self._run = StoredRun(folder, _KEY)
         settings = self._run.files.settings()
         if config_file is None:
-            config_file = file_of_run(folder, "with --config_file")
-        self.config, self.evaluator = load_config(config_file, override), evaluator
+            self.config = config_of_run(folder, "with --config_file", override)
+        else:
+            self.config = load_config(config_file, override)
+        self.evaluator = evaluator
         digest = block_digest(self.config, EVALUATOR.section, evaluator)
         if dataset is None and (recorded := settings.get("dataset")):  # None: a builder of a plugin
             dataset = _unchanged_dataset(self.config, recorded, folder)

@@ -10,8 +10,10 @@ from pydantic import BaseModel
 
 from insitu.config.code import code_digest
 from insitu.config.keys import fields_not_in_file, may_change, references
+from insitu.config.yaml_loader import parse_override
 from insitu.schemas.components import WORKFLOW, CodeRef, TypedBaseModel
 from insitu.schemas.config import Config
+from insitu.schemas.evaluation import RunRequest
 from insitu.schemas.parts import PYTHON
 from insitu.wire.redaction import MASK, hide_url_secrets, is_reference, is_secret_key, is_sent_block, redact
 
@@ -51,6 +53,20 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
     if secret and not isinstance(value, bool | None) and value != "" and not is_reference(value):
         return MASK
     return hide_url_secrets(redact(value)) if isinstance(value, str) else value
+
+
+def overrides_of(request: RunRequest | None) -> dict[str, str]:
+    """KEY and VALUE of the options that set keys of the file. A VALUE that holds a secret is masked."""
+    if request is None:
+        return {}
+    texts = dict(request.override) | {key: str(value) for key, value in request.values.items()}
+    for key, text in texts.items():
+        setting = parse_override(key, text)
+        for part in reversed(key.split(".")):
+            setting = {part: setting}
+        if without_secrets(setting) != setting:
+            texts[key] = MASK
+    return texts
 
 
 def is_harmless(config: Config, key: str) -> bool:

@@ -14,6 +14,7 @@ import errno
 import glob
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -31,12 +32,20 @@ logger = logging.getLogger(__name__)
 
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 """Errors of file systems without fsync or locks."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of writing to an open file, which do not name it."""
 read_rows: set[Path] = set()
 """Files of datasets that this process has read: agents that are confined do not see the answers in them."""
 
 
+_DRAFT = re.compile(r"\.([^/]+)\.\d+(?:-\d+)?\.draft(?=/|$)")
+
+
 def _cannot_be(done: str, path: Path | str, error: OSError) -> InsituError:
-    return InsituError(f"{path} cannot be {done}: {error.strerror or error}")
+    """Names what a draft is to become."""
+    named = _DRAFT.sub(r"\1", str(path))
+    more = "; raise the limit of open files (ulimit -n)" * (error.errno == errno.EMFILE)
+    return InsituError(f"{named} cannot be {done}: {error.strerror or error}{more}")
 
 
 @contextlib.contextmanager
@@ -171,6 +180,19 @@ def is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
+def _writing_draft(draft: Path) -> Iterator[None]:
+    """Raises InsituError naming what the draft is to become if that, or a file in it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        named = [str(name) for name in (error.filename2, error.filename) if name is not None]
+        written = next((name for name in named if name.startswith(str(draft))), None)
+        if written is None and (named or error.errno not in _FULL):
+            raise
+        raise cannot_write(written or draft, error) from error
+
+
+@contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yields a draft that becomes `target` on success and is deleted on failure.
 
@@ -182,15 +204,16 @@ def new_folder(target: Path) -> Iterator[Path]:
     with writing(target):
         draft.mkdir(parents=True)
     try:
-        yield draft
-        _open_to_readers(draft)
-        for path in [*draft.rglob("*"), draft]:
-            sync_path(path)
-        _check_absent(target)
-        if target.exists():
-            draft.chmod(stat.S_IMODE(target.stat().st_mode))
-        draft.rename(target)
-        sync_path(target.parent)
+        with _writing_draft(draft):
+            yield draft
+            _open_to_readers(draft)
+            for path in [*draft.rglob("*"), draft]:
+                sync_path(path)
+            _check_absent(target)
+            if target.exists():
+                draft.chmod(stat.S_IMODE(target.stat().st_mode))
+            draft.rename(target)
+            sync_path(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -218,9 +241,11 @@ def new_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises InsituError if the target cannot be written, or exists and `overwrite` is false.
     """
     draft = target.with_name(f".{target.name}.{threading.get_native_id()}.draft")
-    draft.unlink(missing_ok=True)  # of a thread whose process was killed
+    with writing(draft):
+        draft.unlink(missing_ok=True)  # of a thread whose process was killed
     try:
-        yield draft
+        with _writing_draft(draft):
+            yield draft
         if target.exists() and not overwrite:
             raise InsituError(f"{target} exists already; it is not overwritten")
         with writing(target):

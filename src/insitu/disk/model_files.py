@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from insitu.disk.files import cannot_read, sync_path
 from insitu.disk.json_files import read_object
-from insitu.errors import BackendError, InsituError
+from insitu.errors import BackendError, InsituError, first_problem
 from insitu.schemas.config import file_name_problem
 from insitu.schemas.lora import LoRASettings
 from insitu.schemas.training_jobs import Retention
@@ -96,16 +96,16 @@ def write_record(folder: Path, record: TrainingRecord) -> None:
         for each in synced:
             each.result()
     complete = record.model_copy(update={"sha256": digests})
-    (folder / RECORD_FILE).write_text(complete.model_dump_json(indent=2) + "\n")
+    (folder / RECORD_FILE).write_text(complete.model_dump_json(indent=2) + "\n", "utf-8")
 
 
 def read_record(source: str | Path) -> TrainingRecord | None:
     """The record of a checkpoint folder; None for any other source."""
     path = Path(source) / RECORD_FILE
     try:
-        return TrainingRecord.model_validate_json(path.read_text()) if path.is_file() else None
-    except ValueError as error:  # pydantic's, and UnicodeDecodeError
-        raise BackendError(f"{path} cannot be read: {error}") from error
+        return TrainingRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except ValueError as error:
+        raise BackendError(f"{path} cannot be read: {first_problem(error)}") from error
 
 
 def saved_checkpoints(folder: Path) -> list[tuple[Path, TrainingRecord]]:

@@ -1,6 +1,8 @@
 """The model card of an exported checkpoint, written from the files of its run."""
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ def model_card(run: Path, subject: CardSubject) -> str:
     before, after = _validations(run, subject)
     lines = ["---", yaml.safe_dump(_metadata(subject, settings, after), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
-    lines += _table(("", ""), _training(subject, settings))
+    lines += _table(("", ""), _training(subject, settings, RunReader(run).overrides()))
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
@@ -89,7 +91,9 @@ def _summary(subject: CardSubject) -> list[str]:
     return [f"{what.format(where)}, {trained} {__version__}."]
 
 
-def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _training(
+    subject: CardSubject, settings: dict[str, Any], overrides: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
     record, training = subject.record, settings.get("training") or {}
     method = str(training.get("method", "unknown"))
     yield "method", _METHODS.get(method, method)
@@ -104,7 +108,8 @@ def _training(subject: CardSubject, settings: dict[str, Any]) -> Iterator[tuple[
     source = Path(str(settings.get("source")))
     file = f"{source.parent.name}/{source.name}" if (source.parent / RUN).is_file() else source.name
     yield "run", f"`{settings.get('run_id')}`, configured by `{file}`"
-    yield "command", f"`insitu finetune {file}`"
+    options = [("-o", key, text if not Path(text).is_absolute() else Path(text).name) for key, text in overrides]
+    yield "command", f"`{shlex.join(['insitu', 'finetune', file, *chain(*options)])}`"
     yield "insitu", str(settings.get("insitu"))
 
 

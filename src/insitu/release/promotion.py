@@ -6,19 +6,22 @@ DESTINATION.versions/       000001/, 000002/, ...: exported models with `promoti
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.algorithms.paired_test import PairedComparison, compare_paired, fewest_rows, rows_to_show
-from insitu.disk.files import delete_drafts, delete_folder, sync_path
+from insitu.disk.files import delete_drafts, delete_folder, sync_path, writing
 from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import dump_json, read_object
 from insitu.errors import ConfigError, InsituError
 from insitu.release.model_export import Source, export_model, open_source
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST
-from insitu.runs.reader import RowScores, RunReader
+from insitu.runs.reader import RunReader
+from insitu.runs.records import RowScores
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,18 @@ class Destination:
     def numbered(self) -> list[Path]:
         """All versions, oldest first."""
         return sorted(path for path in self.versions.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Makes the folder of the versions if there is none; it is deleted again if the body leaves it empty."""
+        with writing(self.versions):
+            self.versions.mkdir(parents=True, exist_ok=True)
+        try:
+            with FolderLock(self.versions, "DESTINATION"):
+                yield
+        finally:
+            with suppress(OSError):
+                self.versions.rmdir()
 
     def switch(self, version: Path) -> None:
         """Makes a version the one in use; at any time the path leads to a complete one."""
@@ -97,8 +112,7 @@ def promote(run: Path, path: Path, confidence: float = 0.95, name: str | None = 
         return _compare(source, candidate, *_baseline(destination, candidate, earlier), confidence, choices)
 
     promotion = compared() if not destination.versions.exists() else None  # nothing is made if it is refused
-    destination.versions.mkdir(parents=True, exist_ok=True)
-    with FolderLock(destination.versions, "DESTINATION"):
+    with destination.locked():
         delete_drafts(destination.versions)
         if promotion is None or destination.current is not None:
             promotion = compared()

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from insitu.config import Config, Moved, moved_path
-from insitu.disk.json_files import read_object
 from insitu.disk.model_files import JOB_LOG
 from insitu.errors import ConfigError
-from insitu.runs.files import BACKEND_FOLDER, BEST, CHECKPOINTS, LOGGED_JOBS, RUN, STARTED_FILE, holds_run
+from insitu.runs.files import BEST, CHECKPOINTS, LOGGED_JOBS, holds_run
 from insitu.runs.reader import RunReader
 from insitu.runs.store import OUTPUT_DIR
 
@@ -77,7 +76,7 @@ def model_of_run(model: str, key: str) -> str:
     if _is_model(path) or not holds_run(run):
         return model
     folder = _of_run(run, name, key).folder
-    return str(folder or read_object(run / BACKEND_FOLDER / STARTED_FILE)["model"])
+    return str(folder or RunReader(run).started_from())
 
 
 def checkpoint_of_run(run: Path, name: str | None, key: str) -> Path:
@@ -119,7 +118,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _why_none(run: Path) -> str:
-    config = read_object(run / RUN).get("config") or {}
+    config = RunReader(run).settings(required=True).get("config") or {}
     block = (config.get("trainer_adapters") or {}).get((config.get("finetuning") or {}).get("trainer_adapter")) or {}
     starts_backend = block.get("model") is not None
     return "no job of the run has completed" if starts_backend else "a backend at a url keeps its own elsewhere"

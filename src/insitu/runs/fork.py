@@ -5,14 +5,16 @@ such links. Files of lines are copied and cut, as `--resume` cuts them; JSON fil
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from insitu.disk.files import cannot_write, new_folder, writable_folder
-from insitu.disk.json_files import read_object, shorter_than_written
+from insitu.disk.json_files import shorter_than_written
 from insitu.disk.model_files import OPTIMIZER_FILE, RECORD_FILE, check_model, check_optimizer_file
 from insitu.errors import ConfigError, InsituError
 from insitu.runs import files
@@ -26,11 +28,11 @@ KEY = "NEW_DIR"
 
 
 class Fork(NamedTuple):
-    """`source` is the YAML file of the original run."""
+    """`command` continues the new run, with the file and the options of the original."""
 
     run_id: str
     original: str
-    source: str
+    command: str
 
 
 class _Origin:
@@ -72,7 +74,7 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
     """
     if target.exists():
         raise ConfigError(f"{KEY}: {target} exists already; choose another name")
-    origin = _Origin(run)
+    origin, given = _Origin(run), target
     state = _state_after(origin, epoch)
     settings = origin.reader.settings(required=True)
     changes = {"run_id": new_run_id(), "status": "forked", "error": None, "submitted_epoch": 0}
@@ -93,7 +95,9 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
                 _write_files(origin, store, progress, states, settings)
     except OSError as error:
         raise cannot_write(target, error) from error
-    return Fork(progress.run_id, origin.progress.run_id, str(settings.get("source")))
+    options = chain(*(("-o", *each) for each in origin.reader.overrides()))
+    words = ["insitu", "finetune", "--config_file", str(settings.get("source")), *options, "--resume", str(given)]
+    return Fork(progress.run_id, origin.progress.run_id, shlex.join(words))
 
 
 def _state_after(origin: _Origin, epoch: int) -> EpochState:
@@ -135,8 +139,8 @@ def _copy_backend(origin: _Origin, version: int, target: Path) -> None:
         if number <= version and not _link_files(folder, copied) and number == version:
             raise InsituError(f"{folder} has been deleted meanwhile: fork a later epoch")
     (target / "jobs").mkdir()
-    for path in (source / "jobs").glob("job-*.json"):
-        if (read_object(path).get("policy_version") or version + 1) <= version:
+    for path, made in origin.reader.jobs().items():
+        if (made or version + 1) <= version:
             shutil.copyfile(path, target / "jobs" / path.name)
 
 
@@ -164,9 +168,9 @@ def _write_files(
 ) -> None:
     """What is not copied as it is, `progress.json` last."""
     run, epoch = origin.folder, progress.epoch
-    scores = [line for line in origin.reader.records(files.VALIDATION_SCORES) if line.get("epoch", 0) <= epoch]
+    scores = [line for line in origin.reader.records(files.VALIDATION_SCORES) if line["epoch"] <= epoch]
     rescores = [  # of episodes named run/epoch/row/generation/attempt
-        line for line in origin.reader.records(files.RESCORES) if int(str(line["episode"]).split("/")[1]) <= epoch
+        line for line in origin.reader.records(files.RESCORES) if int(line["episode"].split("/")[1]) <= epoch
     ]
     for name, lines in ((files.VALIDATION_SCORES, scores), (files.RESCORES, rescores)):
         if lines:

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from insitu.disk.files import delete_folder, writing
 from insitu.disk.folder_lock import FolderLock
-from insitu.disk.json_files import read_object
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import InsituError
-from insitu.runs import files
 from insitu.runs.reader import RunReader
 from insitu.runs.summary import find_runs, read_summary
 
@@ -76,8 +74,7 @@ def _surplus(run: Path, started_from: Collection[tuple[str, ...]]) -> Surplus:
         and _place(path) not in started_from
     }
     kept = {record.version for _, record in saved} - surplus.keys()
-    versions = {path: read_object(path).get("policy_version") or 0 for path in (run / files.JOBS).glob("job-*.json")}
-    jobs = [path for path, version in sorted(versions.items()) if version <= served and version not in kept]
+    jobs = [path for path, made in sorted(reader.jobs().items()) if (made or 0) <= served and made not in kept]
     return Surplus(run, [*surplus.values()], jobs)
 
 

@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
-from insitu.disk.files import file_size, read_received
+from insitu.disk.files import file_size, read_received, reading
 from insitu.disk.json_files import (
     AppendedLines,
     Block,
@@ -24,8 +23,10 @@ from insitu.disk.json_files import (
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
 from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
+from insitu.runs.forms import checked
 from insitu.runs.records import (
     EpochState,
+    RowScores,
     RunProgress,
     StoredGroup,
     best_validation,
@@ -33,9 +34,11 @@ from insitu.runs.records import (
     restore_calls,
     restore_journaled,
 )
+from insitu.runs.store import OUTPUT_DIR
 from insitu.schemas.episodes import Episode, ModelCall
 from insitu.schemas.evaluation import WORKFLOW_OUTPUT
 from insitu.wire.http_format import load_json
+from insitu.wire.redaction import MASK
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -59,24 +62,6 @@ class Problems(list[str]):
             self.append(problem)
 
 
-class RowScores(NamedTuple):
-    """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
-
-    `dataset` is the SHA-256 of the file with the rows, `scoring` a digest of the evaluator's settings and code.
-    """
-
-    epoch: int
-    policy_version: int | None
-    evaluator: str
-    dataset: str
-    scores: dict[str, list[float]]
-    scoring: str = ""
-
-    def means(self) -> dict[str, float]:
-        """The mean score of each row."""
-        return {row: fmean(scores) for row, scores in self.scores.items()}
-
-
 class RunReader:
     """The files of a run; `key` is the option or key that names the directory.
 
@@ -91,7 +76,7 @@ class RunReader:
     def object(self, name: str) -> dict[str, Any] | None:
         """The JSON object in a file; None if there is no such file."""
         path = self.folder / name
-        return read_object(path) if path.is_file() else None
+        return checked(path, path.name, read_object(path)) if path.is_file() else None
 
     def best(self) -> dict[str, Any] | None:
         """`best.json`; None before a validation. Raises ConfigError if it is missing, InsituError if it is damaged."""
@@ -100,8 +85,6 @@ class RunReader:
             raise ConfigError(
                 f"{self.where} has no {files.BEST}, although it was validated; {self.folder}/latest exists"
             )
-        if best is not None and not isinstance(best.get("checkpoint"), str | None):
-            raise InsituError(f"{self.folder / files.BEST} is damaged: checkpoint is {best['checkpoint']!r:.80}")
         return best
 
     def warmed_up(self, version: int | None) -> str | None:
@@ -111,37 +94,33 @@ class RunReader:
 
     def settings(self, *, required: bool = False) -> dict[str, Any]:
         """The content of `run.json`. Raises InsituError if it is `required` and missing."""
-        return read_object(self.folder / files.RUN) if required else self.object(files.RUN) or {}
+        path = self.folder / files.RUN
+        return checked(path, files.RUN, read_object(path)) if required else self.object(files.RUN) or {}
+
+    def overrides(self) -> list[tuple[str, str]]:
+        """The options of the run's command that set keys of its file, but for secrets and where the run is written."""
+        given = self.settings().get("override") or {}
+        return [(key, text) for key, text in given.items() if MASK not in text and key != OUTPUT_DIR]
 
     def validations(self) -> list[dict[str, Any]]:
         """The records of `validation_history.json`; none if the run was never validated."""
-        return self._list(files.VALIDATIONS, "validations")
+        return self._list(files.VALIDATIONS)
 
     def rewards(self, epoch: int) -> list[dict[str, Any]]:
         """The records of `reward_history.json` up to an epoch."""
-        records = self._list(files.REWARDS, "rewards")
-        try:
-            return [record for record in records if record["epoch"] <= epoch]
-        except (LookupError, TypeError) as error:
-            raise InsituError(f"{self.folder / files.REWARDS} is not a list of rewards: {error}") from None
+        return [record for record in self._list(files.REWARDS) if record["epoch"] <= epoch]
 
-    def _list(self, name: str, content: str) -> list[dict[str, Any]]:
+    def _list(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
         try:
-            return list(load_json(read_received(path))) if path.exists() else []
-        except (ValueError, TypeError) as error:
-            raise InsituError(f"{path} is not a list of {content}: {error}") from None
+            with reading(path):
+                return checked(path, name, load_json(read_received(path))) if path.exists() else []
+        except ValueError as error:
+            raise InsituError(f"{path} is not JSON: {error}") from None
 
     def scores(self) -> list[RowScores]:
         """The validations whose row scores were recorded, in the order they were made."""
-        scores = []
-        for number, record in self._numbered(files.VALIDATION_SCORES):
-            try:
-                scores.append(RowScores(**record))
-            except TypeError:
-                keys, path = ", ".join(RowScores._fields), self.folder / files.VALIDATION_SCORES
-                raise InsituError(f"{path}, line {number} does not have the keys {keys}") from None
-        return scores
+        return [RowScores(**record) for record in self.records(files.VALIDATION_SCORES)]
 
     def progress(self) -> RunProgress | None:
         """None if no run in the folder has begun. Raises ConfigError if the file cannot be used."""
@@ -185,10 +164,6 @@ class RunReader:
         records = self.records(files.JOURNAL)
         return [restore_journaled(record) for record in records if record.get("episode", {}).get("epoch", 0) >= epoch]
 
-    def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
-        """The records of a file of lines, or only those with this text in one of their texts."""
-        return (record for _, record in self._numbered(name, containing))
-
     def readable(self, name: str, problems: Problems) -> list[dict[str, Any]]:
         """The records of a small file of lines, without those that are damaged, which are noted as one problem."""
         path = self.folder / name
@@ -196,12 +171,17 @@ class RunReader:
         lines: list[Line] = problems.attempt(lambda: [*AppendedLines(path).read()], [])
         for line in lines:
             try:
-                records.append(read_line(path, line.number, line.content))
+                records.append(self._record(name, line.number, line.content))
             except InsituError as error:
                 damaged.append(str(error))
         if damaged:
             problems.note(damaged[0] + f" (and {len(damaged) - 1} more damaged lines)" * (len(damaged) > 1))
         return [record for record in records if record.keys() != {"format"}]
+
+    def _record(self, name: str, number: int, line: bytes) -> dict[str, Any]:
+        """A line of a file, which is a record or `{"format": 2}`."""
+        record = read_line(path := self.folder / name, number, line)
+        return record if record.keys() == {"format"} else checked(f"{path}, line {number}", name, record)
 
     def check_episodes(self) -> "RunReader":
         """Returns itself. Raises ConfigError unless the run has recorded episodes."""
@@ -277,15 +257,28 @@ class RunReader:
     def starting_model(self) -> Path | None:
         """The model that the run's backend started from, a folder or a name of the Hub; None if there is none."""
         try:
-            return Path(str(read_object(self.folder / files.BACKEND_FOLDER / files.STARTED_FILE)["model"]))
-        except (InsituError, KeyError):
+            return Path(self.started_from())
+        except InsituError:
             return None
 
-    def _numbered(self, name: str, containing: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+    def started_from(self) -> str:
+        """The model that the run's backend started from. Raises InsituError if that is not recorded."""
+        record = self.object(f"{files.BACKEND_FOLDER}/{files.STARTED_FILE}")
+        if record is None:
+            raise InsituError(f"{self.folder / files.BACKEND_FOLDER / files.STARTED_FILE} is missing")
+        return str(record["model"])
+
+    def jobs(self) -> dict[Path, int | None]:
+        """The records of the backend's jobs, and the version that each has made."""
+        paths = (self.folder / files.JOBS).glob("job-*.json")
+        return {path: checked(path, files.JOBS, read_object(path)).get("policy_version") for path in paths}
+
+    def records(self, name: str, containing: str = "") -> Iterator[dict[str, Any]]:
+        """The records of a file of lines, or only those with this text in one of their texts."""
         path, part = self.folder / name, orjson.dumps(containing)[1:-1]
         for number, line in whole_lines(path):
             if number > 1 or name in files.PLAIN_LINES:
                 if part in line:
-                    yield number, read_line(path, number, line)
+                    yield self._record(name, number, line)
             elif problem := format_problem(read_line(path, number, line)):
                 raise ConfigError(f"{self.where}/{name} {problem}")

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from insitu.builder import Builder
+from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import CALLS, RUN
 from insitu.runs.reader import RunReader
@@ -150,9 +151,13 @@ def open_stored(builder: Builder, block: str, stored: StoredEpisodesConfig) -> S
     return StoredRun(builder.config.find_path(stored.run, key, builder.moved), key, stored.reward, stored.epochs)
 
 
-def file_of_run(folder: Path, how: str) -> Path:
-    """The YAML file of a run. Raises ConfigError, saying `how` to give another, if it does not exist any more."""
-    file = Path(str(RunReader(folder).settings(required=True).get("source", "")))
+def config_of_run(folder: Path, how: str, override: Sequence[tuple[str, str]] = ()) -> Config:
+    """The YAML file of a run with the run's own options, and with these.
+
+    Raises ConfigError, saying `how` to give another, if it does not exist any more.
+    """
+    reader = RunReader(folder)
+    file = Path(str(reader.settings(required=True).get("source", "")))
     if not file.is_file():
         raise ConfigError(f"{folder / RUN}: the file of the run, {str(file)!r}, does not exist here; give one {how}")
-    return file
+    return load_config(file, [*reader.overrides(), *override])

@@ -22,12 +22,12 @@ from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record, held_out_scoring
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config import Config
-from insitu.config.resolved import code_of, resolved_config, without_secrets
-from insitu.disk.json_files import read_object
+from insitu.config.resolved import code_of, overrides_of, resolved_config, without_secrets
 from insitu.disk.model_files import downloaded, model_digest
 from insitu.errors import InsituError, TrajectoryError, install_command
 from insitu.preferences.pairs import ALIKE
 from insitu.runs import files
+from insitu.runs.reader import RunReader
 from insitu.runs.records import RunProgress, new_run_id, training_records
 from insitu.runs.resume import ResumableRun
 from insitu.runs.store import RewardPlot, RunStore
@@ -115,6 +115,7 @@ class Run(ResumableRun):
         trajectories = trainer.trajectory_builder
         origin = origin_of(builder, trajectories, self.store.folder)
         planned = trajectories.episodes_per_epoch
+        origin |= {"override": overrides_of(builder.request)}
         self.store.write(files.RUN, run_record(self.id, builder.config, planned, origin, settings))
 
     async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
@@ -354,9 +355,9 @@ def origin_of(builder: Builder, trajectory_builder: TrajectoryBuilder, folder: P
 
 def _starting_model(folder: Path) -> dict[str, str | None] | None:
     """The model that the run's own backend started from, if it has one: with a digest, or its commit on the Hub."""
-    if not (record := folder / files.BACKEND_FOLDER / files.STARTED_FILE).is_file():
+    if not RunReader(folder).own_backend:
         return None
-    model = Path(read_object(record)["model"])
+    model = Path(RunReader(folder).started_from())
     if model.exists():
         return {"file": str(model), "sha256": model_digest(model)}
     snapshot = downloaded(str(model))

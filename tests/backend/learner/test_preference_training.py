@@ -15,6 +15,7 @@ from test_preference_builders import file
 from tiny_backend import Served
 
 from insitu.errors import ConfigError, TrajectoryError
+from insitu.runs.reader import RunReader
 from insitu.schemas.finetuning import FinetuneRunConfig
 from insitu.training.runtime import finetuning_main
 from insitu.training.warm_up import read_demonstrations
@@ -91,11 +92,16 @@ async def test_candidates_that_cannot_be_compared_are_explained(write: Any, serv
 async def test_a_run_records_the_absolute_path_of_its_file(
     write: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative one could name another file in the directory in which the run is read."""
+    """A relative one could name another file in the directory in which the run is read. And it records its options."""
     path = project(write, served, "sft", {"_type": "insitu_traj_builder", "num_generations": 1}, workflow=ASK)
     monkeypatch.chdir(path.parent)
-    await train(Path(path.name), ("finetuning.reward_function.name", "score"), ("finetuning.num_epochs", "1"))
-    assert json.loads((path.parent / "run/run.json").read_text())["source"] == str(path)
+    options = [("finetuning.reward_function.name", "score"), ("finetuning.num_epochs", "1")]
+    secret = ("llms.judge", "{_type: openai, model_name: j, base_url: http://127.0.0.1:9/v1, api_key: k}")
+    await train(Path(path.name), *options, secret, ("finetuning.output_dir", "run"))
+    settings = json.loads((path.parent / "run/run.json").read_text())
+    assert settings["source"] == str(path)
+    assert settings["override"] == {**dict(options), "llms.judge": "***", "finetuning.output_dir": "run"}
+    assert RunReader(path.parent / "run").overrides() == options
 
 
 async def test_whole_episodes_are_paired_by_their_rewards(write: Any, served: Served) -> None:

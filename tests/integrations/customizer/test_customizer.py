@@ -613,6 +613,11 @@ async def test_a_run_need_not_wait_for_its_job(tmp_path: Path, nemo: FakeNeMo) -
     done = await run(tmp_path, nemo, trainer={"wait_for_completion": False})
     assert [status.status for status in done.statuses] == [TrainingStatusEnum.PENDING]
     assert done.json("final_metrics.json")["status"] == "pending"
+    nemo.fail("GET .*namespaces", 403, times=1)
+    with pytest.raises(BackendError, match="403"):
+        await resume(tmp_path, nemo)
+    progress = done.json("progress.json")
+    assert (progress["status"], "403" in progress["error"]) == ("failed", True)
     again = await resume(tmp_path, nemo)  # waits
     assert len(nemo.jobs) == 1
     assert again.json("final_metrics.json")["status"] == "completed"
@@ -705,6 +710,9 @@ async def test_an_interrupted_run_cancels_its_job(tmp_path: Path, nemo: FakeNeMo
     final = json.loads((tmp_path / "run/final_metrics.json").read_text())
     assert final["status"] == "canceled" or (final["status"] is None and pattern.startswith("POST"))
     nemo.script = ["completed"]
+    nemo.fail("GET .*namespaces", 403, times=1)
+    with pytest.raises(BackendError, match="403"):
+        await resume(tmp_path, nemo)
     done = await resume(tmp_path, nemo)
     assert done.json("final_metrics.json")["job"]["job_id"] == "cust-1"
 

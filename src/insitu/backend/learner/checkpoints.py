@@ -28,7 +28,7 @@ from insitu.backend.learner.policy import ReferenceWeights, TrainablePolicy
 from insitu.backend.model import LoadedModel, wrap_errors
 from insitu.disk.files import new_folder
 from insitu.disk.model_files import OPTIMIZER_FILE, TrainingRecord, check_optimizer_file, write_record
-from insitu.errors import BackendError, JobFailed, a_type
+from insitu.errors import BackendError, InsituError, JobFailed, a_type
 from insitu.schemas.parts import Part
 from insitu.schemas.training_jobs import TrainingSettings
 
@@ -161,8 +161,9 @@ def write_checkpoint(
                 write_optimizer(draft, optimizer, ranks)
             ranks.on_first(lambda: write_record(draft, record))
             ranks.on_first(folder.close)
-    except (OSError, SafetensorError) as error:
-        reason = f"the checkpoint {target} cannot be written: {error}"
+    except (OSError, InsituError, SafetensorError) as error:
+        of_checkpoint = isinstance(error, InsituError)  # it names the folder, or a file in it
+        reason = f"the checkpoint {error if of_checkpoint else f'{target} cannot be written: {error}'}"
         raise JobFailed(f"{reason}; the weights from before the job were restored") from error
     return target
 

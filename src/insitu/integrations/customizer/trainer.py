@@ -8,6 +8,7 @@ pairs are collected continues with them: it waits for the job that was submitted
 import asyncio
 import time
 from collections import Counter
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ class NeMoCustomizerTrainer(RunTrainer, PairTrainer, SingleJobTrainer):
         progress = Path(run_config.output_dir) / PROGRESS
         self._submits_again = progress.is_file() and read_object(progress).get("status") == "interrupted"
         await self._run.open(self, self._builder, run_config)
+        # a run whose job was canceled stays "interrupted", so that the job is submitted again
+        fails = self._run.continues and not self._submits_again
+        with self._run.recorded_failure(ConfigError) if fails else nullcontext():
+            await self._prepare(run_config)
+
+    async def _prepare(self, run_config: FinetuneConfig) -> None:
         await super().initialize(run_config)
         await self.trainer_adapter.check_settings()
         self._run.check_code(self._settings())
