@@ -43,6 +43,7 @@ def texts(path: Path) -> Iterator[str]:
         ("backend/started_from.json", {"model": None}, "model is None: Input should be a valid string"),
         ("backend/jobs/job-1.json", {"policy_version": "1"}, "policy_version is '1': Input should be a valid integer"),
         ("validation_scores.jsonl", {"epoch": 1}, "policy_version is missing"),
+        ("groups.jsonl", {"epoch": 1, "num_episodes": 8, "blocks": {}}, "row_id is missing"),
         ("rescores.jsonl", {"episode": 1}, "episode is 1: Input should be a valid string"),
     ],
 )
@@ -59,6 +60,7 @@ def test_a_file_of_another_form_is_refused_by_its_name(tmp_path: Path, name: str
         "backend/started_from.json": reader.started_from,
         "backend/jobs/job-1.json": reader.jobs,
         "validation_scores.jsonl": reader.scores,
+        "groups.jsonl": lambda: [*reader.groups()],
         "rescores.jsonl": reader.rescores,
     }.get(name, lambda: reader.object(name))
     with pytest.raises(InsituError) as error:

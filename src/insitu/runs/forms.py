@@ -97,6 +97,7 @@ class _Metrics(_Epoch):
 
 
 class _Group(_Epoch):
+    row_id: str
     num_episodes: int
     blocks: dict[str, _Block]
 
