@@ -15,7 +15,7 @@ from waiting import turns, until
 from insitu.collect.collector import Plan
 from insitu.collect.episodes import EpisodeOptions
 from insitu.runs.files import VALIDATION_SCORES
-from insitu.runs.reader import RowScores
+from insitu.runs.forms import RowScores
 from insitu.runs.records import side_metadata
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus, ModelCall

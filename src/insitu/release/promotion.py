@@ -20,8 +20,8 @@ from insitu.errors import ConfigError, InsituError
 from insitu.release.model_export import Source, export_model, open_source
 from insitu.runs.checkpoints import checkpoint_of_run
 from insitu.runs.files import BEST
+from insitu.runs.forms import RowScores
 from insitu.runs.reader import RunReader
-from insitu.runs.records import RowScores
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,35 @@ The models check records, which stay plain JSON with all of their keys.
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from insitu.errors import InsituError
 from insitu.runs import files
-from insitu.runs.records import RowScores
 from insitu.schemas.evaluation import Number
 
 _Block = Annotated[list[int], Field(min_length=2, max_length=2)]
 _Values = dict[str, Any]
+
+
+class RowScores(NamedTuple):
+    """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
+
+    `dataset` is the SHA-256 of the file with the rows, `scoring` a digest of the evaluator's settings and code.
+    """
+
+    epoch: int
+    policy_version: int | None
+    evaluator: str
+    dataset: str
+    scores: dict[str, list[float]]
+    scoring: str = ""
+
+    def means(self) -> dict[str, float]:
+        """The mean score of each row."""
+        return {row: fmean(scores) for row, scores in self.scores.items()}
 
 
 class _Form(BaseModel):

@@ -23,10 +23,9 @@ from insitu.disk.json_files import (
 from insitu.disk.model_files import TrainingRecord, saved_checkpoints
 from insitu.errors import ConfigError, InsituError, first_problem
 from insitu.runs import files
-from insitu.runs.forms import checked
+from insitu.runs.forms import RowScores, checked
 from insitu.runs.records import (
     EpochState,
-    RowScores,
     RunProgress,
     StoredGroup,
     best_validation,

@@ -264,24 +264,6 @@ def restore_calls(records: Iterable[dict[str, Any]]) -> list[ModelCall]:
     return calls
 
 
-class RowScores(NamedTuple):
-    """A line of `validation_scores.jsonl`: the scores of one version by row id, one per repetition.
-
-    `dataset` is the SHA-256 of the file with the rows, `scoring` a digest of the evaluator's settings and code.
-    """
-
-    epoch: int
-    policy_version: int | None
-    evaluator: str
-    dataset: str
-    scores: dict[str, list[float]]
-    scoring: str = ""
-
-    def means(self) -> dict[str, float]:
-        """The mean score of each row."""
-        return {row: fmean(scores) for row, scores in self.scores.items()}
-
-
 class StoredGroup(NamedTuple):
     """A group of a run, and where its lines are."""
 

@@ -12,8 +12,9 @@ from insitu.collect.evaluation import held_out_config, validate
 from insitu.config.resolved import block_digest
 from insitu.errors import ConfigError, InsituError, Stalled
 from insitu.runs.files import BEST, VALIDATION_SCORES, VALIDATIONS
+from insitu.runs.forms import RowScores
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EarlyStop, RowScores, RunProgress, best_validation, checkpoints_of
+from insitu.runs.records import EarlyStop, RunProgress, best_validation, checkpoints_of
 from insitu.schemas.finetuning import FinetuneConfig, ValidationConfig
 from insitu.schemas.kinds import EVALUATOR
 from insitu.training.interfaces import RowAdapter, TrainerAdapter
