@@ -56,8 +56,10 @@ def without_secrets(value: Any, *, secret: bool = False) -> Any:
 
 
 def overrides_of(request: RunRequest | None) -> dict[str, str]:
-    """KEY and VALUE of the options `-o`. A VALUE that holds a secret is masked."""
-    texts = dict(request.override) if request is not None else {}
+    """KEY and VALUE of the options that set keys of the file. A VALUE that holds a secret is masked."""
+    if request is None:
+        return {}
+    texts = dict(request.override) | {key: str(value) for key, value in request.values.items()}
     for key, text in texts.items():
         setting = parse_override(key, text)
         for part in reversed(key.split(".")):

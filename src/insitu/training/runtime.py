@@ -335,7 +335,9 @@ def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunC
         return request
     rows = validation.dataset if validation.dataset is not None else find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
-    return request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
+    completed = request.model_copy(update={f"validation_{name}": value for name, value in values.items()})
+    completed.model_fields_set.intersection_update(request.model_fields_set)  # what was given is still told apart
+    return completed
 
 
 async def evaluation_main(

@@ -226,7 +226,8 @@ def test_a_version_without_a_checkpoint_is_refused_by_name(loaded: LoadedModel, 
     for _ in range(3):
         train(learner, make_rows(loaded.module))
     learner.saved.wait()
-    (tmp_path / "best.json").write_text(json.dumps({"checkpoint": "backend/checkpoints/step_000003"}))
+    best = {"epoch": 3, "avg_reward": 1.0, "checkpoint": "backend/checkpoints/step_000003"}
+    (tmp_path / "best.json").write_text(json.dumps(best))
     says = "step_000003 was not written: only its job is logged; checkpoints there: step_000002 "
     for name in ("step_000003", "best"):
         with pytest.raises(Exception, match=says):

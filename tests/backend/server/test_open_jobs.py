@@ -293,7 +293,9 @@ def unstreamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences_from(run: Path, other: Path, *expected: str) -> list[str]:
-    lines = differences(run, other, {"stream", "digest", "seconds_ahead"})  # the digest of rows names the run
+    lines = differences(
+        run, other, {"stream", "digest", "override", "seconds_ahead"}
+    )  # the digest of rows names the run
     return [line for line in lines if not line.startswith(("events.jsonl: event resumed", *expected))]
 
 
