@@ -409,7 +409,7 @@ PLANTS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("network", slow_after(1, NETWORKS))
-@pytest.mark.parametrize("verifier", slow_but({"pytest", "script", "make", "git"}, PLANTS))
+@pytest.mark.parametrize("verifier", slow_but({"script", "make", "git"}, PLANTS))
 async def test_what_an_agent_plants_is_not_judged(
     tested: Path, server: FakeOpenAI, verifier: str, network: str
 ) -> None:
@@ -679,6 +679,7 @@ async def test_what_a_program_needs_is_told(project: Path, server: FakeOpenAI) -
         await outcome(project, server, "", workspace={"copy": "task", "readable": ["nowhere"]})
 
 
+@pytest.mark.slow
 async def test_links_show_nothing_twice(tested: Path, server: FakeOpenAI) -> None:
     """What is hidden in a folder is hidden by each of its names."""
     (tested / "lib").mkdir()
@@ -902,7 +903,7 @@ ENDLESS: dict[str, tuple[str, Any, str, list[str]]] = {
     "time": ("import signal; signal.pause()", None, "did not finish within timeout: 2 s", NETWORKS),
 }
 """Code, limits, what is said, and the networks over which they hold."""
-QUICK = ("memory", "forks", "fills", "time")
+QUICK = ("memory", "time")
 
 
 @pytest.mark.parametrize(
@@ -1043,6 +1044,7 @@ print(tried)
             await first
 
 
+@pytest.mark.slow
 async def test_many_at_once(project: Path, server: FakeOpenAI) -> None:
     code = f"import json, sys; n = json.load(sys.stdin)['id']; open('number.txt', 'w').write(str(n))\n{ASK}"
     check = "import json, sys; sys.exit(open('number.txt').read() != str(json.load(sys.stdin)['id']))"
@@ -1152,7 +1154,8 @@ asyncio.run(main())
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
 async def test_a_kernel_that_confines_nothing_is_named(project: Path, server: FakeOpenAI, network: str) -> None:
     async with agent(project, server, FIX, network=network, verify=FIXED):
         pass

@@ -120,7 +120,7 @@ def called(choice: dict[str, Any], schema: dict[str, Any] = SCHEMA) -> list[tupl
     return calls
 
 
-@pytest.mark.parametrize("name", slow_but(("hermes", "qwen3_coder"), FORCED))
+@pytest.mark.parametrize("name", slow_but(("hermes",), FORCED))
 async def test_a_model_without_training_writes_calls(name: str, tmp_path: Path) -> None:
     async with running(untrained(name, tmp_path)) as engine:
         end = {str(each): -1 for each in engine.tokenizer.eos_token_ids}
