@@ -54,9 +54,13 @@ has ended."""
 _AGENT = """
 if [ -n "$1" ]; then cd "$1" || exit 125; fi
 shift
-exec "$@"
+"$@"
+code=$?
+cat >/dev/null
+exit $code
 """
-"""What runs the agent, with the working directory and the agent's command as arguments."""
+"""What runs the agent, with the working directory and the agent's command as arguments. podman loses what is printed by
+a program that leaves its input unread."""
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """The agent may be able to write to other folders of PATH."""
 _KILLS = f"{_PATH} kill -9 -1 2>/dev/null; true"
