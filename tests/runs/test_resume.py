@@ -90,7 +90,8 @@ def outcome(folder: Path, own: str = "insitu_run_[0-9a-f]{8}") -> Outcome:
 
     def served(job: dict[str, Any] | None) -> Any:
         made = job and job["metadata"]
-        return made and (made["policy_version"], made["checkpoint"].removeprefix(f"FOLDER/{folder.name}/"))
+        place = made and made.get("checkpoint") and made["checkpoint"].removeprefix(f"FOLDER/{folder.name}/")
+        return made and (made.get("policy_version"), place)  # jobs of other adapters have neither
 
     metrics = lines("training_metrics.jsonl", "timestamp", "seconds")
     files = sorted((folder / "backend/checkpoints").glob("step_*/*.safetensors"))
