@@ -15,6 +15,9 @@ from marks import slow_after
 from processes import HANGS, Process, run, run_project, start_project, wait_until
 from test_resume import SEEDS
 
+from insitu.runs.files import METRICS
+from insitu.runs.reader import RunReader
+
 EPOCHS = 3
 RECOMPUTED = ("-o", "trainer_adapters.backend.training.old_logprobs", "recomputed")
 LATER = 5
@@ -47,7 +50,8 @@ def test_batches_are_sampled_from_planned_versions(tmp_path: Path, staleness: in
         (call["episode"].split("/")[1], call["policy_version"]) for call in read_lines(first / "calls.jsonl.gz")[1:]
     }
     assert sampled == {(str(epoch), max(epoch - 1 - staleness, 0)) for epoch in range(1, EPOCHS + 1)}
-    metrics = read_lines(first / "training_metrics.jsonl")
+    metrics = [*RunReader(first).records(METRICS)]  # which are all of the form that is read
+    assert "idle" in metrics[-1]["seconds"]
     assert [line["policy_version"] for line in metrics] == [*range(1, EPOCHS + 1)]
     assert [line["sampled_version"] for line in metrics] == [max(epoch - staleness, 0) for epoch in range(EPOCHS)]
     training = json.loads((first / "run.json").read_text())["training"]

@@ -109,7 +109,7 @@ class _Event(_Form):
 
 class _Metrics(_Epoch):
     avg_reward: Number | None = None
-    seconds: dict[str, Number] = {}
+    seconds: dict[str, Number | dict[str, Number]] = {}
     dropped: dict[str, int] = {}
     tokens: int | None = None
 
@@ -187,7 +187,7 @@ def checked(where: Path | str, name: str, value: Any) -> Any:
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("_")) or "its content"
-            is_missing, is_object = problem["type"] == "missing", problem["type"] in _OBJECTS
+            is_missing, is_object = problem["type"].startswith("missing"), problem["type"] in _OBJECTS
             expected = "Input should be a JSON object" if is_object else problem["msg"]
             given = "missing" if is_missing else f"{problem['input']!r:.80}: {expected}"
             raise InsituError(f"{where} is damaged: {key} is {given}") from None

@@ -330,8 +330,7 @@ async def _with_next(error: ConfigError, builder: Builder) -> ConfigError:
 
 
 def _with_validation(request: FinetuneRunConfig, config: Config) -> FinetuneRunConfig:
-    validation = config.finetuning.validation
-    if validation is None:
+    if (validation := config.finetuning.validation) is None:
         return request
     rows = validation.dataset if validation.dataset is not None else find_dataset(held_out_config(config)).file
     values = {"dataset": rows, "interval": validation.interval, "config_file": validation.config_file}
