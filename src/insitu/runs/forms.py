@@ -111,7 +111,7 @@ class _Metrics(_Epoch):
     avg_reward: Number | None = None
     seconds: dict[str, Number | dict[str, Number]] = {}
     dropped: dict[str, int] = {}
-    tokens: int | None = None
+    tokens: Number | None = None
 
 
 class _Group(_Epoch):
