@@ -235,7 +235,7 @@ def held_out_record(config: Config, moved: Moved | None = None) -> dict[str, Any
 
 
 def held_out_scoring(config: Config, moved: Moved | None = None) -> dict[str, Any] | None:
-    """Digests of the evaluators of a file of its own that validation runs, if it has one."""
+    """Digests of the evaluators in `finetuning.validation.config_file`; None without such a file."""
     held_out = held_out_config(config, moved)
     if held_out is config:
         return None

@@ -81,7 +81,7 @@ class ProgramConfig(ExternalConfig):
 
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `{input}`, `{row_id}` and `{column}` are replaced by the row's values. Other names
-    in braces are refused, but in code after `-c` or `-e`; other text in braces, such as `{ name }` and `${NAME}`,
+    in braces are refused, except in code after `-c` or `-e`; other text in braces, such as `{ name }` and `${NAME}`,
     stays."""
     stdin: Literal["row", "input", "none"] = "row"
     """What to write to standard input: the row as a JSON object (without a dataset: `{"question": ...}`), the input, or
