@@ -3,13 +3,13 @@
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
 MKL's strict reproducibility, which `insitu backend` asks for, they do not, and in bfloat16 not with packed weights (see
 `backend.packed`). `BatchShapes` checks it once on the model itself; where it does not hold, only batch sizes that agree
-are used, and prompts are computed alone, padded to multiples of the smallest of them: what a request samples does not
+are used. If these are not all sizes from some size on, prompts are computed alone. So what a request samples does not
 depend on the other requests in its batch.
 
-MKL's kernels for AVX2, by experiment: a thread computes four rows at a time, and a remainder of fewer rows by another
-kernel. If a product has more columns than rows, threads split the columns instead, and a thread with fewer than 16 of
-them uses another kernel, too. So results depend neither on other rows nor on the number of threads if rows are a
-multiple of four and there are as many rows as columns, or at least 16 columns for each thread.
+MKL's kernels for AVX2, by experiment: products of fewer than four rows use another kernel. If a product has more
+columns than rows, threads split the columns, and a thread with fewer than 16 of them uses another kernel, too. So
+results depend neither on other rows nor on the number of threads if there are at least four rows, and as many rows as
+columns or at least 16 columns for each thread.
 """
 
 import logging
@@ -35,7 +35,8 @@ _CHECKED_BYTES = 64 * 2**20
 _WIDTH = 64
 """Positions of the windows in the check."""
 _PROMPTS = 4
-"""Prompts that are checked, of 8, 16, 24 and 32 tokens."""
+"""Prompts that are checked, of 5, 10, 15 and 20 tokens."""
+_PART = 5
 
 _Outcome = tuple[list[Block], Tensor]
 """The blocks of some prompts, and the logits after each."""
@@ -71,7 +72,7 @@ class BatchShapes:
 
     def rows(self, count: int) -> int:
         """The number of rows that a decoding step of `count` sequences computes."""
-        return count if self.any_size else next(size for size in self._sizes if size >= count)
+        return max(count, self.least_rows) if self.any_size else next(size for size in self._sizes if size >= count)
 
     @property
     def least_rows(self) -> int:
@@ -80,16 +81,17 @@ class BatchShapes:
 
     def _check(self, runner: Runner) -> None:
         """Computes the same requests in batches of several sizes, and keeps the sizes whose results are equal."""
-        prompts = [_tokens(self.vocab_size, 8 * (number + 1)) for number in range(_PROMPTS)]
-        alone = [self._prefill(runner, [prompt]) for prompt in prompts]
+        prompts = [_tokens(self.vocab_size, _PART * (number + 1)) for number in range(_PROMPTS)]
+        blocks, _ = self._prefill(runner, prompts)
         windows = Windows(self.layout)
         row_bytes = 4 * self.vocab_size + _WIDTH * self.layout.token_bytes
         most = max(_PROMPTS, self._least, min(self._sizes[-1], _CHECKED_BYTES // row_bytes))
-        windows.ensure(most, 8 * _PROMPTS + 1)
+        windows.ensure(most, _PART * _PROMPTS + 1)
         for slot in range(most):
-            windows.load(slot, alone[slot % _PROMPTS][0][0])
+            windows.load(slot, blocks[slot % _PROMPTS])
         classes: list[tuple[Tensor, list[int]]] = []
-        checked = [size for size in self._sizes if size <= most]
+        sizes = {*self._sizes, *(size * 3 // 2 + 1 for size in self._sizes[2:])}  # and some between them
+        checked = sorted(size for size in sizes if size <= most)
         for size in checked:
             outcome = _by_prompt(self._decode(runner, windows, size))
             number = next((n for n, (other, _) in enumerate(classes) if _alike(other, outcome)), len(classes))
@@ -101,15 +103,16 @@ class BatchShapes:
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
         self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
         self.max_rows = min(self.max_rows, self._sizes[-1])
-        self.any_size = agreeing == checked
+        self.any_size = agreeing == checked[-len(agreeing) :]
         if self.attends_here:
-            self.packs_prompts = self.any_size = self.any_size and self._packs(runner, prompts, alone)
+            self.packs_prompts = self.any_size = self.any_size and self._packs(runner, prompts)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if outcome.isnan().any():
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")
 
-    def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]], alone: Sequence[_Outcome]) -> bool:
+    def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether prompts of one forward pass have the keys, values and logits that each has alone."""
+        alone = [self._prefill(runner, [prompt]) for prompt in prompts]
         packed, logits_NV = self._prefill(runner, [*prompts[::-1], *prompts])
         pairs = zip((block for (block,), _ in alone), packed[_PROMPTS:], strict=True)
         both = (zip(tensors(one.layers), tensors(other.layers), strict=True) for one, other in pairs)
@@ -119,11 +122,11 @@ class BatchShapes:
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> _Outcome:
         blocks = [Block(self.layout, len(prompt)) for prompt in prompts]
         spans = [Span(prompt, 0, (), block) for prompt, block in zip(prompts, blocks, strict=True)]
-        return blocks, runner.prefill(spans).clone()
+        return blocks, runner.prefill(spans, self.least_rows).clone()
 
     def _decode(self, runner: Runner, windows: Windows, size: int) -> Tensor:
         """Logits (size, V) after one more token of each prompt in turn."""
-        position_B = np.array([8 * (row % _PROMPTS + 1) for row in range(size)])
+        position_B = np.array([_PART * (row % _PROMPTS + 1) for row in range(size)])
         return runner.decode(windows, [()] * size, position_B % 7, position_B)
 
 
