@@ -307,6 +307,19 @@ async def test_a_groups_prompt_is_computed_once(folders):
     assert [columns for columns in prompt_rows if columns > 1] == [32]
 
 
+@pytest.mark.skipif("STRICT" not in os.environ.get("MKL_CBWR", ""), reason="products may depend on their rows")
+async def test_strict_products_have_the_rows_that_are_needed(folders):
+    """Prompts that arrive together are computed together, and a step has a row for each sequence, or the least."""
+    passes: list[tuple[int, ...]] = []
+    loaded = load_model(str(folders["llama"]), "cpu")
+    async with running(loaded) as engine:
+        loaded.module.register_forward_pre_hook(
+            lambda module, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        await engine.complete([GenerationRequest([number] * 9, params(number, 3)) for number in range(11)])
+    assert passes[0][1] >= 99 and {rows for rows, columns in passes[1:]} == {11}
+
+
 async def test_requests_leave_and_join_while_others_sample(folders):
     """One long request must not hold up short ones that come after it."""
     async with running(folders["llama"]) as engine:
