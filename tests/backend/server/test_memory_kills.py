@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -218,3 +219,31 @@ async def test_a_restart_that_is_given_up_is_reported(
     assert process.final_report() is None
     await end_tasks(watched)
     assert process.final_report() == "the backend process was stopped"
+
+
+async def test_a_port_that_was_taken_for_a_moment_is_waited_for(
+    forked_backends: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 3, {})
+    url = await process.start(300)
+    watched = asyncio.create_task(process.keep_running())
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: free_for(other, url))
+        await until(lambda: "starting it again (2 of 3)" in caplog.text)
+    await until(lambda: process.restarted_at > 0)
+    assert "Address already in use" in caplog.text
+    await end_tasks(watched)
+    await process.stop()
+
+
+def free_for(other: socket.socket, url: str) -> bool:
+    """Whether the socket has got the port of a URL, at which it listens then."""
+    try:
+        other.bind(("127.0.0.1", int(url.rpartition(":")[2])))
+    except OSError:
+        return False
+    other.listen()
+    return True

@@ -120,22 +120,31 @@ class BackendProcess:
     async def keep_running(self) -> None:
         """Starts the process again whenever it has ended, to continue from its last checkpoint.
 
-        Raises BackendUnavailable with the end of its log once it has been restarted `max_restarts` times.
+        Raises BackendUnavailable with the end of its log once it has been started `max_restarts` times.
         """
         self._kept_running = True
         try:
             while (process := self._process) is not None:
                 await self._counted(process.end())
                 self.ready.clear()
-                report = str(self.exit_report())
-                if self._restarts >= (most := self._restarts_allowed()):
-                    raise BackendUnavailable(report)
-                self._restarts += 1
-                logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, most)
-                await self.start(self._startup_timeout)
-                self.restarted_at = time.monotonic()
+                await self._start_again(str(self.exit_report()))
         finally:
             self._kept_running = False
+
+    async def _start_again(self, report: str) -> None:
+        """A start that fails is one of those allowed: another process may have taken the port for a moment."""
+        while self._restarts < (most := self._restarts_allowed()):
+            self._restarts += 1
+            logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, most)
+            try:
+                await self.start(self._startup_timeout)
+            except BackendUnavailable as failure:
+                report = str(failure)
+                await asyncio.sleep(self._restarts)
+            else:
+                self.restarted_at = time.monotonic()
+                return
+        raise BackendUnavailable(report)
 
     async def _counted(self, end: Coroutine[Any, Any, None]) -> None:
         """Waits for the end of the process; notes meanwhile, every second, what the kernel has ended."""
