@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -129,7 +130,9 @@ PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "grpo")) fo
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A project, the options of its run, how it ended without being killed, and how long it took."""
     folder = digits_project(tmp_path_factory.mktemp("uninterrupted"), rows=6, held_out=5)
-    options = (*VALIDATION, *EPOCHS, *METHODS[request.param])
+    (folder / "rows.jsonl").rename(folder / "others.jsonl")
+    (folder / "rows.jsonl").write_text('{"question": "those of the file"}\n')
+    options = (*VALIDATION, *EPOCHS, "--dataset", "others.jsonl", *METHODS[request.param])
     started = time.monotonic()
     code, _, err = run_project(folder, *options)
     seconds = time.monotonic() - started
@@ -175,8 +178,8 @@ def events_of(project: Path) -> list[str]:
 
 
 def copy_project(project: Path, folder: Path) -> None:
-    for name in ("config.yml", "digits_plugin.py", "rows.jsonl", "validation.jsonl"):
-        shutil.copy(project / name, folder)
+    for file in [*project.glob("*.yml"), *project.glob("*.py"), *project.glob("*.jsonl")]:
+        shutil.copy(file, folder)
 
 
 only_grpo = pytest.mark.parametrize("uninterrupted", ["grpo"], indirect=True)
@@ -312,14 +315,16 @@ def lose_unsynced(run: Path, dice: random.Random) -> None:
 
 @pytest.mark.parametrize("uninterrupted", [each for each in PARAMETERS if each.values != ("snapshots",)], indirect=True)
 def test_a_fork_ends_as_the_original_run(uninterrupted: tuple[Any, ...], tmp_path: Path) -> None:
-    project, options, expected, _ = uninterrupted
+    """By the command that it prints."""
+    project, _, expected, _ = uninterrupted
     done = run("runs", "fork", project / "run", tmp_path / "forked", "--epoch", 1)
     assert done.returncode == 0, done.stderr
     at_first = read_lines(tmp_path / "forked/training_metrics.jsonl")
     assert [metrics["epoch"] for metrics in at_first] == [1]
-    code, out, err = run_project(project, *options, "--resume", tmp_path / "forked")
-    assert code == 0, err
-    assert "continues after epoch 1" in out
+    (printed,) = (line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("continue it: "))
+    continued = run(*shlex.split(printed)[1:], folder=project)
+    assert continued.returncode == 0, continued.stderr
+    assert "continues after epoch 1" in continued.stdout
     for folder in (tmp_path / "forked", project / "run"):
         ended = outcome(folder)
         for name, value in expected._asdict().items():

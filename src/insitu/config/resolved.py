@@ -69,6 +69,16 @@ def overrides_of(request: RunRequest | None) -> dict[str, str]:
     return texts
 
 
+def options_of(request: RunRequest | None) -> dict[str, str]:
+    """The other options that say where episodes come from, such as `--dataset`. A value that holds a secret is masked.
+    """
+    if request is None:
+        return {}
+    given = request.model_dump(include={"dataset", "endpoint", "endpoint_timeout", "result_json_path"})
+    changed = {name: value for name, value in given.items() if value != RunRequest.model_fields[name].default}
+    return {f"--{name}": str(value) for name, value in without_secrets(changed).items()}
+
+
 def is_harmless(config: Config, key: str) -> bool:
     """Whether a change of this key leaves the results of a run comparable."""
     if key.rpartition(".")[2] in _PLACES:

@@ -36,7 +36,7 @@ def model_card(run: Path, subject: CardSubject) -> str:
     before, after = _validations(run, subject)
     lines = ["---", yaml.safe_dump(_metadata(subject, settings, after), sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {subject.name}", "", *_summary(subject), "", "## Training", ""]
-    lines += _table(("", ""), _training(subject, settings, RunReader(run).overrides()))
+    lines += _table(("", ""), _training(subject, settings, RunReader(run).options()))
     if training := settings.get("training"):
         options = orjson.dumps(training, option=orjson.OPT_INDENT_2).decode()
         lines += ["", "Options of each training job:", "", "```json", options, "```"]
@@ -92,7 +92,7 @@ def _summary(subject: CardSubject) -> list[str]:
 
 
 def _training(
-    subject: CardSubject, settings: dict[str, Any], overrides: Iterable[tuple[str, str]]
+    subject: CardSubject, settings: dict[str, Any], options: Iterable[tuple[str, ...]]
 ) -> Iterator[tuple[str, str]]:
     record, training = subject.record, settings.get("training") or {}
     method = str(training.get("method", "unknown"))
@@ -108,8 +108,8 @@ def _training(
     source = Path(str(settings.get("source")))
     file = f"{source.parent.name}/{source.name}" if (source.parent / RUN).is_file() else source.name
     yield "run", f"`{settings.get('run_id')}`, configured by `{file}`"
-    options = [("-o", key, text if not Path(text).is_absolute() else Path(text).name) for key, text in overrides]
-    yield "command", f"`{shlex.join(['insitu', 'finetune', file, *chain(*options)])}`"
+    words = [text if not Path(text).is_absolute() else Path(text).name for text in chain(*options)]
+    yield "command", f"`{shlex.join(['insitu', 'finetune', file, *words])}`"
     yield "insitu", str(settings.get("insitu"))
 
 

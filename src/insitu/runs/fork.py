@@ -95,8 +95,8 @@ def fork_run(run: Path, target: Path, epoch: int) -> Fork:
                 _write_files(origin, store, progress, states, settings)
     except OSError as error:
         raise cannot_write(target, error) from error
-    options = chain(*(("-o", *each) for each in origin.reader.overrides()))
-    words = ["insitu", "finetune", "--config_file", str(settings.get("source")), *options, "--resume", str(given)]
+    words = ["insitu", "finetune", "--config_file", str(settings.get("source"))]
+    words += [*chain(*origin.reader.options()), "--resume", str(given)]
     return Fork(progress.run_id, origin.progress.run_id, shlex.join(words))
 
 

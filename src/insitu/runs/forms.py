@@ -96,6 +96,7 @@ class _Settings(_Form):
     targets: _Values | None = None
     code: dict[str, str] | None = None
     override: dict[str, str] | None = None
+    options: dict[str, str] | None = None
     given: _Values = {}
     config: _Config = _Config()
 

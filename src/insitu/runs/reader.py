@@ -101,6 +101,12 @@ class RunReader:
         given = self.settings().get("override") or {}
         return [(key, text) for key, text in given.items() if MASK not in text and key != OUTPUT_DIR]
 
+    def options(self) -> list[tuple[str, ...]]:
+        """The words of each option of the run's command, as `overrides`."""
+        given = self.settings().get("options") or {}
+        others = [(name, text) for name, text in given.items() if MASK not in text]
+        return [*others, *(("-o", *each) for each in self.overrides())]
+
     def validations(self) -> list[dict[str, Any]]:
         """The records of `validation_history.json`; none if the run was never validated."""
         return self._list(files.VALIDATIONS)

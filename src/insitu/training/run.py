@@ -22,7 +22,7 @@ from insitu.collect.datasets import find_dataset
 from insitu.collect.evaluation import held_out_record, held_out_scoring
 from insitu.collect.shared_run import RunState, UsesBuilder, builder_of_run, run_of
 from insitu.config import Config
-from insitu.config.resolved import code_of, overrides_of, resolved_config, without_secrets
+from insitu.config.resolved import code_of, options_of, overrides_of, resolved_config, without_secrets
 from insitu.disk.model_files import downloaded, model_digest
 from insitu.errors import InsituError, TrajectoryError, install_command
 from insitu.preferences.pairs import ALIKE
@@ -115,7 +115,7 @@ class Run(ResumableRun):
         trajectories = trainer.trajectory_builder
         origin = origin_of(builder, trajectories, self.store.folder)
         planned = trajectories.episodes_per_epoch
-        origin |= {"override": overrides_of(builder.request)}
+        origin |= {"override": overrides_of(builder.request), "options": options_of(builder.request)}
         self.store.write(files.RUN, run_record(self.id, builder.config, planned, origin, settings))
 
     async def start(self, trainer: Trainer, builder: Builder, settings: Mapping[str, Any]) -> None:
