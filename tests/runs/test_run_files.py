@@ -44,6 +44,12 @@ def texts(path: Path) -> Iterator[str]:
         ("backend/jobs/job-1.json", {"policy_version": "1"}, "policy_version is '1': Input should be a valid integer"),
         ("validation_scores.jsonl", {"epoch": 1}, "policy_version is missing"),
         ("groups.jsonl", {"epoch": 1, "num_episodes": 8, "blocks": {}}, "row_id is missing"),
+        (
+            "groups.jsonl",
+            {"epoch": 1, "row_id": "r", "num_episodes": 8, "blocks": {}},
+            "blocks is {}: episodes.jsonl.gz is missing",
+        ),
+        ("progress.json", {"run_id": "r"}, "epoch is missing"),
         ("rescores.jsonl", {"episode": 1}, "episode is 1: Input should be a valid string"),
     ],
 )
@@ -62,10 +68,17 @@ def test_a_file_of_another_form_is_refused_by_its_name(tmp_path: Path, name: str
         "validation_scores.jsonl": reader.scores,
         "groups.jsonl": lambda: [*reader.groups()],
         "rescores.jsonl": reader.rescores,
+        "progress.json": reader.progress,
     }.get(name, lambda: reader.object(name))
     with pytest.raises(InsituError) as error:
         read()
     assert str(error.value) == f"{path}{', line 2' * lines} is damaged: {problem}"
+
+
+def test_settings_are_missed_where_they_are_needed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(InsituError, match=r"run\.json is damaged: config is missing"):
+        RunReader(tmp_path).config()
 
 
 def test_no_other_module_names_a_file_of_a_run() -> None:

@@ -49,7 +49,7 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
     """
 
     def __init__(self, run: Path, data: dict[str, Any], file: Path, weights: Path, device: str | None = None) -> None:
-        settings = RunReader(run).settings(required=True)["config"]
+        settings = RunReader(run).config()
         adapter = settings["finetuning"]["trainer_adapter"]
         block = settings["trainer_adapters"][adapter]
         if block.get("model") is None:
@@ -119,7 +119,7 @@ class TrainedModel(_Served[ModelClient]):
     """
 
     def __init__(self, run: Path, checkpoint: str | None = None, device: str | None = None) -> None:
-        settings = RunReader(run).settings(required=True)["config"]
+        settings = RunReader(run).config()
         llms = [dict(each) for each in settings.get("llms", {}).values() if each.get("_type") == "policy"]
         llm = {**(llms[0] if llms else {"_type": "policy"}), "seed": None}
         adapter = settings["finetuning"]["trainer_adapter"]
@@ -188,7 +188,7 @@ class TrainedAgent(_Served[Any]):
 
     def __init__(self, run: Path, weights: Path, file: Any = None) -> None:
         config = config_of_run(run, "with config=") if file is None else load_config(file)
-        recorded = RunReader(run).settings(required=True)["config"]
+        recorded = RunReader(run).config()
         for key, (before, now) in differences(recorded, resolved_config(config)).items():
             if key.startswith(_OF_AGENT):
                 logger.warning("%s: %s was %.100r and is %.100r in %s", run, key, before, now, config.source)

@@ -70,8 +70,7 @@ def overrides_of(request: RunRequest | None) -> dict[str, str]:
 
 
 def options_of(request: RunRequest | None) -> dict[str, str]:
-    """The other options that say where episodes come from, such as `--dataset`. A value that holds a secret is masked.
-    """
+    """The other options that say where episodes come from, such as `--dataset`. A secret is masked."""
     if request is None:
         return {}
     given = request.model_dump(include={"dataset", "endpoint", "endpoint_timeout", "result_json_path"})

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from insitu.errors import InsituError
 from insitu.runs import files
@@ -115,10 +116,16 @@ class _Metrics(_Epoch):
     tokens: Number | None = None
 
 
+def _has_files(blocks: dict[str, Any]) -> dict[str, Any]:
+    if missing := [name for name in (files.EPISODES, files.CALLS) if name not in blocks]:
+        raise PydanticCustomError("blocks", f"{missing[0]} is missing")
+    return blocks
+
+
 class _Group(_Epoch):
     row_id: str
     num_episodes: int
-    blocks: dict[str, _Block]
+    blocks: Annotated[dict[str, _Block], AfterValidator(_has_files)]
 
 
 class _Advantages(_Epoch):

@@ -96,6 +96,12 @@ class RunReader:
         path = self.folder / files.RUN
         return checked(path, files.RUN, read_object(path)) if required else self.object(files.RUN) or {}
 
+    def config(self) -> dict[str, Any]:
+        """The settings of the run's file, with defaults. Raises InsituError if `run.json` has none."""
+        if (config := self.settings(required=True).get("config")) is None:
+            raise InsituError(f"{self.folder / files.RUN} is damaged: config is missing")
+        return dict(config)
+
     def overrides(self) -> list[tuple[str, str]]:
         """The options of the run's command that set keys of its file, but for secrets and where the run is written."""
         given = self.settings().get("override") or {}
@@ -136,6 +142,8 @@ class RunReader:
             progress = RunProgress.model_validate_json(read_received(path))
         except ValidationError as error:
             raise ConfigError(f"{path} is not the progress of a run: {first_problem(error)}") from None
+        if "epoch" not in progress.model_fields_set:  # its default would start the run again
+            raise ConfigError(f"{path} is damaged: epoch is missing")
         if problem := format_problem({"format": progress.format}):
             raise ConfigError(f"{path} {problem}")
         return progress

@@ -141,6 +141,8 @@ def _stop_on_signals(stop: Callable[[], object]) -> Iterator[threading.Event]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stopping.is_set():
+            for each in before:  # a third one would interrupt this, and say it again
+                signal.signal(each, signal.SIG_IGN)
             _end_process("interrupted", 130)
         stopping.set()
         watchdog.start()
