@@ -90,7 +90,7 @@ class BatchShapes:
         for slot in range(most):
             windows.load(slot, blocks[slot % _PROMPTS])
         classes: list[tuple[Tensor, list[int]]] = []
-        sizes = {*self._sizes, *(size * 3 // 2 + 1 for size in self._sizes[2:])}  # and some between them
+        sizes = {*self._sizes, *(size * 3 // 2 + 1 for size in self._sizes[2:4])}  # and two between them
         checked = sorted(size for size in sizes if size <= most)
         for size in checked:
             outcome = _by_prompt(self._decode(runner, windows, size))
