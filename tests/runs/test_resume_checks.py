@@ -86,8 +86,12 @@ def test_inputs_are_compared_by_content(
     if not is_other:
         assert check_same_run(run, config, {name: now}, force=False) == []
         return
-    with pytest.raises(ConfigError, match=f"dataset {(now or {}).get('file')} has changed"):
+    files = (of and of["file"] for of in (before, now))
+    with pytest.raises(ConfigError, match="dataset was {} and is {}".format(*files)):
         check_same_run(run, config, {name: now}, force=False)
+    if before and now:
+        with pytest.raises(ConfigError, match=r"dataset held_out\.jsonl has changed"):
+            check_same_run(run, config, {name: {**now, "file": "held_out.jsonl"}}, force=False)
 
 
 def test_code_of_scores_may_not_change_and_that_of_agents_is_said(tmp_path: Path, write: Any) -> None:

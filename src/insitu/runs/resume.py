@@ -75,7 +75,9 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
     for name, what in _BY_CONTENT.items():
         before, now = (of.get(name) or {} for of in (recorded, origin))
         if _content(before) != _content(now) and (name == "dataset" or (before and now)):
-            serious.append(f"{what} {now.get('file', now.get('source'))} has changed")
+            earlier, place = (str(record.get("file", record.get("source"))) for record in (before, now))
+            is_other = Path(earlier).name != Path(place).name  # those of calls from Python are in temporary folders
+            serious.append(f"{what} was {earlier} and is {place}" if is_other else f"{what} {place} has changed")
     code, now = recorded.get("code") or {}, code_of(config)
     for key in (key for key, digest in code.items() if now.get(key, digest) != digest):
         changes = serious if key.startswith(EVALUATOR.section) else harmless
