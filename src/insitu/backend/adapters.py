@@ -66,8 +66,8 @@ def _is_simple(layer: Any) -> bool:
 def _products(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output, and `x A^T`, with as many rows as columns at least: see `inference.batch_shapes`."""
-    tokens, missing = len(x_TI), len(a_RI) - len(x_TI)
+    """The output, and `x A^T`, with as many rows as columns and four a thread: see `inference.batch_shapes`."""
+    tokens, missing = len(x_TI), max(len(a_RI), 4 * torch.get_num_threads()) - len(x_TI)
     padded = pad(x_TI, (0, 0, 0, missing)) if missing > 0 and x_TI.device.type == "cpu" else x_TI
     low_TR = (padded @ a_RI.t())[:tokens]
     if x_TI.dtype == torch.float32:

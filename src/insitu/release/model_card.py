@@ -108,7 +108,8 @@ def _training(
     source = Path(str(settings.get("source")))
     file = f"{source.parent.name}/{source.name}" if (source.parent / RUN).is_file() else source.name
     yield "run", f"`{settings.get('run_id')}`, configured by `{file}`"
-    words = [text if not Path(text).is_absolute() else Path(text).name for text in chain(*options)]
+    shown = chain(*(each for each in options if each[0] in ("-o", "--dataset")))
+    words = [text if not Path(text).is_absolute() else Path(text).name for text in shown]
     yield "command", f"`{shlex.join(['insitu', 'finetune', file, *words])}`"
     yield "insitu", str(settings.get("insitu"))
 

@@ -108,10 +108,9 @@ class RunReader:
         return [(key, text) for key, text in given.items() if MASK not in text and key != OUTPUT_DIR]
 
     def options(self) -> list[tuple[str, ...]]:
-        """The words of each option of the run's command, as `overrides`."""
+        """The words of each option of the run's command, as `overrides`; secrets in the others are masked."""
         given = self.settings().get("options") or {}
-        others = [(name, text) for name, text in given.items() if MASK not in text]
-        return [*others, *(("-o", *each) for each in self.overrides())]
+        return [*given.items(), *(("-o", *each) for each in self.overrides())]
 
     def validations(self) -> list[dict[str, Any]]:
         """The records of `validation_history.json`; none if the run was never validated."""

@@ -221,10 +221,12 @@ async def test_a_restart_that_is_given_up_is_reported(
     assert process.final_report() == "the backend process was stopped"
 
 
+@pytest.mark.parametrize("restarts", [3, 1])
 async def test_a_port_that_was_taken_for_a_moment_is_waited_for(
-    forked_backends: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    forked_backends: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, restarts: int
 ) -> None:
-    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", 3, {})
+    """Unless no restart is left: then the process has ended for this reason."""
+    process = BackendProcess(["--model", str(MODEL)], tmp_path / "backend.log", restarts, {})
     url = await process.start(300)
     watched = asyncio.create_task(process.keep_running())
     with socket.socket() as other:
@@ -232,6 +234,11 @@ async def test_a_port_that_was_taken_for_a_moment_is_waited_for(
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         await until(lambda: free_for(other, url))
+        if restarts == 1:
+            with pytest.raises(BackendUnavailable, match="Address already in use"):
+                await watched
+            assert "Address already in use" in str(process.final_report())
+            return
         await until(lambda: "starting it again (2 of 3)" in caplog.text)
     await until(lambda: process.restarted_at > 0)
     assert "Address already in use" in caplog.text

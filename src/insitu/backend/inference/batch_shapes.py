@@ -3,13 +3,14 @@
 Matrix kernels choose their blocking by the number of rows, so a row's last bits can depend on the batch size. With
 MKL's strict reproducibility, which `insitu backend` asks for, they do not, and in bfloat16 not with packed weights (see
 `backend.packed`). `BatchShapes` checks it once on the model itself; where it does not hold, only batch sizes that agree
-are used. If these are not all sizes from some size on, prompts are computed alone. So what a request samples does not
-depend on the other requests in its batch.
+are used, and if these are not all multiples of the least one, prompts are computed alone. So what a request samples
+does not depend on the other requests in its batch.
 
-MKL's kernels for AVX2, by experiment: products of fewer than four rows use another kernel. If a product has more
-columns than rows, threads split the columns, and a thread with fewer than 16 of them uses another kernel, too. So
-results depend neither on other rows nor on the number of threads if there are at least four rows, and as many rows as
-columns or at least 16 columns for each thread.
+MKL's kernels for AVX2, by experiment: products of fewer than four rows use another kernel, and so does a product of one
+column for the rows after the last four. If a product has more columns than rows, threads split the columns, and one
+with fewer than 16 of them uses another kernel; otherwise they split the rows. So results depend neither on other rows
+nor on the number of threads if rows are a multiple of four, and each thread has at least 16 columns, or there are as
+many rows as columns and four for each thread.
 """
 
 import logging
@@ -54,13 +55,13 @@ class BatchShapes:
         self.attends_here = attends_here
         self.layout: Layout = Runner(module).layout(attends_here=attends_here)
         self.vocab_size = int(text_config(module).vocab_size)
-        self.any_size = False
+        self.any_multiple = False
         weight = next(module.parameters())
         # Kernels of other devices guarantee nothing, nor do those for float16.
         is_exact = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
         threads = torch.get_num_threads()
         narrow = [min(each.shape) for each in module.parameters() if each.dim() == 2 and threads > 1]
-        fewest = max((size for size in narrow if size < 16 * threads), default=1)
+        fewest = max((max(size, 4 * threads) for size in narrow if size < 16 * threads), default=1)
         self._least = 1 << (fewest - 1).bit_length()  # one of the sizes
         largest = max(max_rows, _PROMPTS, self._least) if is_exact else max_rows
         powers = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
@@ -72,7 +73,9 @@ class BatchShapes:
 
     def rows(self, count: int) -> int:
         """The number of rows that a decoding step of `count` sequences computes."""
-        return max(count, self.least_rows) if self.any_size else next(size for size in self._sizes if size >= count)
+        if self.any_multiple:
+            return count + -count % self.least_rows
+        return next(size for size in self._sizes if size >= count)
 
     @property
     def least_rows(self) -> int:
@@ -90,8 +93,7 @@ class BatchShapes:
         for slot in range(most):
             windows.load(slot, blocks[slot % _PROMPTS])
         classes: list[tuple[Tensor, list[int]]] = []
-        sizes = {*self._sizes, *(size * 3 // 2 + 1 for size in self._sizes[2:4])}  # and two between them
-        checked = sorted(size for size in sizes if size <= most)
+        checked = [size for size in self._sizes if size <= most]
         for size in checked:
             outcome = _by_prompt(self._decode(runner, windows, size))
             number = next((n for n, (other, _) in enumerate(classes) if _alike(other, outcome)), len(classes))
@@ -103,9 +105,12 @@ class BatchShapes:
         outcome, agreeing = max(classes, key=lambda each: (len(each[1]), each[1][-1]))
         self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
         self.max_rows = min(self.max_rows, self._sizes[-1])
-        self.any_size = agreeing == checked[-len(agreeing) :]
+        between = [factor * agreeing[0] for factor in (3, 5, 7) if factor * agreeing[0] <= most]
+        self.any_multiple = agreeing == checked[-len(agreeing) :] and all(
+            _alike(outcome, _by_prompt(self._decode(runner, windows, size))) for size in between
+        )
         if self.attends_here:
-            self.packs_prompts = self.any_size = self.any_size and self._packs(runner, prompts)
+            self.packs_prompts = self.any_multiple = self.any_multiple and self._packs(runner, prompts)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
         if outcome.isnan().any():
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")

@@ -45,6 +45,10 @@ def _peak_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
+class _EndedEarly(BackendUnavailable):
+    """A process that has ended before it was ready."""
+
+
 class BackendProcess:
     """An `insitu backend` child process that logs to `log_path`.
 
@@ -76,6 +80,8 @@ class BackendProcess:
         others, such as agents at the limit of their episode."""
         self._reason: str | None = None
         """What `_memory_reason` has found when it was first asked, if it was; others may be ended later."""
+        self._given_up: str | None = None
+        """Why the last start has failed."""
         self._peak = 0
         """Bytes of the largest child process that had ended by then."""
 
@@ -97,7 +103,7 @@ class BackendProcess:
                     if process.ended:
                         problem = f"insitu backend {process.outcome()} before it was ready"
                         reason = self._own_reason(process) or f"; {self._memory_reason() or process.end_of_log()}"
-                        raise BackendUnavailable(f"{problem}{reason}")
+                        raise _EndedEarly(f"{problem}{reason}")
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             await self.stop()
@@ -138,11 +144,12 @@ class BackendProcess:
             logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, most)
             try:
                 await self.start(self._startup_timeout)
-            except BackendUnavailable as failure:
-                report = str(failure)
-                await asyncio.sleep(self._restarts)
+            except _EndedEarly as failure:
+                report = self._given_up = str(failure)
+                if self._restarts < most:
+                    await asyncio.sleep(self._restarts)
             else:
-                self.restarted_at = time.monotonic()
+                self.restarted_at, self._given_up = time.monotonic(), None
                 return
         raise BackendUnavailable(report)
 
@@ -166,7 +173,7 @@ class BackendProcess:
     def exit_report(self) -> str | None:
         """How the process has ended, and the end of its log if it did on its own; None while it runs."""
         if self._process is None:  # also if a restart was given up, as the run had ended: nothing will answer
-            return "the backend process was stopped" if self._port else None
+            return self._given_up or ("the backend process was stopped" if self._port else None)
         if not self._process.ended:
             return None
         return f"the backend process {self._process.outcome()}; {self._memory_reason() or self._process.end_of_log()}"
