@@ -45,10 +45,6 @@ def _peak_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-class _EndedEarly(BackendUnavailable):
-    """A process that has ended before it was ready."""
-
-
 class BackendProcess:
     """An `insitu backend` child process that logs to `log_path`.
 
@@ -103,7 +99,7 @@ class BackendProcess:
                     if process.ended:
                         problem = f"insitu backend {process.outcome()} before it was ready"
                         reason = self._own_reason(process) or f"; {self._memory_reason() or process.end_of_log()}"
-                        raise _EndedEarly(f"{problem}{reason}")
+                        raise BackendUnavailable(f"{problem}{reason}")
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             await self.stop()
@@ -144,8 +140,10 @@ class BackendProcess:
             logger.warning("%s\nstarting it again (%d of %d)", report, self._restarts, most)
             try:
                 await self.start(self._startup_timeout)
-            except _EndedEarly as failure:
+            except BackendUnavailable as failure:
                 report = self._given_up = str(failure)
+                if isinstance(failure.__context__, TimeoutError):  # it did not end early
+                    raise
                 if self._restarts < most:
                     await asyncio.sleep(self._restarts)
             else:
