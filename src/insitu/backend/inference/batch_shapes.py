@@ -35,9 +35,8 @@ _CHECKED_BYTES = 64 * 2**20
 """Maximum memory of the check's windows and logits."""
 _WIDTH = 64
 """Positions of the windows in the check."""
-_PROMPTS = 4
-"""Prompts that are checked, of 5, 10, 15 and 20 tokens."""
-_PART = 5
+_PROMPTS, _PART = 4, 5
+"""Prompts that are checked, and by how many tokens each is longer than the one before."""
 
 _Outcome = tuple[list[Block], Tensor]
 """The blocks of some prompts, and the logits after each."""
@@ -106,13 +105,16 @@ class BatchShapes:
         self._sizes = [*agreeing, *(size for size in self._sizes if size > most)]
         self.max_rows = min(self.max_rows, self._sizes[-1])
         between = [factor * agreeing[0] for factor in (3, 5, 7) if factor * agreeing[0] <= most]
-        self.any_multiple = agreeing == checked[-len(agreeing) :] and all(
-            _alike(outcome, _by_prompt(self._decode(runner, windows, size))) for size in between
+        depends_on_place = bool(outcome.isnan().any())
+        self.any_multiple = (
+            not depends_on_place
+            and agreeing == checked[-len(agreeing) :]
+            and all(_alike(outcome, _by_prompt(self._decode(runner, windows, size))) for size in between)
         )
         if self.attends_here:
             self.packs_prompts = self.any_multiple = self.any_multiple and self._packs(runner, prompts)
         logger.debug("batch sizes %s of %s agree; several prompts at once: %s", agreeing, checked, self.packs_prompts)
-        if outcome.isnan().any():
+        if depends_on_place:
             logger.warning("a row's last bits depend on its place in the batch; samples may differ from run to run")
 
     def _packs(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> bool:

@@ -122,7 +122,7 @@ class BackendProcess:
     async def keep_running(self) -> None:
         """Starts the process again whenever it has ended, to continue from its last checkpoint.
 
-        Raises BackendUnavailable with the end of its log once it has been started `max_restarts` times.
+        Raises BackendUnavailable with the end of its log once it has been started again `max_restarts` times.
         """
         self._kept_running = True
         try:
