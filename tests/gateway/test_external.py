@@ -298,8 +298,10 @@ async def test_a_service_is_told_where_its_model_is(tmp_path: Path, server: Fake
         ):
             with pytest.raises(kind, match=said):
                 await asked(level, timeout=0.3 if level == "slow" else 60, max_output=9000)
-    with pytest.raises(BackendUnavailable, match="no answer from"):
-        await asked("x")
+    with socket.socket() as silent:  # has the port, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(BackendUnavailable, match="no answer from"):
+            await asked("x", url=f"http://127.0.0.1:{silent.getsockname()[1]}/run")
     request = seen[0]
     assert (request["input"], request["row_id"], request["row"]) == ("hi", "7", {"level": "x"})
     assert request["model"]["openai_base_url"].endswith(f"/e/{request['model']['api_key']}/v1")
