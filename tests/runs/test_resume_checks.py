@@ -86,8 +86,8 @@ def test_inputs_are_compared_by_content(
     if not is_other:
         assert check_same_run(run, config, {name: now}, force=False) == []
         return
-    changed = "was held_out.jsonl and is moved.jsonl" if before and now else f"{now and now['file']} has changed"
-    with pytest.raises(ConfigError, match=f"dataset {changed}"):
+    was, place = (of["file"] if of else "none" for of in (before, now))
+    with pytest.raises(ConfigError, match=f"dataset was {was} and is {place}[;.]"):
         check_same_run(run, config, {name: now}, force=False)
     if before and now:
         with pytest.raises(ConfigError, match=r"dataset held_out\.jsonl has changed"):

@@ -75,9 +75,9 @@ def check_same_run(folder: Path, config: Config, origin: Mapping[str, Any], *, f
     for name, what in _BY_CONTENT.items():
         before, now = (of.get(name) or {} for of in (recorded, origin))
         if _content(before) != _content(now) and (name == "dataset" or (before and now)):
-            earlier, place = before.get("file"), now.get("file", now.get("source"))
+            earlier, place = (of.get("file", of.get("source")) or "none" for of in (before, now))
             # Those of calls from Python are in temporary folders.
-            is_other = name in ("dataset", "held_out") and earlier and place and Path(earlier).name != Path(place).name
+            is_other = name in ("dataset", "held_out") and Path(earlier).name != Path(place).name
             serious.append(f"{what} was {earlier} and is {place}" if is_other else f"{what} {place} has changed")
     code, now = recorded.get("code") or {}, code_of(config)
     for key in (key for key, digest in code.items() if now.get(key, digest) != digest):
