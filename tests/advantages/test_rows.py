@@ -70,6 +70,22 @@ def test_calls_of_another_temperature_are_rows_of_their_own() -> None:
     assert (whole.temperature, whole.loss_mask) == (1.0, [0, 1, 0, 1, 0, 1])
 
 
+def test_calls_with_other_parameters_that_change_logits_are_rows_of_their_own() -> None:
+    """And a row keeps its answers apart by what is between them, as penalties count the tokens of one."""
+    calls = [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 3, 4], [5]), call(3, [1, 2, 3, 4, 6], [7])]
+    for each in calls:
+        each.sampling = {"presence_penalty": 0.5, "temperature": 1, "logprobs_processed": True}
+    first, second = rows_of(calls, dict.fromkeys(range(4), 1.0))
+    assert (first.shaping, first.loss_mask, first.calls) == ({"presence_penalty": 0.5}, [0, 1, 0, 1, 0, 1], [0, 1, 3])
+    assert (second.shaping, second.loss_mask, second.calls) == ({"presence_penalty": 0.5}, [0, 0, 0, 0, 1], [2])
+    calls[1].sampling["presence_penalty"] = 1.0
+    assert [row.calls for row in rows_of(calls, {0: 1.0, 1: 1.0, 3: 1.0})] == [[0, 3], [1, 2]]
+    for each in calls:
+        each.sampling.pop("logprobs_processed")  # they are those of the logits as they were
+    (row,) = rows_of(calls, dict.fromkeys(range(3), 1.0))
+    assert (row.shaping, row.loss_mask) == ({}, [0, 1, 0, 1, 1])
+
+
 def test_of_several_rows_the_longest_is_continued() -> None:
     calls = [call(0, [1], [2]), call(1, [1], [2, 3]), call(2, [1, 2, 3, 4], [5])]
     one, other = rows_of(calls, dict.fromkeys(range(3), 1.0))
