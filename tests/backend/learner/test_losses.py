@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from processes import forked_python
 from pydantic import ValidationError
 
-from insitu.backend.learner.losses import PolicyBatch, clip, dpo_loss, kto_loss, policy_loss, row_weights
+from insitu.backend.learner.losses import PolicyBatch, clip, dpo_loss, kto_loss, policy_loss, probe, row_weights
+from insitu.errors import BackendError
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingSettings
 
 ROOT = Path(__file__).parents[3]
@@ -320,6 +322,21 @@ def test_a_row_of_one_token_has_its_ratio_as_the_mean():
     zeros = torch.zeros_like(old_BT)
     inputs = PolicyBatch(old_BT, zeros, None, zeros + 1, zeros == 0, torch.ones(2, dtype=torch.float64))
     assert policy_loss(old_BT, inputs, LossSettings(sequence_mask=(0.9, 1.1))).excluded == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (lambda new_BT: None, "it returned NoneType; allowed: a tensor of shape (1, 1) or a scalar"),
+        (lambda new_BT: (new_BT, {"a": 1.0}), "the metric 'a' must be a tensor of shape (1, 1)"),
+        (lambda new_BT: (new_BT, {"a": new_BT.sum()}), "the metric 'a' must be a tensor of shape (1, 1)"),
+        (lambda new_BT: new_BT.detach(), "has no gradient"),
+    ],
+)
+def test_what_an_objective_may_return(returned, problem):
+    with pytest.raises(BackendError, match=re.escape(problem)):
+        probe(lambda batch, settings: returned(batch.new_BT), LossSettings())
+    assert probe(lambda batch, settings: (batch.new_BT, {"a": batch.new_BT}), LossSettings()) == ("a",)
 
 
 def test_an_objective_that_sums_its_tokens_itself_gets_the_same_penalty():
