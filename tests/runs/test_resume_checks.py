@@ -68,6 +68,17 @@ def test_the_first_ten_changes_are_listed(tmp_path: Path, config: Config, change
     assert len(check_same_run(run, config, {}, force=True)) == changed
 
 
+def test_a_key_that_is_newer_than_the_run_is_a_change_only_if_it_is_set(tmp_path: Path, config: Config) -> None:
+    run = started_with(tmp_path, config)
+    settings = json.loads((run / "run.json").read_text())
+    del settings["config"]["trainer_adapters"]["backend"]["training"]["clip_low"]
+    (run / "run.json").write_text(json.dumps(settings))
+    assert check_same_run(run, config, {}, force=False) == []
+    config = load_config(Path(config.source), [("trainer_adapters.backend.training.clip_low", "0.1")])
+    with pytest.raises(ConfigError, match=r"other settings: [\w.]+\.clip_low was None and is 0\.1\. Set"):
+        check_same_run(run, config, {}, force=False)
+
+
 @pytest.mark.parametrize(
     ("name", "before", "now", "is_other"),
     [
