@@ -2,7 +2,7 @@
 
 A process can be in a memory cgroup with a limit, as in a container; so can each of the groups around it. Version 1 has
 `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.oom_control`; version 2 has `memory.max`, `memory.current`
-and `memory.events`.
+and `memory.events.local`.
 """
 
 import re
@@ -42,24 +42,28 @@ def machine_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory 
     return memory
 
 
-def memory_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """How many processes the kernel has ended for lack of memory, here and in this process's cgroups.
+def kill_counter(process: int | str = "self", proc: Path = PROC, cgroups: Path = CGROUPS) -> Path | None:
+    """The file whose `oom_kill` says how many processes the kernel has ended for lack of memory in a process's cgroup.
 
-    The number only grows. None where the system does not say.
+    That of the machine if the cgroup has none; None where the system does not say, or if the process has ended.
     """
-    names = ("memory.oom_control", "memory.events")
-    files = (proc / "vmstat", *(folder / name for folder in _memory_cgroups(proc, cgroups) for name in names))
-    counts = [count for file in files if (count := numbers(file).get("oom_kill")) is not None]
-    return sum(counts) if counts else None
+    group = next(_memory_cgroups(proc, cgroups, process), None)
+    local = [] if group is None else [group / name for name in ("memory.oom_control", "memory.events.local")]
+    files = (file for file in (*local, proc / "vmstat") if memory_kills(file) is not None)
+    return next(files, None) if (proc / str(process)).exists() else None
 
 
-def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The folders of the memory cgroups that this process is in, the innermost first.
+def memory_kills(counter: Path) -> int | None:
+    return numbers(counter).get("oom_kill")
+
+
+def _memory_cgroups(proc: Path, cgroups: Path, process: int | str = "self") -> Iterator[Path]:
+    """The folders of the memory cgroups that a process is in, the innermost first.
 
     In a container they may be mounted as the root, whatever their paths are outside.
     """
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
+        lines = (proc / str(process) / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:

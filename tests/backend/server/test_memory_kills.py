@@ -17,7 +17,7 @@ from factories import MODEL
 from waiting import until
 
 from insitu.disk.files import available_memory
-from insitu.disk.memory import MachineMemory, machine_memory, memory_kills
+from insitu.disk.memory import MachineMemory, kill_counter, machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
 from insitu.training.native.backend_process import BackendProcess
 from insitu.wire.endings import end_tasks
@@ -48,11 +48,18 @@ def enter(machine: tuple[Path, Path], path: str, files: dict[str, str], version:
     return folder
 
 
+def kills(machine: tuple[Path, Path]) -> int | None:
+    counter = kill_counter("self", *machine)
+    assert counter is not None
+    return memory_kills(counter)
+
+
 def test_a_machine_without_cgroups(machine: tuple[Path, Path], tmp_path: Path) -> None:
     assert machine_memory(*machine) == MachineMemory(8 * GIB, 6 * GIB)
-    assert memory_kills(*machine) == 3
+    assert kills(machine) == 3
     assert machine_memory(tmp_path, tmp_path) is None
-    assert memory_kills(tmp_path, tmp_path) is None
+    assert kill_counter("self", tmp_path, tmp_path) is None
+    assert kill_counter(7, *machine) is None
 
 
 def test_limits_of_version_2(machine: tuple[Path, Path]) -> None:
@@ -61,11 +68,12 @@ def test_limits_of_version_2(machine: tuple[Path, Path]) -> None:
         "memory.max": str(4 * GIB),
         "memory.current": str(3 * GIB),
         "memory.stat": f"anon 5\ninactive_file {2 * GIB}",
-        "memory.events": "low 0\noom 2\noom_kill 2\noom_group_kill 0",
+        "memory.events": "low 0\noom 2\noom_kill 9\noom_group_kill 0",
+        "memory.events.local": "low 0\noom 2\noom_kill 2\noom_group_kill 0",
     }
     inner = enter(machine, "app.slice/run.service", files, version=2)
     assert machine_memory(*machine) == MachineMemory(4 * GIB, 3 * GIB, inner)
-    assert memory_kills(*machine) == 5
+    assert kills(machine) == 2
     (inner.parent / "memory.max").write_text(str(2 * GIB))
     (inner.parent / "memory.current").write_text(str(GIB))
     assert machine_memory(*machine) == MachineMemory(2 * GIB, GIB, inner.parent)
@@ -83,7 +91,7 @@ def test_limits_of_version_1(machine: tuple[Path, Path]) -> None:
     }
     inner = enter(machine, "docker/abc", files, version=1)
     assert machine_memory(*machine) == MachineMemory(4 * GIB, 2 * GIB, inner)
-    assert memory_kills(*machine) == 7
+    assert kills(machine) == 4
     (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     assert machine_memory(*machine) == MachineMemory(8 * GIB, 6 * GIB)
 
@@ -93,6 +101,7 @@ def test_a_container_sees_its_group_as_the_root(machine: tuple[Path, Path]) -> N
     root = enter(machine, "", {"memory.max": str(GIB), "memory.current": "0"}, version=2)
     (proc / "self/cgroup").write_text("0::/docker/abc\n")
     assert machine_memory(*machine) == MachineMemory(GIB, GIB, root)
+    assert kills(machine) == 3  # a root says nothing
 
 
 def test_this_machine() -> None:
@@ -121,13 +130,13 @@ def end_for_memory(group: Path) -> None:
     assert subprocess.run(command, shell=True, check=False).returncode == -signal.SIGKILL
 
 
-def test_the_kernel_counts_what_it_ends(small_group: Path) -> None:
-    before = memory_kills()
-    assert before is not None
+def test_the_kernel_counts_what_it_ends_in_a_group(small_group: Path) -> None:
+    counters = small_group / "memory.oom_control", kill_counter()
+    before = [memory_kills(counter) for counter in counters if counter is not None]
+    assert None not in before
     end_for_memory(small_group)
-    after = memory_kills()
-    assert after is not None
-    assert after > before
+    after = [memory_kills(counter) for counter in counters if counter is not None]
+    assert after == [before[0] + 1, *before[1:]]
 
 
 REASON = (
@@ -157,10 +166,10 @@ async def test_a_backend_that_the_kernel_ends_is_started_again_once(
     url = await process.start(300)
     watched = asyncio.create_task(process.keep_running())
     try:
-        await asyncio.to_thread(exhaust, small_group, process, url)
+        await exhaust(small_group, process, url)
         await until(lambda: process.restarted_at > 0)
         assert re.search(rf"{REASON}\nstarting it again \(1 of 1\)", caplog.text)
-        await asyncio.to_thread(exhaust, small_group, process, url)
+        await exhaust(small_group, process, url)
         with pytest.raises(BackendUnavailable, match=REASON):
             await asyncio.wait_for(watched, 300)
     finally:
@@ -168,14 +177,15 @@ async def test_a_backend_that_the_kernel_ends_is_started_again_once(
         await process.stop()
 
 
-def exhaust(group: Path, process: BackendProcess, url: str) -> None:
+async def exhaust(group: Path, process: BackendProcess, url: str) -> None:
     """Moves a backend into a cgroup, whose limit holds for what it takes from now on, and asks for completions."""
     (group / "cgroup.procs").write_text(str(process.pid))
+    await until(lambda: any(counter.parent == group for counter, _ in process.kills))
     body = {"model": "policy", "prompt": [7] * 100, "n": 64, "max_tokens": 100, "min_tokens": 100}
     headers = {"Authorization": f"Bearer {process.token}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with contextlib.suppress(OSError):
-        urllib.request.urlopen(request, timeout=300).read()
+        await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=300).read())
 
 
 async def test_another_sigkill_is_not_taken_for_it(forked_backends: None, tmp_path: Path) -> None:
@@ -188,7 +198,7 @@ async def test_another_sigkill_is_not_taken_for_it(forked_backends: None, tmp_pa
     await process.stop()
 
 
-async def test_what_the_kernel_ended_before_or_after_is_not_taken_for_it(
+async def test_what_the_kernel_ends_in_other_groups_is_not_taken_for_it(
     forked_backends: None, small_group: Path, tmp_path: Path
 ) -> None:
     """Such as agents at the limit of their episodes."""
@@ -197,7 +207,6 @@ async def test_what_the_kernel_ended_before_or_after_is_not_taken_for_it(
     assert process.pid is not None
     watched = asyncio.create_task(process.keep_running())
     end_for_memory(small_group)
-    assert not (await asyncio.wait({watched}, timeout=3))[0]  # it counts every second
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(BackendUnavailable, match=OTHER):
         await watched

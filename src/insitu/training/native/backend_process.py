@@ -11,12 +11,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from insitu.disk.files import readable_bytes
-from insitu.disk.memory import machine_memory, memory_kills
+from insitu.disk.memory import kill_counter, machine_memory, memory_kills
 from insitu.errors import BackendUnavailable
 from insitu.wire.child_process import ChildProcess
 from insitu.wire.redaction import remember_secret
@@ -71,9 +70,10 @@ class BackendProcess:
         self.ready = asyncio.Event()
         """Set while it runs, and clear while it is started again."""
         self._process: ChildProcess | None = None
-        self._kills: deque[int | None] = deque(maxlen=2)
-        """Processes that the kernel had ended for lack of memory a moment ago, and the moment before: in days it ends
-        others, such as agents at the limit of their episode."""
+        self.kills: deque[tuple[Path, int]] = deque(maxlen=2)
+        """Processes that the kernel had ended for lack of memory in its cgroup a moment ago, and the moment before, and
+        the file that says so: in days it ends others."""
+        self._counted_at = -math.inf
         self._reason: str | None = None
         """What `_memory_reason` has found when it was first asked, if it was; others may be ended later."""
         self._given_up: str | None = None
@@ -89,13 +89,13 @@ class BackendProcess:
         command = [sys.executable, "-m", "insitu", "backend", *self._arguments, "--port", str(self._port)]
         command += ["--parent_pid", str(os.getpid())]
         environment = {**os.environ, **self._secret_variables, "INSITU_BACKEND_TOKEN": self.token}
-        self._kills.clear()
-        self._kills.append(memory_kills())
+        self.kills.clear()
         self._reason, self._peak = None, _peak_of_children()
         self._process = process = ChildProcess(command, self._log_path, environment, append=True)
         try:
             async with asyncio.timeout(startup_timeout):
                 while (match := _READY_LINE.search(process.output())) is None:
+                    self._count(process)
                     if process.ended:
                         problem = f"insitu backend {process.outcome()} before it was ready"
                         reason = self._own_reason(process) or f"; {self._memory_reason() or process.end_of_log()}"
@@ -127,7 +127,7 @@ class BackendProcess:
         self._kept_running = True
         try:
             while (process := self._process) is not None:
-                await self._counted(process.end())
+                await self._counted(process)
                 self.ready.clear()
                 await self._start_again(str(self.exit_report()))
         finally:
@@ -151,14 +151,21 @@ class BackendProcess:
                 return
         raise BackendUnavailable(report)
 
-    async def _counted(self, end: Coroutine[Any, Any, None]) -> None:
-        """Waits for the end of the process; notes meanwhile, every second, what the kernel has ended."""
-        waiting = asyncio.ensure_future(end)
+    async def _counted(self, process: ChildProcess) -> None:
+        """Waits for the end of a process; notes meanwhile, every second, what the kernel has ended."""
+        waiting = asyncio.ensure_future(process.end())
         try:
             while not (await asyncio.wait({waiting}, timeout=_COUNT_SECONDS))[0]:
-                self._kills.append(memory_kills())
+                self._count(process)
         finally:
             waiting.cancel()
+
+    def _count(self, process: ChildProcess) -> None:
+        counter, now = kill_counter(process.pid), time.monotonic()
+        is_new = not self.kills or self.kills[-1][0] != counter  # it has been moved to another cgroup
+        if counter is not None and (is_new or now - self._counted_at >= _COUNT_SECONDS):
+            self.kills.append((counter, memory_kills(counter) or 0))
+            self._counted_at = now
 
     def final_report(self) -> str | None:
         """The report of the ended process, unless it will be started again."""
@@ -183,8 +190,8 @@ class BackendProcess:
         return self._reason or ""
 
     def _find_memory_reason(self) -> str:
-        kills, memory, peak = memory_kills(), machine_memory(), _peak_of_children()
-        if kills is None or kills <= (self._kills[0] or 0):
+        memory, peak = machine_memory(), _peak_of_children()
+        if not any((memory_kills(counter) or 0) > kills for counter, kills in self.kills):
             return ""
         held = f", when it held {readable_bytes(peak)}" if peak > self._peak else ""
         limit = ""
