@@ -123,6 +123,10 @@ def test_what_the_teacher_cannot_be_compared_with_is_counted() -> None:
     assert estimated.collection.dropped == {"teacher_error": 1, "unmodeled_sampling": 1}
     assert estimated.metrics == {"untrained_calls": {"teacher_temperature": 1}}
     assert [t.id for t, _ in estimated.advantages] == ["a"]
+    for call in (several := trajectory("d", 1.0, ([-1.0], [-2.0]), ([-1.0], [0.0]), ([-0.1], [-9.0]))).calls[2:]:
+        call.sampling = {"temperature": 0}
+    [(_, of_calls)] = estimate_epoch(epoch_of([several]), estimator(baseline=True)).advantages
+    assert of_calls == {0: [-2.0], 1: [2.0]}, "their baseline is that of what is trained"
 
 
 # Runs

@@ -14,8 +14,9 @@ from insitu.config import Config, load_config
 from insitu.config.resolved import code_of, leaves, resolved_config
 from insitu.errors import BackendError, ConfigError, InsituError
 from insitu.runs.reader import RunReader
-from insitu.runs.records import RunProgress
+from insitu.runs.records import RunProgress, journal_record
 from insitu.runs.resume import ResumableRun, check_same_run
+from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus
 from insitu.schemas.finetuning import FinetuneRunConfig, TrainingJobStatus
 
 OLD, NEW = {"file": "held_out.jsonl", "sha256": "1"}, {"file": "moved.jsonl", "sha256": "2"}
@@ -158,6 +159,33 @@ async def test_what_is_known_of_earlier_epochs_is_a_line_each(tmp_path: Path, co
     run.store.path.joinpath("reward_history.json").write_text("[3]")
     with pytest.raises(InsituError, match=r"reward_history\.json is damaged: 0 is 3: Input should be a JSON object"):
         RunReader(folder).rewards(7)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "submitted", "kept"),
+    [
+        ([DropReason.EVALUATOR_ERROR] * 2, 0, 0),  # the run has failed, and would again
+        ([DropReason.EVALUATOR_ERROR, None], 0, 2),
+        ([DropReason.EVALUATOR_ERROR] * 2, 1, 2),  # it is all that the job got
+    ],
+)
+async def test_an_epoch_of_which_nothing_could_be_trained_is_run_again(
+    tmp_path: Path, config: Config, reasons: list[DropReason | None], submitted: int, kept: int
+) -> None:
+    builder, run = Builder(config, request=FinetuneRunConfig(config_file=config, resume=True)), ResumableRun("r")
+    run.open_folder(tmp_path / "run", builder, {})
+    started_with(tmp_path / "run", config)
+    run.progress = run.progress.model_copy(update={"submitted_epoch": submitted})
+    await run.commit(policy_version=0)
+    played = EpisodeStatus.OK
+    episodes = [Episode(EpisodeKey("r", 1, "0", n), played, reason=reason) for n, reason in enumerate(reasons)]
+    run.store.append("journal.jsonl", map(journal_record, episodes))
+    run.unlock()
+    continued = ResumableRun("other")
+    (said,) = continued.open_folder(tmp_path / "run", builder, {})
+    continued.unlock()
+    assert len(continued.finished(1)) == len(RunReader(tmp_path / "run").journal(1)) == kept
+    assert said == "run r continues after epoch 0" + f" and {kept} episodes of epoch 1" * bool(kept)
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -21,8 +21,8 @@ class TeacherEstimator(AdvantageEstimator):
     distribution, whose policy gradient is that of generalized knowledge distillation on the student's own samples
     (GKD, arXiv:2306.13649) and of MiniLLM (arXiv:2306.08543) without credit for the tokens that follow: a discount of
     0, as in Thinking Machines' on-policy distillation (2025). The `baseline` is not the group's mean reward, but the
-    mean of the terms of all other tokens of the group, which may be one episode: without it every sampled token is made
-    less likely on average, whatever takes its place.
+    mean of the terms of all other trained tokens of the group, which may be one episode: without it every sampled token
+    is made less likely on average, whatever takes its place.
     """
 
     compares = False
@@ -54,7 +54,11 @@ class TeacherEstimator(AdvantageEstimator):
             of_rewards = self._rewards.estimate(group)
         terms = [{k: _gaps(t.calls[k]) for k in t.trained_calls} for t in group]
         if self._has_baseline:
-            _subtract_others(terms)
+            pairs = zip(group, terms, strict=True)
+            trained = (
+                term for t, of_calls in pairs for k, term in of_calls.items() if self.problem(t.calls[k]) is None
+            )
+            _subtract_others([*trained])
         estimated: list[CallAdvantages] = []
         for of_calls, rewards in zip(terms, of_rewards or [{}] * len(group), strict=True):
             estimated.append({k: self._added(term, rewards.get(k) or 0.0) for k, term in of_calls.items()})
@@ -71,9 +75,8 @@ def _gaps(call: ModelCall) -> Gaps:
     return [None if teacher is None else teacher - own for teacher, own in pairs]
 
 
-def _subtract_others(terms: Sequence[dict[int, Gaps]]) -> None:
+def _subtract_others(lists: Sequence[Gaps]) -> None:
     """Subtracts from each term the mean of the others."""
-    lists = [term for of_calls in terms for term in of_calls.values()]
     known = [gap for term in lists for gap in term if gap is not None]
     total, others = math.fsum(known), len(known) - 1
     if others > 0:
