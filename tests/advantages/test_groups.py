@@ -47,6 +47,8 @@ def call(index: int = 0, messages: list[dict[str, Any]] | None = None, answer: A
         ({"top_k": 20}, 1.0, "top_k"),
         ({"min_tokens": 2}, 1.0, "min_tokens"),
         ({"stop_token_ids": [2]}, 1.0, None),
+        ({"allowed_token_ids": [2]}, 1.0, "allowed_token_ids"),
+        ({"guided_choice": ["a"], "guided_json": None}, 1.0, "guided_choice"),
         ({"response_format": {"type": "json_object"}}, 1.0, "response_format"),
         ({"response_format": {"type": "json_object"}, "logprobs_processed": True}, 1.0, None),
         ({"bad_words": ["a"], "top_k": 3, "logprobs_processed": True}, 1.0, "top_k"),

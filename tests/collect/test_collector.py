@@ -17,6 +17,7 @@ from insitu.collect.shared_run import RunState
 from insitu.config import Config, load_config
 from insitu.plugin_api import Builder
 from insitu.schemas.episodes import Episode, EpisodeKey, EpisodeStatus
+from insitu.schemas.evaluation import EvalOutputItem
 from insitu.schemas.finetuning import RewardFunctionConfig
 from insitu.schemas.groups import GroupRecord
 
@@ -65,6 +66,24 @@ async def test_a_group_comes_with_its_last_episode_scored_and_with_its_drops(con
     ]
     drops = [Counter(no_calls=GENERATIONS), Counter(workflow_error=GENERATIONS), Counter(no_calls=GENERATIONS)]
     assert [group.dropped for group in groups] == drops  # the agent calls no model
+
+
+@pytest.mark.parametrize("returned", [ZeroDivisionError("by 0"), None])
+async def test_a_builder_that_computes_no_reward_costs_its_episodes(
+    config: Config, plan: Plan, returned: Exception | None
+) -> None:
+    async def compute(scored: EvalOutputItem) -> float:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned  # type: ignore[return-value]
+
+    assert plan.scoring is not None
+    plan = replace(plan, scoring=replace(plan.scoring, compute_reward=compute))
+    groups = await collected(config, plan, seen=[])
+    reasons = [episode.reason for group in groups for episode in group.episodes]
+    assert Counter(reasons) == {"evaluator_error": 2 * GENERATIONS, "workflow_error": GENERATIONS}
+    said = "compute_reward: ZeroDivisionError: by 0" if returned else "compute_reward: TypeError: float() argument"
+    assert str(groups[0].episodes[0].error).startswith(said)
 
 
 async def test_finished_episodes_are_not_run_again(config: Config, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from processes import forked_python
 from insitu.cli import main
 from insitu.runs.episodes import token_texts
 from insitu.runs.records import training_records
+from insitu.runs.replay import StoredRun
 from insitu.runs.store import RunStore
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import Trajectory
@@ -470,3 +471,28 @@ def test_a_name_among_many_and_an_episode_without_calls(tmp_path: Path) -> None:
     listed = show(made.folder, "--row", "train-01999").out
     assert listed.startswith("episode run_1/1/train-01999/0/0\n")
     assert "none: the token ids of these calls are unknown" in listed
+
+
+def test_an_epoch_without_a_job_is_not_trained_yet(tmp_path: Path) -> None:
+    """The run was interrupted before its job had ended."""
+    made = Run(tmp_path / "run", epoch_over=False)
+    made.store.append("training_metrics.jsonl", [{"epoch": 1, "job": None}])
+    made.add("r 1", episode(0))
+    made.store.close()
+    assert "not trained yet" in show(made.folder).out
+
+
+async def test_what_another_run_did_not_train_is_decided_again(tmp_path: Path) -> None:
+    made = Run(tmp_path / "run")
+    untrained = {"reason": DropReason.NO_TARGET_CALLS, "error": "the model calls of judge are trained"}
+    made.add("r 1", episode(0, **untrained), failed(1, "r 1"))
+    names = [f"run_1/1/r 1/{number}/0" for number in range(2)]
+    scored = {"evaluator": "again", "score": 1.0, "step_scores": [0.5, 0.0, 0.5], "config_hash": "c", "dataset": "d"}
+    made.store.append("rescores.jsonl", [{"episode": name, **scored} for name in names])
+    made.store.close()
+    [[first, second]] = [group async for group in StoredRun(made.folder).replay("run_2", 1)]
+    assert (first.reason, first.error) == (None, None)
+    assert (second.reason, second.error) == (DropReason.TIMEOUT, "EpisodeTimeout: no answer")
+    [[first, _]] = [group async for group in StoredRun(made.folder, reward="again").replay("run_2", 1)]
+    assert (first.reward, first.step_rewards) == (1.0, [0.5, 0.0, 0.5])
+    assert first.rewarded_functions == ["<workflow>", "play"]

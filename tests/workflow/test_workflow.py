@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 from waiting import turns
@@ -411,15 +412,16 @@ def test_step_rewards_add_up_on_the_latest_call() -> None:
         push("CUSTOM_START", metadata={"reward": 7})
         scope.ledger.record([call(0)], current_call_site.get())
         Context.get().reward(0.5)
-        Context.get().reward(0.25)
+        Context.get().reward(np.array(0.25))
         scope.ledger.record([call(1)], current_call_site.get())
-        step = push("CUSTOM_START", metadata={"reward": -1})
+        step = push("CUSTOM_START", metadata={"reward": np.float32(-1)})
         push("CUSTOM_END", UUID=step.UUID, metadata={"reward": -1})
         push("TOOL_START", metadata={"reward": 100})
         push("CUSTOM_END", metadata={"reward": True})
         with pytest.raises(WorkflowError, match="a step reward is nan; allowed: from -1e"):
             Context.get().reward(float("nan"))
     assert scope.rewards.by_call == {0: 0.75, 1: -1}
+    assert {*map(type, scope.rewards.by_call.values())} == {float}
 
 
 def test_in_training_a_step_reward_passes_over_calls_of_other_models() -> None:

@@ -34,6 +34,10 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "tool_choice": ("auto", "none"),
+    # vLLM's, the last of its earlier releases
+    "allowed_token_ids": ([],),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
+    "use_beam_search": (False,),
 }
 """Parameters that change the distribution sampled from, unless they have one of these values."""
 SHAPING = ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "response_format", "structured_outputs")

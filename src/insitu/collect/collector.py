@@ -300,7 +300,9 @@ async def _run_episodes(
                 episode = await run_episode(attempt, row, key, plan.options)
                 while episode.reason is DropReason.BACKEND_ERROR and await _server_was_down(run, started):
                     started, key = time.monotonic(), key.replayed(episode.key.attempt)
-                    episode = await run_episode(attempt, row, key, plan.options)
+                    earlier, episode = episode, await run_episode(attempt, row, key, plan.options)
+                    episode.failed_requests = dict(Counter(earlier.failed_requests) + Counter(episode.failed_requests))
+                    episode.abandoned_attempts += earlier.abandoned_attempts
             _check_vocabulary(episode, plan)
             if evaluators:
                 await scorer.score(episode, row)

@@ -115,7 +115,7 @@ def parse_score(item: EvalOutputItem) -> tuple[float | None, DropReason | None, 
         return None, DropReason.NO_SCORE, "the evaluator returned no score"
     try:
         value = float(item.score)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of an evaluator's own type
         return None, DropReason.NO_SCORE, f"the score {item.score!r:.80} is not a number"
     if not is_reward(value):
         return None, DropReason.NAN_SCORE, f"the score is {value}; allowed: {ALLOWED_REWARDS}"
@@ -253,14 +253,16 @@ class Scorer:
             episode.error = message
             return
         rewarding = as_reward(rewarding, scoring.sign)
-        reward = float(rewarding.score) if scoring.compute_reward is None else await scoring.compute_reward(rewarding)
-        if scoring.shape is not None:
-            try:
+        reward, what = float(rewarding.score), "compute_reward"
+        try:
+            if scoring.compute_reward is not None:
+                reward = float(await scoring.compute_reward(rewarding))
+            what = "reward_function.shape"
+            if scoring.shape is not None:
                 reward = await scoring.shape(reward, episode, item)
-            except Exception as error:  # code of the user may raise anything
-                problem = f"reward_function.shape: {describe_error(error)}"
-                episode.reason, episode.error = DropReason.EVALUATOR_ERROR, problem
-                return
+        except Exception as error:  # code of the user may raise anything
+            episode.reason, episode.error = DropReason.EVALUATOR_ERROR, f"{what}: {describe_error(error)}"
+            return
         if not is_reward(reward):
             episode.reason, episode.error = DropReason.NAN_SCORE, f"the reward is {reward}; allowed: {ALLOWED_REWARDS}"
             return

@@ -172,10 +172,15 @@ class LineFile:
 
     def sync(self) -> None:
         """Raises InsituError."""
-        if self._unsynced:
+        if not self._unsynced:
+            return
+        self._unsynced = False  # before: a line may be appended meanwhile
+        try:
             with writing(self._path):
                 sync_descriptor(self._descriptor)
-        self._unsynced = False
+        except InsituError:
+            self._unsynced = True
+            raise
 
     def close(self) -> None:
         """Syncs and closes. Raises InsituError."""

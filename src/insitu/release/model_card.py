@@ -13,6 +13,7 @@ from insitu import __version__
 from insitu.disk.model_files import TrainingRecord, split_revision
 from insitu.runs.files import EVENTS, RUN
 from insitu.runs.reader import RunReader
+from insitu.runs.records import comparable_validations
 
 _METHODS = {
     "grpo": "GRPO (group-relative policy optimization, arXiv:2402.03300)",
@@ -122,18 +123,19 @@ def _data(dataset: Mapping[str, Any]) -> str:
 
 
 def _validations(run: Path, subject: CardSubject) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The validations before training, and of the exported version."""
+    """The validation of the exported version, and one before training that it can be compared with."""
     validations = [each for each in RunReader(run).validations() if "error" not in each]
-    before = next((each for each in validations if each["epoch"] == 0), None)
-    scored = [each for each in validations if each["policy_version"] == subject.record.version]
-    return before, scored[-1] if scored else None
+    own = [number for number, each in enumerate(validations) if each["policy_version"] == subject.record.version]
+    comparable = comparable_validations(validations[: own[-1] + 1]) if own else []
+    before = next((each for each in comparable if each["epoch"] == 0), None)
+    return before, comparable[-1] if comparable else None
 
 
 def _evaluation(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[str]:
-    if before is None or after is None:
+    if after is None:
         return ["These weights were not scored on held-out rows."]
-    rows = []
-    for name, record in (("before training", before), (f"these weights (epoch {after['epoch']})", after)):
+    rows, scored = [], [(f"these weights (epoch {after['epoch']})", after)]
+    for name, record in [("before training", before), *scored] if before is not None else scored:
         low, high = record["ci95"]
         interval = "unknown" if low is None else f"{low:.3f} to {high:.3f}"
         rows.append((name, f"{record['avg_reward']:.3f}", interval, record["num_examples"]))

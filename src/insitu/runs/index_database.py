@@ -76,7 +76,7 @@ class TrainingStatus(StrEnum):
         """
         if dropped:
             return cls.DROPPED
-        if not epoch_is_over:
+        if not epoch_is_over or job is None:
             return cls.PENDING
         if job != "completed":
             return cls.JOB_FAILED

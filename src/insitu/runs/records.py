@@ -287,14 +287,15 @@ def new_run_id(prefix: str = "insitu_run") -> str:
 
 
 def best_validation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The validation with the highest score, the first of equal ones; None if none has a score.
+    """The validation with the highest score, the first of equal ones, of those that are comparable with the latest."""
+    return max(comparable_validations(records), key=lambda each: each["avg_reward"], default=None)
 
-    Scores of other rows, or by another evaluator, than the latest are not compared.
-    """
+
+def comparable_validations(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The validations with a score, but those of other rows, or by another evaluator, than the latest."""
     scored = [each for each in records if "error" not in each]
     latest = scored[-1].get("scored_by") if scored else None  # runs of earlier versions do not say
-    comparable = [each for each in scored if latest in (None, each.get("scored_by", latest))]
-    return max(comparable, key=lambda each: each["avg_reward"], default=None)
+    return [each for each in scored if latest in (None, each.get("scored_by", latest))]
 
 
 class EarlyStop(BaseModel):

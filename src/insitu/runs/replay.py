@@ -14,10 +14,14 @@ from insitu.errors import ConfigError, InsituError
 from insitu.runs.files import CALLS, RUN
 from insitu.runs.reader import RunReader
 from insitu.runs.records import StoredGroup, restore_episode
+from insitu.schemas.components import WORKFLOW
 from insitu.schemas.episodes import DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
 from insitu.schemas.finetuning import parse_reward, signed
 
 _LISTED = 5
+_BY_TRAINING = (DropReason.NO_PAIR, DropReason.NO_TARGET_CALLS, DropReason.NO_CANDIDATES)
+"""Why a run did not train an episode that another one, with other targets or another method, may train."""
+_UNDECIDED: dict[str, Any] = {"reason": None, "error": None}
 
 
 class StoredEpisodesConfig(BaseModel):
@@ -109,7 +113,7 @@ class StoredRun:
                     episode,
                     key=EpisodeKey(run_id, epoch, *episode.key[2:]),
                     source=episode.key.text(),
-                    reason=None if episode.reason is DropReason.NO_PAIR else episode.reason,
+                    **(_UNDECIDED if episode.reason in _BY_TRAINING else {}),
                 )
                 for episode in await asyncio.to_thread(self.load, group)
             ]
@@ -134,7 +138,8 @@ class StoredRun:
         score, steps = rescore["score"] if rescore else episode.scores.get(evaluator), rescore.get("step_scores")
         episode.reward = None if score is None else signed(score, sign)
         episode.step_rewards = None if steps is None else [signed(each, sign) for each in steps]
-        episode.rewarded_functions = []
+        functions = {name for call in episode.calls for name in call.functions or (WORKFLOW,)}
+        episode.rewarded_functions = [] if steps is None else sorted(functions)
         episode.reasoning = rescore.get("reasoning")
         if rescore:
             episode.scores = episode.scores | {evaluator: score}

@@ -218,9 +218,11 @@ class ResumableRun:
         job_is_lost = own_backend and version == expected  # it ended with the process
         if is_submitted and not self._finished and not job_is_lost:
             fork = f"; `insitu runs fork --epoch {epoch - 1}` makes a run that repeats the epoch" if own_backend else ""
+            redacts = self._builder is not None and "token_ids" in self._builder.config.finetuning.redact
+            why = "finetuning.redact leaves out token_ids" if redacts else "the trajectory builder does not report them"
             raise BackendError(
                 f"--resume: the job of epoch {epoch} of {self.store.folder} was submitted, but its episodes were not "
-                f"recorded, as the trajectory builder does not report them: the run cannot continue with them{fork}"
+                f"recorded, as {why}: the run cannot continue with them{fork}"
             )
         if version is None or expected is None or version == expected:
             return

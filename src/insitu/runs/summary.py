@@ -14,7 +14,7 @@ from insitu.disk.json_files import shorter_than_written
 from insitu.errors import ConfigError
 from insitu.runs.files import BEST, EVENTS, INDEX, METRICS, PROGRESS, RUN_FILES, holds_run
 from insitu.runs.reader import Problems, RunReader
-from insitu.runs.records import RunProgress, best_validation, natural
+from insitu.runs.records import RunProgress, best_validation, comparable_validations, natural
 
 DEFAULT_FOLDERS = ("runs", ".tmp")
 """Where to look for runs, in the working directory: that of the examples, and that of the default `output_dir`."""
@@ -123,7 +123,7 @@ def _describe_settings(summary: RunSummary, settings: Mapping[str, Any]) -> None
 
 
 def _describe_validations(summary: RunSummary, validations: list[dict[str, Any]]) -> None:
-    summary.first_score = next((record["avg_reward"] for record in validations if "error" not in record), None)
+    summary.first_score = next((record["avg_reward"] for record in comparable_validations(validations)), None)
     if (best := best_validation(validations)) is not None:
         summary.best_score, summary.best_epoch = best["avg_reward"], best["epoch"]
 

@@ -148,7 +148,8 @@ class FinetuneConfig(WritableModel):
     """Validation before, during and after training; none: no validation."""
     redact: list[Literal["token_ids"]] = Field(default_factory=list)
     """What is not recorded of model calls. `token_ids`: those of prompts and completions, which decode to texts that
-    are hidden elsewhere. An epoch that was interrupted is then collected again, and episodes cannot be trained later.
+    are hidden elsewhere. An epoch that was interrupted is then collected again, or, once its job was submitted, cannot
+    continue (`insitu runs fork` repeats it), and episodes cannot be trained later.
     """
     report_to: MayChange[list[str]] = Field(default_factory=list)
     """Experiment trackers that each epoch is logged to: tensorboard, wandb, mlflow, trackio, or those of plugins."""

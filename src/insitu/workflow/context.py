@@ -65,6 +65,7 @@ class StepRewards:
 
     def add_reward(self, value: float, invocation: Invocation, function: str | None = None) -> None:
         """Adds to the reward of the latest call made in `invocation`, or in the function named `function`."""
+        value = float(value)  # an array or tensor too, which no file of the run could hold
         if not abs(value) <= MAX_REWARD:
             raise WorkflowError(f"a step reward is {value}; allowed: {ALLOWED_REWARDS}")
         if function is not None and function not in self._latest_call_by_function:
@@ -297,8 +298,9 @@ class EpisodeScope:
         """
         metadata = step.payload.metadata
         fields = metadata if isinstance(metadata, dict) else getattr(metadata, "model_extra", None) or {}
-        value, function = fields.get("reward"), fields.get("function")
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        value: Any = fields.get("reward")
+        function = fields.get("function")
+        if not hasattr(value, "__float__") or isinstance(value, bool):
             return
         # a reward before the first model call is ignored here; Context.reward raises
         if self.rewards.latest_call is not None and step.UUID not in self._rewarded_steps:
