@@ -42,7 +42,8 @@ AREAS = {
         ("training/loop.py", "training/schedule.py", "collect/collector.py"),
         (
             *("batches", "curriculum", "api", "staleness", "finetune", "staleness_runs", "validation_beside"),
-            *("rollout_budget", "stored_episodes", "resume_plugins", "report", "runs", "distillation", "resume", "chaos"),
+            *("rollout_budget", "stored_episodes", "resume_plugins", "report", "runs", "distillation"),
+            *("resume", "chaos"),
         ),
     ),
     "estimator": Area(
