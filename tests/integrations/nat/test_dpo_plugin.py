@@ -97,7 +97,7 @@ def test_from_the_package_to_a_trained_model(
     of_script = [pair for pair in responses if pair <= {"1", "2", "3"}]
     assert len(of_model) + len(of_script) == len(records)
     assert min(len(of_model), len(of_script)) >= 12
-    assert len(records) > 100
+    assert len(records) > 60  # about 105: the answers are drawn at random
     assert all(record["prompt"].startswith("The total is ") for record in records)
 
     run_folder = tmp_path / ".tmp/finetuning"
