@@ -227,6 +227,8 @@ class Windows:
             tensor[slot, :, : block.length] = part
 
     def move(self, source: int, target: int) -> None:
+        if source >= self.slots:  # its prompt was whole blocks, and no token of it has been sampled after the first
+            return
         for tensor in tensors(self.layers):
             tensor[target] = tensor[source]
 

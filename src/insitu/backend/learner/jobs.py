@@ -250,7 +250,7 @@ class TrainingQueue:
         """Cancels the job and waits until it has stopped using the weights; a no-op if it has ended."""
         job = self.get(job_id)
         if not job.ended and job.task is not None:
-            if not job.recording:
+            if not job.recording and not job.task.cancelling():  # once: a second one would not wait for its end
                 job.task.cancel()
             await asyncio.wait([job.task])
             if not job.ended:  # canceled before its task started

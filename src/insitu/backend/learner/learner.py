@@ -198,8 +198,8 @@ class Learner:
                     except StopIteration as end:
                         return end.value
                 yield progress
-        except BaseException as error:  # an interrupted job leaves invalid state, except while it is open; re-raised
-            self._state = self._state if not parts.closed else None
+        except BaseException as error:  # re-raised; its state is invalid, or of the job's settings
+            self._state = None
             if isinstance(error, torch.OutOfMemoryError):
                 problem = f"the GPU has too little memory for this job; {_takes_less(settings)} take less"
                 raise BackendError(f"{problem}: {error}") from error
