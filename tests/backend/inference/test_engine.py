@@ -309,6 +309,18 @@ async def test_a_groups_prompt_is_computed_once(folders):
     assert [columns for columns in prompt_rows if columns > 1] == [32]
 
 
+async def test_a_group_of_one_token_after_a_prompt_of_whole_blocks(folders):
+    """No window has room for its sequences, which end before they need it."""
+    prompt = [token % 200 for token in range(BLOCK)]
+    async with running(folders["llama"]) as engine:
+        await engine.complete(asks([1, 2, 3], [params(0, 4)]))
+        group = engine.complete(asks(prompt, [params(seed, 1) for seed in range(6)]))
+        others = engine.complete(asks(prompt, [params(9, 30)])), engine.complete(asks([7, 8], [params(10, 30)]))
+        ended = await asyncio.wait_for(asyncio.gather(group, *others), HANGS)
+        assert [[len(output.tokens) for output in outputs] for outputs in ended] == [[1] * 6, [30], [30]]
+        assert engine.pool.used == engine.pool.unused, "all blocks have been given back"
+
+
 @pytest.mark.skipif("STRICT" not in os.environ.get("MKL_CBWR", ""), reason="products may depend on their rows")
 async def test_strict_products_have_the_rows_that_are_needed(folders):
     """Prompts that arrive together are computed together, and a step has about a row for each sequence."""

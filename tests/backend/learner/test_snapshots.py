@@ -233,3 +233,15 @@ def test_a_version_without_a_checkpoint_is_refused_by_name(loaded: LoadedModel, 
         with pytest.raises(Exception, match=says):
             checkpoint_of_run(tmp_path, name, "--checkpoint")
     assert checkpoint_of_run(tmp_path, "latest", "--checkpoint").name == "step_000002"
+
+
+def test_a_canceled_open_job_leaves_nothing_to_the_next_one(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Which has other settings: its weights are those of a learner that has never seen the canceled one."""
+    rows = make_rows(loaded.module, 8)
+    canceled, fresh = (opened(loaded, tmp_path / name, Retention()) for name in ("canceled", "fresh"))
+    part = PartedRows(2)
+    part.add(0, rows[:4], b"")
+    assert train(canceled, part, steps=20, lora=LORA) is None
+    first, second = (train(learner, rows) for learner in (canceled, fresh))
+    assert same(weights(first.module), weights(second.module))
+    assert {path.name for path in first.checkpoint.iterdir()} == {path.name for path in second.checkpoint.iterdir()}
