@@ -34,7 +34,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "tool_choice": ("auto", "none"),
-    # vLLM's, the last of its earlier releases
+    # vLLM's; guided_* and use_beam_search are of earlier releases
     "allowed_token_ids": ([],),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
     "use_beam_search": (False,),

@@ -17,7 +17,7 @@ from insitu.disk.files import delete_drafts
 from insitu.errors import BackendError, ConfigError, InsituError, describe_error
 from insitu.runs.files import EPISODES, JOURNAL, PROGRESS, PROGRESS_HISTORY
 from insitu.runs.reader import RunReader
-from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus, journal_record
+from insitu.runs.records import EpochState, Phase, RunProgress, RunStatus
 from insitu.runs.store import RunStore, set_aside
 from insitu.schemas.episodes import Episode
 from insitu.schemas.finetuning import PolicyEndpoint, TrainingJobStatus
@@ -170,9 +170,8 @@ class ResumableRun:
         # An epoch is run again if none of its episodes can be trained: that was why the run has failed.
         kept = {e.key.epoch for e in journal if e.reason is None or self.may_be_submitted(e.key.epoch)}
         self._finished = [episode for episode in journal if episode.key.epoch in kept]
-        if len(self._finished) < len(journal):
+        if not self._finished:  # a kill while others are written again would lose what a submitted job needs
             self._store.clear(JOURNAL)
-            self._store.append(JOURNAL, map(journal_record, self._finished))
         epochs_of = sorted({episode.key.epoch for episode in self._finished})
         named = f"epoch {' and '.join(map(str, epochs_of))}"
         more = f" and {len(self._finished)} episodes of {named}" if self._finished else ""
