@@ -65,8 +65,8 @@ class KeepConfig(Settings):
     """Write every Nth version, with its optimizer state, while the next episodes are collected; the jobs between are
     logged, and trained again where their versions are needed. none: every version of adapters, and of weights that take
     less than 256 MiB with their optimizer state; of others as many as take a twentieth of the work. Those that `every`
-    names, the best and the last are always written. With several learner processes, vLLM, a GPU or Python code in
-    `training`, every version is, before its job has completed."""
+    names, the best and the last are always written. With several learner processes, vLLM, a GPU, Python code in
+    `training` or a `reference` of a package, every version is, before its job has completed."""
 
 
 def _check_range(bounds: tuple[float, float]) -> tuple[float, float]:

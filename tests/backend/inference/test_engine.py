@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import copy
+import gc
+import itertools
 import math
 import os
 import random
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,6 +323,71 @@ async def test_a_group_of_one_token_after_a_prompt_of_whole_blocks(folders):
         ended = await asyncio.wait_for(asyncio.gather(group, *others), HANGS)
         assert [[len(output.tokens) for output in outputs] for outputs in ended] == [[1] * 6, [30], [30]]
         assert engine.pool.used == engine.pool.unused, "all blocks have been given back"
+
+
+async def at_once(engine: Engine, compute: ComputeThread, each: Sequence[SamplingParams]) -> list[Any]:
+    """What becomes of requests with one prompt that the engine sees in the same step; all of them get an answer."""
+    begin = threading.Event()
+    held = asyncio.ensure_future(compute.call(begin.wait))
+    asked = [asyncio.ensure_future(engine.complete(asks([1, 2, 3], [one]))) for one in each]
+    await until(lambda: engine.num_requests[1] == len(each))
+    begin.set()
+    await held
+    return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), HANGS)
+
+
+async def test_requests_of_a_step_that_fails_are_all_answered(tmp_path):
+    """Also those that ended in it, or were about to begin; what they held is given back."""
+    loaded = load_model(str(save_tiny_model(tmp_path, vocab_size=2**19)), "cpu")
+    steps = itertools.count(1)
+
+    def break_the_third_row(module, args, logits):
+        if next(steps) == 3:
+            logits = logits.clone()
+            logits.flatten(0, -2)[2] = torch.nan
+        return logits
+
+    async with running(loaded, compute=(compute := ComputeThread())) as engine:
+        hook = loaded.module.get_output_embeddings().register_forward_hook(break_the_third_row)
+        *ended, failed = await at_once(engine, compute, [params(0, 3), params(1, 2), params(2, 8)])
+        hook.remove()
+        assert [len(outputs[0].tokens) for outputs in ended] == [3, 2], "the first computes the prompt"
+        assert "not finite" in str(failed)
+        malformed = params(1, 3, logit_bias=((1, 2.0), (3,)))
+        for outcome in await at_once(engine, compute, [params(0, 3), malformed, params(2, 3)]):
+            assert isinstance(outcome, ValueError)
+        assert len((await engine.complete(asks([1, 2, 3], [params(0, 3)])))[0].tokens) == 3
+        assert engine.pool.used == engine.pool.unused, "nothing is left behind"
+
+
+async def test_requests_of_two_versions_share_a_small_pool(folders):
+    """The oldest goes on, whatever version it asks for: they would push each other out for ever."""
+    loaded = load_model(str(folders["llama"]), "cpu")
+    ask = asks([1, 2, 3], [params(1, 2 * BLOCK + 20)])
+    async with running(loaded, **kv(4 * BLOCK + 60)) as engine:
+        await engine.publish(WeightVersion(1), copy.deepcopy(loaded.module))
+        (alone,) = await engine.complete(ask)
+        both = asyncio.gather(*(engine.complete(ask, WeightVersion(version)) for version in (0, 1)))
+        for (piece,) in await asyncio.wait_for(both, HANGS):
+            assert pairs(piece) == pairs(alone)
+        assert engine.pool.used == engine.pool.unused, "nothing is left behind"
+
+
+async def test_weights_that_are_published_take_the_place_of_a_copy(folders):
+    """Of a version that was asked for by its number before: its blocks keep no weights in memory."""
+    loaded, copies = load_model(str(folders["llama"]), "cpu"), list[weakref.ref[torch.nn.Module]]()
+
+    def load_version(weights: WeightVersion):
+        module = copy.deepcopy(loaded.module)
+        copies.append(weakref.ref(module))
+        return module
+
+    async with running(loaded, load_version=load_version) as engine:
+        await engine.complete(asks([1, 2, 3], [params(0, 3)]), WeightVersion(1))
+        await engine.publish(WeightVersion(1), loaded.module)
+        await engine.complete(asks([1, 2, 3], [params(0, 3)]))
+        gc.collect()
+        assert [each() for each in copies] == [None]
 
 
 @pytest.mark.skipif("STRICT" not in os.environ.get("MKL_CBWR", ""), reason="products may depend on their rows")

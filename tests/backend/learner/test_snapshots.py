@@ -25,7 +25,7 @@ from insitu.backend.model import LoadedModel, load_model
 from insitu.disk.model_files import OPTIMIZER_FILE
 from insitu.errors import BackendError
 from insitu.runs.checkpoints import checkpoint_of_run
-from insitu.schemas.training_jobs import Retention, TrainingSettings
+from insitu.schemas.training_jobs import KLSettings, Retention, TrainingSettings
 
 THIRD = Retention(last=3, snapshots=3)
 
@@ -131,6 +131,36 @@ def test_a_damaged_job_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(BackendError, match=r"job_log/step_000001/rows\.safetensors is damaged"):
         opened(loaded, tmp_path).load_version(1)
+
+
+def test_a_job_that_is_trained_again_to_other_weights_is_named(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with another processor. A reference of a package may be any version, so its jobs are not logged."""
+    train(opened(loaded, tmp_path), make_rows(loaded.module))
+    opened(loaded, tmp_path).load_version(1)
+    assert "other weights" not in caplog.text
+    path = tmp_path / "job_log/step_000001/training.json"
+    record = json.loads(path.read_text())
+    record["job"]["weights"] = "0" * 16
+    path.write_text(json.dumps(record))
+    learner = opened(loaded, tmp_path)
+    learner.load_version(1)
+    assert "version 1, trained again, has other weights than it had" in caplog.text
+    for reference, is_logged in (("initial", True), ("job_start", True), ("two_versions_ago", False)):
+        kl = KLSettings().model_copy(update={"beta": 0.1, "reference": reference})
+        assert learner.snapshots.log_jobs(TrainingSettings().model_copy(update={"kl": kl}), THIRD) is is_logged
+
+
+def test_a_version_is_deleted_while_it_is_written(loaded: LoadedModel, tmp_path: Path) -> None:
+    learner, begin = opened(loaded, tmp_path), threading.Event()
+    for _ in range(2):
+        train(learner, make_rows(loaded.module))
+    learner.saved.begin(2, lambda: begin.wait(0.3), is_snapshot=False)
+    learner.write(1)
+    learner.saved.delete(1)
+    learner.saved.wait()
+    assert (kept(tmp_path), opened(loaded, tmp_path).versions) == ([], [0, 1, 2])
 
 
 @pytest.mark.slow
@@ -240,7 +270,7 @@ def test_a_canceled_open_job_leaves_nothing_to_the_next_one(loaded: LoadedModel,
     rows = make_rows(loaded.module, 8)
     canceled, fresh = (opened(loaded, tmp_path / name, Retention()) for name in ("canceled", "fresh"))
     part = PartedRows(2)
-    part.add(0, rows[:4], b"")
+    part.add(0, rows[:4], b"", 0)
     assert train(canceled, part, steps=20, lora=LORA) is None
     first, second = (train(learner, rows) for learner in (canceled, fresh))
     assert same(weights(first.module), weights(second.module))

@@ -17,7 +17,8 @@ from factories import power_failures
 from marks import slow_but
 from processes import wait_until
 from tiny_models import byte_tokenizer, save_tiny_model
-from waiting import until
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from waiting import turns, until
 
 from insitu.backend.compute import ComputeThread
 from insitu.backend.inference.sampler import WeightVersion
@@ -49,7 +50,7 @@ def loaded(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def serving(loaded, folder):
+async def serving(loaded, folder, **limits):
     """The routes on a port; `post` and `get` give (status, JSON), `published` are the versions that were served."""
     compute = ComputeThread()
     compute.start()
@@ -64,7 +65,7 @@ async def serving(loaded, folder):
     sampler = SimpleNamespace(publish=publish, check=lambda lora: None, keep_loaded=lambda count: None)
     jobs = TrainingQueue(learner, compute, sampler, folder)
     app = web.Application(middlewares=[guard(AccessPolicy())])
-    limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length)
+    limits = Limits(vocab_size=loaded.vocab_size, max_length=loaded.max_length, **limits)
     for route in job_routes(jobs, limits, ChatTokenizer(loaded.tokenizer)):
         route.add_to(app)
 
@@ -651,6 +652,26 @@ async def test_sampling_continues_while_a_checkpoint_is_written(loaded, tmp_path
         _, job = await backend.post(lines([row()]))
         assert (await backend.events(job["id"]))[-1]["status"] == "completed"
     assert continued == [True]
+
+
+async def test_a_job_that_is_canceled_twice_has_stopped_after_both(loaded, tmp_path):
+    stepped, go = threading.Event(), threading.Event()
+    hook = register_optimizer_step_post_hook(lambda *_: (stepped.set(), go.wait()))
+    async with serving(loaded, tmp_path) as backend:
+        _, job = await backend.post(lines([row()] * 8, SETTINGS | {"num_iterations": 3}))
+        await until(stepped.is_set)
+        path = f"{JOBS}/{job['id']}/cancel"
+        canceling = []
+        for _ in range(2):
+            canceling.append(asyncio.ensure_future(backend.jobs.cancel(job["id"])))
+            await turns(50)
+        is_ending = backend.jobs.get(job["id"]).recording
+        go.set()
+        hook.remove()
+        states = [(await each).state.status for each in canceling]
+        assert (is_ending, states) == (False, ["canceled"] * 2)
+        assert (await backend.post(path=path))[1]["status"] == "canceled"
+        assert backend.learner.version == 0
 
 
 async def test_a_job_that_is_canceled_while_its_checkpoint_is_written_leaves_none(loaded, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def train(learner: Learner, rows: PartedRows | Sequence[Row], arrivals: Any = ()
 
 def arriving(rows: PartedRows, parts: Sequence[Sequence[Row]], order: Sequence[int]) -> Any:
     for number in order:
-        rows.add(number, parts[number], b"")
+        rows.add(number, parts[number], b"", 0)
         yield number
     rows.close()
     yield None
@@ -153,6 +153,21 @@ async def test_parts_come_in_any_order_and_twice(loaded: LoadedModel, tmp_path: 
         assert (await backend.post(OPEN, Idempotency_Key="run/1"))[1]["id"] == job["id"]
         _, again = await backend.post(lines(every, {"learning_rate": 0.01}), Idempotency_Key="run/1")
         assert (again["id"], again["body_differs"]) == (job["id"], False)
+
+
+async def test_a_part_that_is_sent_again_takes_no_room(loaded: LoadedModel, tmp_path: Path) -> None:
+    room = len(part_lines(0)) + len(part_lines(1)) + 10
+    async with serving(loaded, tmp_path, max_bytes=room) as backend:
+        _, job = await backend.post(OPEN)
+        path = f"{JOBS}/{job['id']}/parts"
+        for number in (0, 0, 1, 1, 0, 1):
+            assert (await backend.post(part_lines(number), f"{path}/{number}"))[0] == 200
+        for _ in range(2):
+            status, answer = await backend.post(part_lines(2), f"{path}/2")
+            assert (status, answer["error"]["param"]) == (413, "num_rows")
+            assert f"have more than {room} bytes" in answer["error"]["message"]
+        assert (await backend.post(b"", f"{path}/2"))[0] == 200
+        assert (await backend.post(b"", f"{JOBS}/{job['id']}/close"))[1]["metrics"]["rows"] == 8
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ class Engine(Sampler):
         for scheduler in busy:
             if scheduler.idle:
                 del self._busy[scheduler]
+                if scheduler not in self.schedulers.values():  # replaced meanwhile
+                    self.pool.forget(scheduler)
         if len(self._busy) < len(busy):
             self._drop_idle()
         return bool(self._inbox or self._busy)
@@ -238,7 +240,7 @@ class Engine(Sampler):
                 continue
             for sequence in sequences:
                 sequence.number = next(self._arrived)
-                scheduler.waiting.append(sequence)
+                scheduler.add(sequence)
                 self._busy[scheduler] = None
 
     def _scheduler_of(self, weights: WeightVersion) -> Scheduler:
@@ -253,8 +255,15 @@ class Engine(Sampler):
         if self._shapes is None:
             raise BackendError("weights were published before the engine was started")
         assert weights.version is not None  # see `canonical`
+        if (replaced := self.schedulers.get(weights)) is not None and replaced not in self._busy:
+            self.pool.forget(replaced)
         parts = module, weights.version, self._shapes, self.tokenizer, self.max_length, self.options, self.pool
-        self.schedulers[weights] = Scheduler(*parts)
+        self.schedulers[weights] = Scheduler(*parts, self._make_room)
+
+    def _make_room(self) -> None:
+        admitted = [(each, one) for each in self._busy for one in (*each.prefilling, *each.running)]
+        scheduler, youngest = max(admitted, key=lambda pair: pair[1].number)
+        scheduler.preempt(youngest)
 
     def _advance(self, scheduler: Scheduler, results: list[Delivery]) -> None:
         """One step of a scheduler; if it fails, its sequences get the error and the scheduler is reset."""

@@ -93,12 +93,16 @@ class Scheduler:
     max_length: int
     options: EngineOptions
     pool: KVPool
+    make_room: Callable[[], None]
+    """Takes the room of the youngest admitted sequence of the pool, which waits again."""
 
     def __post_init__(self) -> None:
         layout = self.shapes.layout
         self._runner = Runner(self.module, attends_here=self.shapes.attends_here)
         self._block_bytes = BLOCK * layout.token_bytes
         self._logits_bytes = self.shapes.vocab_size * layout.dtype.itemsize
+        self.sequences: dict[SequenceState, None] = {}
+        """Those of all stages, until their last delta or their end."""
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -107,37 +111,52 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops all sequences."""
-        for sequence in [*self.prefilling, *self.running]:
+        for sequence in self.sequences:
             self._give_back(sequence)
+        self.sequences.clear()
         self.waiting.clear()
         self.prefilling, self.running = [], []
         self._runner.rest(self._windows)
         self._windows = Windows(self.shapes.layout)
 
+    def add(self, sequence: SequenceState) -> None:
+        self.sequences[sequence] = None
+        self.waiting.append(sequence)
+
     def drop_aborted(self) -> None:
         """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
+        for sequence in self.waiting:
+            if sequence.aborted:
+                del self.sequences[sequence]
         self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.prefilling or self.waiting)
+        return not self.sequences
 
-    @property
-    def sequences(self) -> list[SequenceState]:
-        return [*self.waiting, *self.prefilling, *self.running]
+    def preempt(self, sequence: SequenceState) -> None:
+        """Makes an admitted sequence wait again: what it has is computed again from its tokens."""
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+            self._give_back(sequence)
+        else:
+            self._release(sequence)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
 
     def step(self, outputs: list[Delivery]) -> None:
         """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`."""
         for sequence in [each for each in self.prefilling if each.aborted]:
             self.prefilling.remove(sequence)
             self._give_back(sequence)
+            del self.sequences[sequence]
         for sequence in [each for each in self.running if each.aborted]:
-            self._release(sequence)
+            self._end(sequence)
         self._admit()
         if self.prefilling:
-            outputs += self._prefill()
+            self._prefill(outputs)
         if self.running:
-            outputs += self._decode()
+            self._decode(outputs)
         if self.idle:
             self._runner.rest(self._windows)
 
@@ -151,7 +170,7 @@ class Scheduler:
             sequence.paid = needed
             self.prefilling.append(self.waiting.popleft())
 
-    def _prefill(self) -> list[Delivery]:
+    def _prefill(self, outputs: list[Delivery]) -> None:
         """Advances prompts by known blocks, then by one forward pass over their next spans.
 
         Of several sequences with the same next span one computes it; the others find its block in the next step.
@@ -172,7 +191,8 @@ class Scheduler:
         ready += self._forward(batch)
         done = set(map(id, ready))
         self.prefilling = [sequence for sequence in self.prefilling if id(sequence) not in done]
-        return self._start_decoding(ready) if ready else []
+        if ready:
+            self._start_decoding(ready, outputs)
 
     def _fits(self, start: int, end: int, batch: list[Span]) -> bool:
         """Whether one more span can be computed together with those of a batch."""
@@ -215,7 +235,7 @@ class Scheduler:
             self._append_block(sequence, self.pool.add(key, span.block))
         return complete
 
-    def _start_decoding(self, ready: list[SequenceState]) -> list[Delivery]:
+    def _start_decoding(self, ready: list[SequenceState], outputs: list[Delivery]) -> None:
         """Gives complete prompts a window, and samples their first tokens."""
         logits = []
         for sequence in ready:
@@ -235,13 +255,13 @@ class Scheduler:
             self._slot_S[sequence.slot] = (0, last, 0, *own, params.top_k, params.min_p)
             if LogitsProcessor.is_needed(params):
                 sequence.processor = LogitsProcessor(params, sequence.prompt, self.tokenizer, len(logits_V))
-        return self._sample(torch.stack(logits), ready)
+        self._sample(torch.stack(logits), ready, outputs)
 
-    def _decode(self) -> list[Delivery]:
+    def _decode(self, outputs: list[Delivery]) -> None:
         self._grow()
         count = len(self.running)
         if not count:
-            return []
+            return
         rows = self.shapes.rows(count)
         slot_B = self._slot_S[:rows]
         slot_B["position"][count:] = 0
@@ -250,36 +270,37 @@ class Scheduler:
         self._windows.ensure(rows, longest)
         blocks += [[]] * (rows - count)
         logits_BV = self._runner.decode(self._windows, blocks, slot_B["token"], slot_B["position"])
-        return self._sample(logits_BV[:count], list(self.running))
+        self._sample(logits_BV[:count], list(self.running), outputs)
 
     def _grow(self) -> None:
-        """Makes blocks of full windows. Without room for them the youngest sequences wait again.
+        """Makes blocks of full windows. Without room for them the youngest sequences of all versions wait again.
 
-        Their keys and values are computed again from the tokens they have. One alone has room (see `Engine`).
+        So the oldest always goes on. One alone has room (see `Engine`).
         """
         for sequence in list(self.running):
             full = (len(sequence.blocks) + 1) * BLOCK
             while sequence in self.running and self._slot_S["position"][sequence.slot] == full:
-                if self.pool.take(self._block_bytes):
-                    block = self._windows.block(sequence.slot)
-                    block.users = 1
-                    sequence.blocks.append(block)
-                    break
-                youngest = max(self.running, key=lambda each: each.number)
-                self._release(youngest)
-                youngest.computed = 0
-                self.waiting.appendleft(youngest)
+                if not self.pool.take(self._block_bytes):
+                    self.make_room()
+                    continue
+                sequence.paid += self._block_bytes
+                block = self._windows.block(sequence.slot)
+                block.users = 1
+                sequence.blocks.append(block)
+                sequence.paid -= self._block_bytes  # from now on by the block
+                break
 
-    def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
-        """Samples a token for each sequence; returns the deltas to deliver.
+    def _sample(self, logits_BV: torch.Tensor, sequences: list[SequenceState], outputs: list[Delivery]) -> None:
+        """Samples a token for each sequence, and appends the deltas to deliver to `outputs`.
 
         On a CPU a few rows at a time: for large temporary tensors the system would have to find new memory each time.
         """
         count = max(1, _SAMPLED_LOGITS // logits_BV.shape[-1]) if logits_BV.device.type == "cpu" else len(sequences)
-        parts = [slice(start, start + count) for start in range(0, len(sequences), count)]
-        return [output for part in parts for output in self._sample_rows(logits_BV[part], sequences[part])]
+        for start in range(0, len(sequences), count):
+            part = slice(start, start + count)
+            self._sample_rows(logits_BV[part], sequences[part], outputs)
 
-    def _sample_rows(self, logits_BV: torch.Tensor, sequences: list[SequenceState]) -> list[Delivery]:
+    def _sample_rows(self, logits_BV: torch.Tensor, sequences: list[SequenceState], outputs: list[Delivery]) -> None:
         logits_BV = _processed(logits_BV, sequences)
         slots = [sequence.slot for sequence in sequences]
         slot_B = self._slot_S[slots]
@@ -293,7 +314,9 @@ class Scheduler:
         self._slot_S["token"][slots] = sampled.tokens
         self._slot_S["position"][slots] += 1
         self._slot_S["index"][slots] += 1
-        return [output for row in new if (output := self._append(sequences[row], sampled, row))]
+        for row in new:
+            if (output := self._append(sequences[row], sampled, row)) is not None:
+                outputs.append(output)
 
     def _banned(self, slot_B: np.ndarray, sequences: list[SequenceState]) -> tuple[list[int], list[int]]:
         """(rows, tokens): the tokens that would end sequences that have not reached their `min_tokens`."""
@@ -312,11 +335,11 @@ class Scheduler:
             top = [(token_id, logprob) for token_id, logprob in best if logprob > -math.inf]
         token = SampledToken(sampled.tokens[row], sampled.logprobs[row], top)
         if sequence.matcher is not None and (problem := _advance(sequence.matcher, token.id)):
-            self._release(sequence)
+            self._end(sequence)
             return sequence, BackendError(f"the grammar of a completion cannot be followed further: {problem}")
         text, finish_reason = sequence.append(token, self.tokenizer, self.max_length)
         if finish_reason is not None:
-            self._release(sequence)
+            self._end(sequence)
         elif not sequence.streamed:
             if text:
                 sequence.pending_text += text
@@ -324,6 +347,10 @@ class Scheduler:
         tokens = sequence.tokens[sequence.sent :]
         sequence.sent = len(sequence.tokens)
         return sequence, OutputDelta(self.version, sequence.pending_text + text, tokens, finish_reason)
+
+    def _end(self, sequence: SequenceState) -> None:
+        self._release(sequence)
+        del self.sequences[sequence]
 
     def _release(self, sequence: SequenceState) -> None:
         """Frees the slot of a running sequence, which the last one gets."""

@@ -42,9 +42,11 @@ class PartedRows:
         """Whether the log-probabilities under fixed weights are computed by part, before the optimizer steps."""
         self.closed_at: float | None = None
         self.heard_at = time.monotonic()
-        self.size = 0
-        """Bytes of the parts that have arrived, and of those that are read."""
+        self.reading = 0
+        """Bytes of the parts that are read at the moment."""
         self._digest = digest
+        self._size = 0
+        self._sizes: dict[int, int] = {}
         self._parts: dict[int, list[Row]] = {}
         self._lines: dict[int, bytes] = {}
 
@@ -70,10 +72,20 @@ class PartedRows:
     def __len__(self) -> int:
         return sum(map(len, self._parts.values()))
 
-    def add(self, number: int, rows: Sequence[Row], lines: bytes) -> bool:
-        """Adds a part with its lines, compressed; returns False if it has another one of this number, which stays."""
+    def beside(self, number: int) -> tuple[int, int]:
+        """Bytes and rows of the parts that have arrived, without one that may be sent again."""
+        same = self._sizes.get(number, 0), len(self._parts.get(number, ()))
+        return self._size - same[0], len(self) - same[1]
+
+    def add(self, number: int, rows: Sequence[Row], lines: bytes, size: int) -> bool:
+        """Adds a part with its lines, compressed from `size` bytes.
+
+        Returns False if it has another one of this number, which stays.
+        """
         if number in self._parts:
             return self._lines[number] == lines
+        self._sizes[number] = size
+        self._size += size
         self._lines[number] = lines
         self._parts[number] = [*rows]
         return True

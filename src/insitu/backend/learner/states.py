@@ -14,10 +14,10 @@ from insitu.backend.learner.checkpoints import TrainState, Workers, check_optimi
 from insitu.backend.learner.code import CodeFolder
 from insitu.backend.learner.logprobs import LogprobComputer, PolicyForward
 from insitu.backend.learner.parts import train_parts
-from insitu.backend.learner.policy import ReferenceWeights, build_policy
+from insitu.backend.learner.policy import ReferenceWeights, build_policy, fingerprint
 from insitu.backend.learner.versions import Versions
 from insitu.backend.model import LoadedModel, load_model
-from insitu.disk.model_files import TrainingRecord, check_model
+from insitu.disk.model_files import TrainingRecord, check_model, read_record
 from insitu.schemas.training_jobs import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,19 @@ class States:
             state.prepare(logged)
             for _ in train_parts(state, logged, rows):
                 yield None
+            self._check_repeated(number, state)
         if state is None:
             assert settings is not None
             state = self.restore(settings, base)
         return state
+
+    def _check_repeated(self, version: int, state: TrainState) -> None:
+        """Says so if a logged job, trained again, gave other weights than before."""
+        record, served = read_record(self.saved.job_of(version)), state.policy.served()
+        before = record and record.job and record.job.weights
+        if before and served is not None and fingerprint(served) != before:
+            reason = "its libraries, their versions or the processor are others now"
+            logger.warning("version %d, trained again, has other weights than it had: %s", version, reason)
 
     def restore(self, settings: TrainingSettings, base: int = 0) -> TrainState:
         """The state of a snapshot, or of the loaded model, for a job with these settings."""

@@ -194,6 +194,8 @@ class Versions:
             problem = f"{version} is the latest step, which training continues from; it cannot be deleted"
             raise RequestRefused(problem, status=409, code="latest_step")
         folder = self._folders[version]
+        if (writing := self.writing(version)) is not None:
+            wait([writing])
         try:
             if folder.exists():
                 delete_folder(folder)

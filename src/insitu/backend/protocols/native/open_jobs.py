@@ -30,9 +30,9 @@ def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenize
             problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
             raise RequestRefused(problem, param="number", code="part_not_found", status=404)
         encoding = request.headers.get("Content-Encoding", "")
-        rows, lines = await read_part(body_chunks(request), encoding, job, int(number), limits, tokenizer)
+        rows, lines, size = await read_part(body_chunks(request), encoding, job, int(number), limits, tokenizer)
         job = _get(jobs, job.state.id)
-        if not job.rows.add(int(number), rows, lines):
+        if not job.rows.add(int(number), rows, lines, size):
             raise RequestRefused(f"part {number} of job {job.state.id} has other rows", status=409, code="part_differs")
         _resume(jobs, job)
         return model_response(job.state)

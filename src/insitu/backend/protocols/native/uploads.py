@@ -137,22 +137,27 @@ def check_rows(rows: PartedRows, none_has: str) -> None:
 
 async def read_part(
     chunks: AsyncIterator[bytes], encoding: str, job: TrainingJob, part: int, limits: Limits, tokenizer: ChatTokenizer
-) -> tuple[list[Row], bytes]:
-    """Returns the rows with trained tokens of a part of an open job, and its lines, compressed.
+) -> tuple[list[Row], bytes, int]:
+    """Returns the rows with trained tokens of a part of an open job, and its lines: compressed, and their size before.
 
     Raises like `read_job`; the limits are those of all parts.
     """
     reader = RowReader(job.method, limits, tokenizer, f"part {part} ")
-    rows, text, held = list[Row](), list[bytes](), job.rows
-    async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
-        text.append(line.strip() + b"\n")
-        held.size += len(text[-1])
-        held.heard_at = time.monotonic()
-        rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
-        if held.size > limits.max_bytes or len(held) + len(rows) > MAX_ROWS:
-            problem = f"the parts of the job have more than {limits.max_bytes} bytes or {MAX_ROWS} rows"
-            raise refused(problem, "num_rows", status=413)
-    return rows, await asyncio.to_thread(lambda: zlib.compress(b"".join(text), 1))
+    rows, text, size, held = list[Row](), list[bytes](), 0, job.rows
+    try:
+        async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
+            text.append(line.strip() + b"\n")
+            size += len(text[-1])
+            held.reading += len(text[-1])
+            held.heard_at = time.monotonic()
+            rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
+            other_bytes, other_rows = held.beside(part)
+            if other_bytes + held.reading > limits.max_bytes or other_rows + len(rows) > MAX_ROWS:
+                problem = f"the parts of the job have more than {limits.max_bytes} bytes or {MAX_ROWS} rows"
+                raise refused(problem, "num_rows", status=413)
+        return rows, await asyncio.to_thread(lambda: zlib.compress(b"".join(text), 1)), size
+    finally:
+        held.reading -= size
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
