@@ -254,7 +254,8 @@ class ParsingTooSlow(Exception):
 async def parse_body(parse: Callable[[bytes], T], body: bytes, may_loop: bool = False, size: int = 0) -> T:
     """Runs `parse`, in a thread for large bodies; the memory of huge ones is returned when the task has ended.
 
-    A body counts as at least `size`. One that `may_loop` runs in a thread always, and is ended by ParsingTooSlow.
+    A body counts as at least `size`. One that `may_loop` runs in a thread always, and is ended by ParsingTooSlow: then
+    this raises RequestRefused.
     """
     if (size := max(size, len(body))) < LARGE_BODY and not may_loop:
         return parse(body)
@@ -282,7 +283,11 @@ async def _parse_in_time(parse: Callable[[bytes], T], body: bytes) -> T:
     with lock:
         for thread in threads:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(ParsingTooSlow))
-    return await work
+    try:
+        return await work
+    except ParsingTooSlow as error:
+        problem = f"the messages are too long to be made a prompt, or the server has too much to do: {error}"
+        raise RequestRefused(problem, code="too_slow") from None
 
 
 _timer: threading.Timer | None = None
