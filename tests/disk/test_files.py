@@ -176,7 +176,12 @@ def test_lines_survive_a_power_failure_once_they_are_synced(tmp_path: Path, monk
         assert not survives(path)
         file.sync()
         assert survives(path)
-        file.append(b'{"a": 2}\n')
+        later = [b'{"a": 2}\n', b'{"a": 3}\n']
+        file.append(later.pop())
+        sync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda of: (sync(of), later and file.append(later.pop())))
+        file.sync()
+        assert not survives(path), "a line was appended meanwhile"
     assert survives(path)
 
 

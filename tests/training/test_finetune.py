@@ -584,7 +584,9 @@ def test_an_outage_of_the_backend_costs_no_episode(project: Path) -> None:
                 assert process.wait() == 0, out + err
     episodes = read_lines(project / "run/episodes.jsonl.gz")[1:]
     assert [(e["outcome"], e["error"]) for e in episodes] == [("ok", None)] * 24
-    assert any(e["attempt"] > 0 for e in episodes)
+    again = [e for e in episodes if e["attempt"] > 0]
+    assert again
+    assert all(e["failed_requests"] for e in again), "what the attempt during the outage counted is not lost"
 
 
 def test_a_backend_that_is_stopped_is_reported_waited_for_and_given_up(project: Path) -> None:
