@@ -373,6 +373,28 @@ async def test_requests_of_two_versions_share_a_small_pool(folders):
         assert engine.pool.used == engine.pool.unused, "nothing is left behind"
 
 
+async def test_a_request_that_needs_much_room_is_not_passed_by_those_of_another_version(folders):
+    loaded, ended = load_model(str(folders["llama"]), "cpu"), list[str]()
+    async with running(loaded, compute=(compute := ComputeThread()), **kv(4 * BLOCK)) as engine:
+        await engine.publish(WeightVersion(1), copy.deepcopy(loaded.module))
+
+        async def ask(name: str, version: int, prompt: list[int]) -> None:
+            await engine.complete(asks(prompt, [params(0, 20)]), WeightVersion(version))
+            ended.append(name)
+
+        begin = threading.Event()
+        held = asyncio.ensure_future(compute.call(begin.wait))
+        every = [ask(f"before {n}", 1, [n, 1]) for n in range(3)]
+        every += [ask("large", 0, [token % 200 for token in range(2 * BLOCK + 100)])]
+        every += [ask(f"after {n}", 1, [n, 2]) for n in range(12)]
+        asked = asyncio.gather(*every)
+        await until(lambda: engine.num_requests == (0, len(every)))
+        begin.set()
+        await held
+        await asyncio.wait_for(asked, HANGS)
+        assert ended.index("large") <= 3
+
+
 async def test_weights_that_are_published_take_the_place_of_a_copy(folders):
     """Of a version that was asked for by its number before: its blocks keep no weights in memory."""
     loaded, copies = load_model(str(folders["llama"]), "cpu"), list[weakref.ref[torch.nn.Module]]()

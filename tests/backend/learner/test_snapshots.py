@@ -1,5 +1,6 @@
 """Versions between two snapshots: their jobs are logged, and trained again to the same bits where they are needed."""
 
+import asyncio
 import gzip
 import json
 import shutil
@@ -160,7 +161,9 @@ def test_a_version_is_deleted_while_it_is_written(loaded: LoadedModel, tmp_path:
     learner.write(1)
     learner.saved.delete(1)
     learner.saved.wait()
-    assert (kept(tmp_path), opened(loaded, tmp_path).versions) == ([], [0, 1, 2])
+    again = opened(loaded, tmp_path)
+    assert (kept(tmp_path), again.versions, len(again.earlier_jobs)) == ([], [0, 2], 1), "it stays deleted"
+    assert same(weights(again.load_version(2)), weights(learner.load_version(2)))
 
 
 @pytest.mark.slow
@@ -240,8 +243,8 @@ async def test_a_checkpoint_is_written_on_request(loaded: LoadedModel, tmp_path:
         }
         assert kept(tmp_path) == [1]
         assert not (tmp_path / "checkpoints/step_000001" / OPTIMIZER_FILE).exists()
-        await client.post(write.format(2))
-        await client.post(write.format(2), params={"complete": "true"})
+        both = (client.post(write.format(2), params={"complete": value}) for value in ("false", "true"))
+        await asyncio.gather(*both)
         assert (tmp_path / "checkpoints/step_000002" / OPTIMIZER_FILE).exists()
         for number, expected in served.items():
             assert same(weights(load_model(str(tmp_path / f"checkpoints/step_00000{number}"), "cpu").module), expected)

@@ -60,7 +60,7 @@ class Engine(Sampler):
         self._inbox: deque[tuple[list[SequenceState], WeightVersion]] = deque()
         self._in_flight: dict[SequenceState, None] = {}
         self._has_aborted = False
-        """Whether the schedulers may hold waiting sequences that were aborted."""
+        """Whether the schedulers may hold sequences that were aborted."""
         self.schedulers: dict[WeightVersion, Scheduler] = {}
         self._busy: dict[Scheduler, None] = {}
         """The schedulers with sequences."""
@@ -126,8 +126,9 @@ class Engine(Sampler):
     @property
     def num_requests(self) -> tuple[int, int]:
         """Running and waiting completions; approximate, because the compute thread keeps working."""
-        waiting = sum(len(sequences) for sequences, _ in tuple(self._inbox))
-        return sum(len(scheduler.sequences) for scheduler in tuple(self._busy)), waiting
+        busy, new = tuple(self._busy), sum(len(sequences) for sequences, _ in tuple(self._inbox))
+        waiting = sum(len(scheduler.waiting) for scheduler in busy)
+        return sum(len(scheduler.sequences) for scheduler in busy) - waiting, new + waiting
 
     async def publish(self, weights: WeightVersion, module: nn.Module | None = None) -> None:
         """Serves these weights from the next request on; in-flight requests keep theirs."""
@@ -182,16 +183,17 @@ class Engine(Sampler):
         self._in_flight.update(dict.fromkeys(sequences))
         self._inbox.append((sequences, weights))
         self._compute.wake()
+        have_ended = False
         try:
             self._compute.check_alive()  # after the sequences are known: a failure from now on reaches them
             yield
-        except BaseException:  # the caller no longer waits for them; re-raised
-            self._has_aborted = True
-            raise
+            have_ended = True
         finally:
             for sequence in sequences:
                 sequence.aborted = True
                 del self._in_flight[sequence]
+            if not have_ended:  # the caller no longer waits for them
+                self._has_aborted = True
 
     async def _matchers(self, grammars: list[Grammar | None]) -> list[LLMatcher | None]:
         """A matcher for each completion with a grammar; new ones are compiled in a thread."""
@@ -209,13 +211,15 @@ class Engine(Sampler):
         self._deliver([(sequence, error) for sequence in tuple(self._in_flight)])
 
     def step(self) -> bool:
-        """Admits new sequences, advances every scheduler, delivers the outputs; returns whether work remains."""
-        self._admit()
+        """Admits sequences, advances every scheduler, delivers the outputs; returns whether work remains."""
+        self._take_in()
         if self._has_aborted:
             self._has_aborted = False
-            for scheduler in self._busy:
-                scheduler.drop_aborted()
+            with torch.inference_mode():
+                for scheduler in self._busy:
+                    scheduler.drop_aborted()
         busy = list(self._busy)
+        self._admit(busy)
         results: list[Delivery] = []
         for scheduler in busy:
             self._advance(scheduler, results)
@@ -230,7 +234,8 @@ class Engine(Sampler):
             self._drop_idle()
         return bool(self._inbox or self._busy)
 
-    def _admit(self) -> None:
+    def _take_in(self) -> None:
+        """Gives new sequences to the schedulers of their versions."""
         while self._inbox:
             sequences, weights = self._inbox.popleft()
             try:
@@ -242,6 +247,12 @@ class Engine(Sampler):
                 sequence.number = next(self._arrived)
                 scheduler.add(sequence)
                 self._busy[scheduler] = None
+
+    def _admit(self, busy: Sequence[Scheduler]) -> None:
+        """Admits waiting sequences in their order, whatever their versions, while there is room for them."""
+        while heads := [(head.number, each) for each in busy if (head := each.first_waiting) is not None]:
+            if not min(heads, key=lambda head: head[0])[1].admit():
+                return
 
     def _scheduler_of(self, weights: WeightVersion) -> Scheduler:
         by_number, weights = weights.version is not None, self._versions.resolve(weights)

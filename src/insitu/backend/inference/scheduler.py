@@ -1,6 +1,6 @@
 """Slot scheduler for one weight version: admission, prefill, and one decoding step for all running sequences.
 
-    waiting -> (room in the pool) -> prefilling -> (prompt computed, first token) -> running -> finished
+    waiting -> (a slot, and room in the pool) -> prefilling -> (prompt computed, first token) -> running -> finished
 
 Everything here runs in the compute thread. S are the slots, B are the sequences that sample a token, V is the
 vocabulary.
@@ -124,15 +124,34 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def drop_aborted(self) -> None:
-        """Forgets waiting sequences that were aborted; the others are dropped by their next step."""
-        for sequence in self.waiting:
-            if sequence.aborted:
-                del self.sequences[sequence]
-        self.waiting = deque(sequence for sequence in self.waiting if not sequence.aborted)
+        aborted = {sequence for sequence in self.sequences if sequence.aborted}  # asked once: more are meanwhile
+        for sequence in aborted.intersection(self.running):
+            self._release(sequence)
+        for sequence in aborted.intersection(self.prefilling):
+            self._give_back(sequence)
+        self.prefilling = [sequence for sequence in self.prefilling if sequence not in aborted]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence not in aborted)
+        for sequence in aborted:
+            del self.sequences[sequence]
 
     @property
     def idle(self) -> bool:
         return not self.sequences
+
+    @property
+    def first_waiting(self) -> SequenceState | None:
+        """The sequence to be admitted next, if there is a slot for it."""
+        has_slot = len(self.prefilling) + len(self.running) < self.shapes.max_rows
+        return self.waiting[0] if has_slot and self.waiting else None
+
+    def admit(self) -> bool:
+        """Admits the first waiting sequence; returns whether there is room for it."""
+        sequence = self.waiting[0]
+        needed = self._block_bytes + len(sequence.prompt) * self.shapes.layout.token_bytes + self._logits_bytes
+        if self.pool.take(needed):
+            sequence.paid = needed
+            self.prefilling.append(self.waiting.popleft())
+        return bool(sequence.paid)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Makes an admitted sequence wait again: what it has is computed again from its tokens."""
@@ -146,29 +165,12 @@ class Scheduler:
 
     def step(self, outputs: list[Delivery]) -> None:
         """Computes one batch of prompts and one token per running sequence; appends their deltas to `outputs`."""
-        for sequence in [each for each in self.prefilling if each.aborted]:
-            self.prefilling.remove(sequence)
-            self._give_back(sequence)
-            del self.sequences[sequence]
-        for sequence in [each for each in self.running if each.aborted]:
-            self._end(sequence)
-        self._admit()
         if self.prefilling:
             self._prefill(outputs)
         if self.running:
             self._decode(outputs)
         if self.idle:
             self._runner.rest(self._windows)
-
-    def _admit(self) -> None:
-        """Takes waiting sequences while there are slots and room for them; the others stay in their order."""
-        while self.waiting and len(self.prefilling) + len(self.running) < self.shapes.max_rows:
-            sequence = self.waiting[0]
-            needed = self._block_bytes + len(sequence.prompt) * self.shapes.layout.token_bytes + self._logits_bytes
-            if not self.pool.take(needed):
-                return
-            sequence.paid = needed
-            self.prefilling.append(self.waiting.popleft())
 
     def _prefill(self, outputs: list[Delivery]) -> None:
         """Advances prompts by known blocks, then by one forward pass over their next spans.

@@ -348,8 +348,8 @@ class TrainingQueue:
 
         Raises RequestRefused if there is no such version, and JobFailed if the checkpoint cannot be written.
         """
-        writing = await self.compute.call(functools.partial(self.learner.write, version, complete=complete))
-        if writing is not None:
+        write = functools.partial(self.learner.write, version, complete=complete)
+        while (writing := await self.compute.call(write)) is not None:  # one in progress may be of the weights alone
             await asyncio.shield(asyncio.wrap_future(writing))
 
     async def delete_versions(self, learner: Learner, versions: Iterable[int]) -> list[int]:

@@ -130,7 +130,7 @@ class Learner:
             is_snapshot = checkpoint is not None and (record.sha256 is None or OPTIMIZER_FILE in record.sha256)
             self.saved.add(record.version, checkpoint=checkpoint, is_snapshot=is_snapshot)
             self._lora, self._lora_fixed, self._tokens = record.lora, True, record.tokens
-            if record.job is not None:
+            if record.job is not None and not self.saved.was_deleted(record.version):
                 folder = self.saved.folder_of(record.version)
                 self.earlier_jobs.append(TrainedVersion(None, record.version, folder, record.job))
         if self.version:

@@ -42,8 +42,8 @@ class PartedRows:
         """Whether the log-probabilities under fixed weights are computed by part, before the optimizer steps."""
         self.closed_at: float | None = None
         self.heard_at = time.monotonic()
-        self.reading = 0
-        """Bytes of the parts that are read at the moment."""
+        self.reading: dict[int, tuple[int, int]] = {}
+        """Bytes and rows of the parts that are read at the moment."""
         self._digest = digest
         self._size = 0
         self._sizes: dict[int, int] = {}
@@ -73,9 +73,11 @@ class PartedRows:
         return sum(map(len, self._parts.values()))
 
     def beside(self, number: int) -> tuple[int, int]:
-        """Bytes and rows of the parts that have arrived, without one that may be sent again."""
+        """Bytes and rows of all other parts, as far as they have arrived."""
         same = self._sizes.get(number, 0), len(self._parts.get(number, ()))
-        return self._size - same[0], len(self) - same[1]
+        others = [read for part, read in self.reading.items() if part != number and part not in self._parts]
+        size, rows = map(sum, zip(*others, strict=True)) if others else (0, 0)
+        return self._size - same[0] + size, len(self) - same[1] + rows
 
     def add(self, number: int, rows: Sequence[Row], lines: bytes, size: int) -> bool:
         """Adds a part with its lines, compressed from `size` bytes.

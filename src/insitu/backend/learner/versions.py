@@ -39,6 +39,8 @@ from insitu.schemas.training_jobs import Retention, TrainingSettings
 logger = logging.getLogger(__name__)
 
 _ROWS, _SETTINGS = "rows.safetensors", "settings.json"
+_DELETED = "deleted"
+"""A file in the logged job of a deleted version that others are trained again from."""
 _ARRAYS = ("token_ids", "positions", "rollout_logprobs", "advantages")
 _NAMES = ("episode", "pair", "preferred", "temperature", "shaping")
 
@@ -111,16 +113,18 @@ class Versions:
 
     def add(self, version: int, *, checkpoint: Path | None, is_snapshot: bool) -> None:
         """Makes it the latest. Without a checkpoint, its job is logged."""
-        self.latest = version
-        self._folders[version] = checkpoint or self.folder_of(version)
+        self.latest, job = version, self.job_of(version)
+        if not (job / _DELETED).exists():
+            self._folders[version] = checkpoint or self.folder_of(version)
         if is_snapshot:
             self._snapshots.add(version)
-        if self.job_of(version).is_dir():
+        if job.is_dir():
             self._logged.add(version)
 
     def base(self, version: int) -> int:
         """The newest snapshot from which a version is trained again, which may be its own; 0: the loaded model."""
-        return max((each for each in self._snapshots if each <= version), default=0)
+        snapshots = self._snapshots.copy()  # another thread adds to them
+        return max((each for each in snapshots if each <= version), default=0)
 
     def is_snapshot(self, version: int) -> bool:
         return version in self._snapshots
@@ -193,13 +197,15 @@ class Versions:
         if version == self.latest:
             problem = f"{version} is the latest step, which training continues from; it cannot be deleted"
             raise RequestRefused(problem, status=409, code="latest_step")
-        folder = self._folders[version]
+        folder, job = self._folders[version], self.job_of(version)
         if (writing := self.writing(version)) is not None:
             wait([writing])
         try:
             if folder.exists():
                 delete_folder(folder)
                 logger.info("deleted %s", folder)
+            if job.is_dir():
+                (job / _DELETED).touch()
         finally:
             if not folder.exists():
                 del self._folders[version]
@@ -211,7 +217,10 @@ class Versions:
         bases = {self.base(version) for version in again}
         for version, folder in self._folders.items():
             if version <= self.latest - optimizer_states and version not in bases:
-                (folder / OPTIMIZER_FILE).unlink(missing_ok=True)
+                try:
+                    (folder / OPTIMIZER_FILE).unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("an old optimizer state cannot be deleted: %s", error)
         jobs = {number for version in again for number in range(self.base(version) + 1, version + 1)}
         for version in sorted(self._logged - jobs):
             try:

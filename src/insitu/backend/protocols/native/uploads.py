@@ -145,19 +145,24 @@ async def read_part(
     reader = RowReader(job.method, limits, tokenizer, f"part {part} ")
     rows, text, size, held = list[Row](), list[bytes](), 0, job.rows
     try:
-        async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
+        async for line in _lines(decompressed(_heard(chunks, held), encoding, limits.max_bytes), limits):
             text.append(line.strip() + b"\n")
             size += len(text[-1])
-            held.reading += len(text[-1])
-            held.heard_at = time.monotonic()
             rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
+            held.reading[part] = size, len(rows)
             other_bytes, other_rows = held.beside(part)
-            if other_bytes + held.reading > limits.max_bytes or other_rows + len(rows) > MAX_ROWS:
+            if other_bytes + size > limits.max_bytes or other_rows + len(rows) > MAX_ROWS:
                 problem = f"the parts of the job have more than {limits.max_bytes} bytes or {MAX_ROWS} rows"
                 raise refused(problem, "num_rows", status=413)
         return rows, await asyncio.to_thread(lambda: zlib.compress(b"".join(text), 1)), size
     finally:
-        held.reading -= size
+        held.reading.pop(part, None)
+
+
+async def _heard(chunks: AsyncIterator[bytes], rows: PartedRows) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        rows.heard_at = time.monotonic()
+        yield chunk
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
