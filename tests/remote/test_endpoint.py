@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import openai
@@ -30,15 +30,17 @@ from waiting import until
 from insitu.collect.episodes import Attempt, EpisodeOptions, executor_of, open_workflow, run_episode
 from insitu.collect.evaluation import EvaluationRun
 from insitu.config import Config, load_config
-from insitu.errors import BackendUnavailable, ConfigError, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, ConfigError, RequestRefused
 from insitu.plugin_api import Builder, PolicyEndpoint
 from insitu.remote.attempt_records import ServedPolicy, read_result, request_fields
 from insitu.remote.client import EPISODES, PROTOCOL, ServiceLost, ServiceSession
+from insitu.remote.pool import RemoteService, ServicePool
 from insitu.remote.service import WorkflowService
 from insitu.schemas.episodes import Episode, EpisodeKey
 from insitu.schemas.evaluation import EvalInputItem, EvaluationRunConfig
 from insitu.wire.http_access import AccessPolicy
 from insitu.wire.json_values import decode, encode
+from insitu.wire.redaction import redact
 from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +194,8 @@ async def test_time_outs(config: Config, served: str) -> None:
     assert known(there) == known(here)
     assert (there.reason, there.key.attempt) == ("timeout", 1)
     late = await episode(config, served, {"do": "hang"}, endpoint_timeout=1)
-    assert (late.reason, late.error) == ("timeout", "EpisodeTimeout: no answer within endpoint_timeout: 1 s")
+    problem = "EpisodeTimeout: no answer within 1 s (general.executor.timeout, or --endpoint_timeout)"
+    assert (late.reason, late.error) == ("timeout", problem)
 
 
 @pytest.mark.slow
@@ -570,9 +573,11 @@ async def test_each_trainer_has_its_model_behind_the_workflow(folder: Path) -> N
         served_plugin.built.clear()
         async with serving(config) as (_, address), session_with(address) as session:
             for model, server, version in (("a", one, 1), ("b", two, 2), ("a", one, 1)):
-                (call,) = (await ask(session, "plain", ServedPolicy(base_url=server.base_url, model=model))).calls
+                policy = ServedPolicy(base_url=server.base_url, model=model, api_key="a key of a trainer")
+                (call,) = (await ask(session, "plain", policy)).calls
                 assert (call.model, call.policy_version) == (model, version)
             assert len(served_plugin.built) == 4  # two workflows, each with its inner function
+            assert redact("a key of a trainer") == "***", "what agents print does not show it"
             names = iter(["m@1", "m@2"])
             endpoint = PolicyEndpoint(one.base_url, "m@0", current_model=lambda: next(names))
             for name in ("m@1", "m@2"):
@@ -596,6 +601,56 @@ async def test_a_workflow_that_cannot_be_built_is_told_and_tried_again(folder: P
         with FakeOpenAI() as server:
             policy = ServedPolicy(base_url=server.base_url, model="m")
             assert (await ask(session, "plain", policy)).outcome == "ok"
+
+
+@pytest.mark.parametrize("fails", ["cancel", "exit"])
+async def test_a_workflow_that_ends_while_it_is_built_is_told(folder: Path, fails: str) -> None:
+    workflow = {"_type": "served", "llm": "player", "fails": fails}
+    (folder / "ends.yml").write_text(yaml.safe_dump(content(openai_at("http://127.0.0.1:9/v1"), workflow=workflow)))
+    async with serving(load_config(folder / "ends.yml")) as (_, address):
+        for _ in range(2):
+            status, answer = await post(f"{address}/generate", {"input": {"do": "plain"}})
+            assert status == 500
+            assert "the workflow cannot be built: " in answer["error"]["message"]
+
+
+async def test_attempts_end_when_the_last_service_is_lost_and_none_can_be_started() -> None:
+    made: list[Any] = []
+
+    class Mortal(RemoteService):
+        def __init__(self) -> None:
+            super().__init__(capacity=1)
+            self.name, self.gone = f"service {len(made)}", asyncio.Event()
+            made.append(self)
+
+        async def start(self) -> None:
+            if len(made) > 2:
+                raise BackendUnavailable("there is no room")
+
+        async def open(self, workflow: str, description: Any) -> None:
+            self.sessions[workflow] = cast(ServiceSession, None)
+
+        def lose(self) -> None:
+            self.note_lost("it was killed")
+            self.gone.set()
+
+    async def attempt() -> None:
+        while True:
+            async with pool.service(alone=False) as service:
+                await cast(Mortal, service).gone.wait()
+
+    pool = ServicePool("service", 1)
+    pool.starters = [Mortal] * 2
+    await pool.open("workflow", None, 2, processes.HANGS)
+    attempts = [asyncio.create_task(attempt()) for _ in range(4)]
+    await until(lambda: sum(each.in_flight for each in made) == 2)
+    made[0].lose()
+    await until(lambda: len(made) == 3)
+    made[1].lose()
+    for each in attempts:
+        with pytest.raises(BackendError, match="there is no room"):
+            await asyncio.wait_for(each, processes.HANGS)
+    await pool.close()
 
 
 async def test_a_workflow_whose_backend_is_lost_is_built_again(

@@ -76,7 +76,8 @@ class FakeVllm:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.faults: deque[dict[str, Any]] = deque()
-        """{"status": N}, {"body": ...}, {"tags": versions of the weights}, {"cut": N}: ends a stream after N tokens."""
+        """{"status": N, "after": seconds}, {"body": ...}, {"tags": versions of the weights}, {"cut": N}: ends a stream
+        after N tokens."""
         self.asked: list[str] = []
         self.loaded: list[str] = []
         self.refuses_weights = False
@@ -191,7 +192,7 @@ class FakeVllm:
         fault = self.faults.popleft() if self.faults else {}
         await self.gate.wait()
         if "status" in fault:
-            return _error(fault["status"], "a fault", {"Retry-After": "0.01"})
+            return _error(fault["status"], "a fault", {"Retry-After": fault.get("after", "0.01")})
         if "body" in fault:
             return web.json_response(fault["body"])
         if body["model"] not in ("base", *self.adapters):

@@ -3,8 +3,9 @@
 {"do": "echo" | "plain" | "chain" | "steps" | "nest" | "raise" | "hang" | "block" | "deep" | "model", "say": text}
 """
 
+import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
@@ -33,6 +34,8 @@ class Answer(BaseModel):
 class ServedConfig(FunctionBaseConfig, name="served"):
     llm: LLMRef
     inner: FunctionRef | None = None
+    fails: Literal["", "cancel", "exit"] = ""
+    """How building it ends: "cancel" as a client of MCP that cannot connect."""
 
 
 class StreamedConfig(FunctionBaseConfig, name="streamed"):
@@ -71,6 +74,8 @@ def push_steps() -> None:
 
 @register_function(config_type=ServedConfig)
 async def served(config: ServedConfig, builder: Builder):
+    if config.fails:
+        raise asyncio.CancelledError("no connection") if config.fails == "cancel" else SystemExit(3)
     llm = await builder.get_llm(config.llm)
     chat = await builder.get_llm(config.llm, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
     inner = await builder.get_function(config.inner) if config.inner else None

@@ -15,6 +15,7 @@ import click
 import pytest
 from aiohttp import web
 from factories import MODEL
+from processes import HANGS
 from tiny_backend import tiny_backend
 from waiting import hang, until
 
@@ -27,6 +28,7 @@ from insitu.schemas.episodes import ModelCall, TrainingRow
 from insitu.schemas.finetuning import TrainingJobRef, TrainingStatusEnum, Trajectory, TrajectoryCollection
 from insitu.schemas.kinds import TRAINER_ADAPTER
 from insitu.schemas.training_jobs import DPOSettings, KTOSettings, LossSettings, TrainingOptions
+from insitu.training.native.backend_api import Checkpoints
 from insitu.training.native.config import InsituAdapterConfig
 from insitu.training.native.trainer_adapter import InsituTrainerAdapter
 
@@ -589,3 +591,15 @@ def backend_options(arguments: list[str]) -> BackendOptions:
     names = {each.name for each in fields(BackendOptions)}
     values = backend_command.make_context("backend", arguments).params
     return BackendOptions(**{name: value for name, value in values.items() if name in names})
+
+
+async def test_a_run_ends_at_once_if_its_backend_is_away_though_versions_are_to_be_written() -> None:
+    async def request(*_: Any, retried: bool = True, **__: Any) -> None:
+        if retried:
+            await hang()
+        raise BackendUnavailable("no answer")
+
+    checkpoints = Checkpoints(request)
+    checkpoints.start()
+    checkpoints.begin(2)
+    await asyncio.wait_for(checkpoints.finish(3), HANGS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
+from processes import HANGS
 from waiting import until
 
 from insitu.errors import BackendError, BackendUnavailable, RequestRefused
@@ -140,6 +142,28 @@ async def test_a_slow_upload_and_heartbeats_are_no_silence() -> None:
     assert received == data
 
 
+async def test_those_who_read_from_a_connection_that_is_closed_are_told() -> None:
+    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhalf of\n")
+        await ended.wait()
+        writer.close()
+
+    async def read() -> None:
+        async with made.open("GET", address) as response:
+            async for _ in made.lines(response):
+                begun.set()
+
+    begun, ended = asyncio.Event(), asyncio.Event()
+    async with server(begin) as address, connection(read_timeout=math.inf) as made:
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        await made.close()
+        with pytest.raises(BackendUnavailable, match="Connection closed"):
+            await asyncio.wait_for(reading, HANGS)
+        ended.set()
+
+
 async def test_an_address_where_nobody_listens_is_retried_only_if_somebody_did() -> None:
     async with connection(retry_timeout=60) as made:
 
@@ -162,3 +186,7 @@ async def test_an_address_where_nobody_listens_is_retried_only_if_somebody_did()
         await until(lambda: made.refused >= 5)
         async with await asyncio.start_server(answer, *address.removeprefix("http://").split(":")):
             assert await waiting == "hi"
+        refused, address = made.refused, "http://nowhere.invalid"
+        with pytest.raises(BackendUnavailable):
+            await request()
+        assert made.refused == refused, "the server may be running: its name was not found"

@@ -6,6 +6,7 @@ On two CPU cores with gloo, in float32.
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,9 +31,9 @@ from transformers import AutoModelForCausalLM
 from insitu.backend.inference.sampler import GenerationRequest, SamplingParams
 from insitu.backend.learner.batches import Row
 from insitu.backend.learner.jobs import TrainingQueue
-from insitu.backend.learner.learner import Learner, TrainedVersion
+from insitu.backend.learner.learner import Learner, Learners, TrainedVersion
 from insitu.backend.model import LoadedModel, load_model
-from insitu.errors import JobFailed
+from insitu.errors import BackendError, JobFailed
 from insitu.integrations.torchrun.group import RankGroup
 from insitu.schemas.backend_processes import LearnerOptions
 from insitu.schemas.lora import LoRASettings
@@ -359,6 +360,37 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def test_ranks_train_the_version_that_the_backend_has(
+    model: LoadedModel, tmp_path: Path, groups: list[RankGroup]
+) -> None:
+    """Also if it could not read the weights of the last job, which is sent again, and for a new policy of a name."""
+    alone = Learner(model, tmp_path / "alone")
+    expected = [run(alone, job) for job in range(2)]
+    together = ranked(model, tmp_path / "ranks", groups)
+
+    class DamagedDisk:
+        def train(self, folder: Path, *job: Any) -> Any:
+            done = yield from groups[0].train(folder, *job)
+            (folder / "checkpoints/step_000001/model.safetensors").write_bytes(b"")
+            return done
+
+        def close(self) -> None: ...
+
+    together.group = DamagedDisk()
+    with pytest.raises(BackendError):
+        run(together, 0)
+    together.group = groups[0]
+    assert (together.version, together.saved.folder_of(1).exists()) == (0, False)
+    for job in range(2):
+        assert difference(saved(run(together, job).checkpoint), saved(expected[job].checkpoint)) < TOLERANCE
+    learners = Learners(together)
+    for _ in range(2):
+        policy = learners.open("agent", tmp_path / "agent")
+        assert difference(saved(run(policy, 0).checkpoint), saved(expected[0].checkpoint)) < TOLERANCE
+        learners.close("agent")
+        shutil.rmtree(tmp_path / "agent")
 
 
 def test_a_failed_job_says_why_and_the_next_one_runs(

@@ -27,6 +27,7 @@ from insitu.workflow.llms import policy_named_by
 
 _LOSSES_TOGETHER = 2
 """An attempt that has lost as many services gets one without other episodes."""
+_TIMEOUT_KEYS = "general.executor.timeout, or --endpoint_timeout"
 _WORKFLOW = "workflow"
 """The id of the only workflow that a service has."""
 
@@ -78,7 +79,7 @@ class RemoteExecutor(Executor):
                 what = f"the attempt {pool.activity()}" if session is None else f"{session.name} is silent"
                 error = BackendUnavailable(f"{what} ({self._timeout:g} s)")
             else:
-                error = EpisodeTimeout(f"no answer within endpoint_timeout: {self._timeout:g} s")
+                error = EpisodeTimeout(f"no answer within {self._timeout:g} s ({_TIMEOUT_KEYS})")
         except (BackendUnavailable, RequestRefused, ValueError, KeyError, TypeError) as failure:
             error = failure
         episode = Episode(key, EpisodeStatus.FAILED, seconds=time.monotonic() - started)
@@ -170,6 +171,6 @@ class ServiceExecutor(RemoteExecutor):
                 raise errors[0]
             return len(self._urls) - len(errors)
 
-        retry = Retry("the workflow service", self.config.timeout, key="endpoint_timeout")
+        retry = Retry("the workflow service", self.config.timeout, key=_TIMEOUT_KEYS)
         retry.reached = reached
         return await retry(f"GET {EPISODES}", check_all)

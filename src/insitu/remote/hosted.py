@@ -17,7 +17,7 @@ from insitu.builder import Builder
 from insitu.collect.collector import stray_completions
 from insitu.collect.episodes import AttemptResult, fail, in_process
 from insitu.config import Config
-from insitu.errors import describe_error
+from insitu.errors import WorkflowError, describe_error
 from insitu.remote.attempt_records import Counts, EpisodeRequest, ServedPolicy
 from insitu.schemas.episodes import DropReason, Episode, EpisodeStatus
 from insitu.schemas.evaluation import EvalInputItem
@@ -65,13 +65,17 @@ class _Deployment:
             async with opened as workflow:
                 self.ready.set_result(workflow)
                 await self._closed.wait()
-        except Exception as error:  # building and closing run user code
+        except BaseException as error:  # building and closing run user code, which may raise anything
+            task = asyncio.current_task()
+            if isinstance(error, KeyboardInterrupt) or (task is not None and task.cancelling()):
+                raise
             if self._closed.is_set():
                 logger.warning("a workflow could not be closed: %s", describe_error(error))
             elif self.ready.done():  # its backend is lost
                 logger.warning("a workflow has stopped, the next request builds it again: %s", describe_error(error))
             else:
-                self.ready.set_exception(error)
+                stopped = f"the workflow cannot be built: {describe_error(error)}"
+                self.ready.set_exception(error if isinstance(error, Exception) else WorkflowError(stopped))
                 self.ready.exception()  # marks it as retrieved: without waiters asyncio would log a warning
 
     def close(self) -> None:

@@ -205,6 +205,8 @@ class ServicePool:
         self._wake(len(self._waiting))
         cause = await service.until_lost()
         self._ready.remove(service)
+        if self._failure is not None:  # no other is started
+            self._wake(len(self._waiting))
         lost = service.lost_episodes
         logger.warning("%s has ended; its %d episodes are run again (%s)", service.name, lost, cause)
 

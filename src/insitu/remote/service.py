@@ -53,7 +53,7 @@ from insitu.wire.http_server import (
     validation_refusal,
 )
 from insitu.wire.json_values import decode, encode
-from insitu.wire.redaction import redact, redact_bytes
+from insitu.wire.redaction import redact, redact_bytes, remember_secret
 from insitu.workflow.context import EpisodeScope
 from insitu.workflow.event_loop import loop_in_thread, run_in_loop
 
@@ -266,6 +266,7 @@ class AttemptStream:
             raise validation_refusal(error) from None
         number = request.attempt
         if request.policy is not None:
+            remember_secret(request.policy.api_key)
             self._service.check_policy(request.policy.base_url, self._client)
         if number in self._attempts:
             raise RequestRefused(f"attempt {number} is in progress", param="attempt")

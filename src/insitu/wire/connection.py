@@ -10,6 +10,7 @@ await connection.retry("GET /v1/train/jobs/j1", state)
 """
 
 import asyncio
+import errno
 import logging
 import math
 import random
@@ -18,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ MAX_LINE = 1 << 24
 _TRANSIENT_REFUSALS = frozenset((408, 425, 429))
 _REFUSED = (aiohttp.ClientConnectorError, ConnectionRefusedError, socket.gaierror)
 """No such host, or nothing at that port; HTTP libraries other than aiohttp raise the last two."""
+_NOBODY_LISTENS = (errno.ECONNREFUSED, None)
+"""Of a refused connection; None: of one that several addresses have refused. Not of names, networks and routes."""
 _jitter = random.Random()
 """Not the global generator, which a workflow may have seeded."""
 
@@ -203,12 +206,16 @@ class Connection:
     refused: int = 0
     """Number of refused connections: more than before means that the server was down in between."""
     _session: aiohttp.ClientSession | None = None
+    _responses: set[aiohttp.ClientResponse] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.retry = Retry(self.server, self.retry_timeout, self.exit_report)
 
     async def close(self) -> None:
+        """Ends the requests in progress with BackendUnavailable."""
         session, self._session = self._session, None
+        for response in [*self._responses]:
+            response.close()  # the session would leave those who read its body waiting
         if session is not None:
             await session.close()
 
@@ -232,6 +239,7 @@ class Connection:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=seconds)
         headers = headers or {}
         body: bytes | AsyncIterator[bytes] | None = data
+        response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(seconds) as limit:  # of the time between writes, which aiohttp does not limit
                 if data is not None and len(data) > _CHUNK_BYTES:
@@ -240,6 +248,7 @@ class Connection:
                 response = await self._session.request(
                     method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
                 )
+            self._responses.add(response)
             async with response:
                 if 300 <= response.status < 400 and "Location" in response.headers:
                     problem = f"{self.server} redirects to {response.headers['Location']}, which is not followed"
@@ -250,8 +259,11 @@ class Connection:
         except TimeoutError as error:
             raise self._unavailable(f"no data for {silence:g} s (read_timeout)") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            self.refused += isinstance(error, aiohttp.ClientConnectorError)
+            self.refused += isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _NOBODY_LISTENS
             raise self._unavailable(f"{type(error).__name__}: {error}") from error
+        finally:
+            if response is not None:
+                self._responses.discard(response)
 
     async def lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The lines of a streamed response; the last one may be incomplete."""

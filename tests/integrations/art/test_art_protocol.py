@@ -92,6 +92,43 @@ async def logprobs(client: httpx.AsyncClient, model: str) -> list[float]:
     return [token["logprob"] for token in choice["logprobs"]["content"]]
 
 
+async def test_a_request_that_is_sent_again_after_a_restart_is_not_trained_twice(loaded, tmp_path):
+    key = {"Idempotency-Key": "epoch 1"}
+    async with serving(loaded, tmp_path) as client:
+        (first, *_) = await train(client, training(), **key)
+    async with serving(loaded, tmp_path) as client:
+        (again,) = await train(client, training(), **key)
+        assert await step(client) == 1
+        assert {name: again[name] for name in ("loss", "num_gradient_steps")} == {
+            name: first[name] for name in ("loss", "num_gradient_steps")
+        }
+
+
+async def test_a_model_that_trains_is_not_deleted(loaded, tmp_path):
+    """Also if a later job of it has been canceled."""
+    async with serving(loaded, tmp_path) as client:
+
+        async def jobs() -> list[dict]:
+            return (await client.get("/art/jobs")).json()["jobs"]
+
+        async def are_two() -> bool:
+            return len(await jobs()) == 2
+
+        await step(client)
+        first = asyncio.create_task(train(client, training(trained=groups() * 40, packed_sequence_length=100)))
+        await until(jobs)
+        later = asyncio.create_task(client.post("/_train_model", json=training(config={"learning_rate": 2e-3})))
+        await until(are_two)
+        assert (await client.post(f"/v1/train/jobs/{(await jobs())[0]['id']}/cancel")).json()["status"] == "canceled"
+        id = (await client.post("/v1/preview/models", json=MODEL)).json()["id"]
+        refused = await client.delete(f"/v1/preview/models/{id}")
+        assert refused.status_code == 409
+        assert "cannot be deleted while a training job is pending or running" in refused.text
+        await first
+        await later
+        assert (await client.delete(f"/v1/preview/models/{id}")).status_code == 200
+
+
 async def test_a_recorded_session_of_0_5_4(loaded, tmp_path):
     """Every request gets an answer like the recorded one; what is sampled before training is the same."""
     async with serving(loaded, tmp_path) as client:

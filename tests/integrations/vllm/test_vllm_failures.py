@@ -64,6 +64,14 @@ async def test_a_transient_error_is_asked_again_of_the_same_server(
             await complete(parts.sampler)
 
 
+async def test_another_server_is_asked_if_one_has_too_much_to_do(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with sampling(loaded, tmp_path, servers=2) as parts:
+        for vllm in parts.vllms:
+            vllm.faults.append({"status": 429, "after": "3600" if vllm is parts.vllm else "0.01"})
+        await asyncio.wait_for(asyncio.gather(*(complete(parts.sampler) for _ in range(2))), HANGS)
+        assert sum(len(vllm.asked) for vllm in parts.vllms) == 4
+
+
 async def test_a_request_that_vllm_refuses_is_not_repeated(loaded: LoadedModel, tmp_path: Path) -> None:
     async with sampling(loaded, tmp_path) as parts:
         parts.vllm.faults.append({"status": 400})

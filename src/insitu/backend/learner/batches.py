@@ -292,9 +292,12 @@ class TrainsJobs(Protocol):
     """
 
     def train(
-        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+        self, folder: Path, policy: str, version: int, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Any, None, dict[str, Any]]:
-        """Yields the job's progress; returns {"version", "metrics"}. Raises JobFailed."""
+        """Trains the version of the policy in `folder`, and yields the job's progress; returns {"metrics"}.
+
+        Raises JobFailed.
+        """
 
     def close(self) -> None: ...
 

@@ -106,6 +106,11 @@ def completed(trained: TrainedVersion) -> dict[str, Any]:
     }
 
 
+def _earlier(trained: TrainedVersion) -> JobState:
+    """The state of a job of an earlier process."""
+    return JobState(**trained.job.model_dump(include={"id", "key"}), **completed(trained))
+
+
 @dataclass(eq=False)
 class TrainingQueue:
     """The training jobs of this process, and those of earlier ones whose checkpoints `learner` continues.
@@ -134,12 +139,14 @@ class TrainingQueue:
         for state in self._earlier_jobs():
             self._add(TrainingJob(state, self.learner, PartedRows.whole(())))
 
+    def adopt(self, learner: Learner) -> None:
+        """The jobs that earlier processes have trained for a learner can be looked up."""
+        for trained in learner.earlier_jobs:
+            self._add(TrainingJob(_earlier(trained), learner, PartedRows.whole(())))
+
     def _earlier_jobs(self) -> list[JobState]:
         """The latest jobs of earlier processes: from their checkpoints, or from their records if these were deleted."""
-        states = [
-            JobState(**trained.job.model_dump(include={"id", "key"}), **completed(trained))
-            for trained in self.learner.earlier_jobs
-        ]
+        states = [_earlier(trained) for trained in self.learner.earlier_jobs]
         for path in (self.output_dir / "jobs").glob("job-*.json"):
             try:
                 state = JobState.model_validate_json(path.read_bytes())
@@ -234,6 +241,10 @@ class TrainingQueue:
             del self._jobs[job.state.id]
             if job.state.key and self._by_idempotency_key.get(job.state.key) is job:
                 del self._by_idempotency_key[job.state.key]
+
+    def trains(self, learner: Learner) -> bool:
+        """Whether a job of a learner is pending or running."""
+        return any(job.learner is learner and not job.ended for job in self._jobs.values())
 
     def forget_keys(self, learner: Learner) -> None:
         """Makes the idempotency keys of a learner's jobs those of new ones."""

@@ -296,9 +296,14 @@ class Learner:
         assert self.group is not None
         every = yield from wait_until_closed(rows)
         job = job.model_copy(update={"digest": job.digest or rows.hexdigest})
-        done = yield from self.group.train(self.output_dir, self.policy_name, settings, every, job)
+        done = yield from self.group.train(self.output_dir, self.policy_name, self.version, settings, every, job)
         checkpoint = self.saved.folder_of(self.version + 1)
-        module = self._read_weights(checkpoint, settings.lora) if self.served_here else None
+        try:
+            module = self._read_weights(checkpoint, settings.lora) if self.served_here else None
+        except BaseException:  # re-raised; the ranks continue from the versions that are there
+            if checkpoint.exists():
+                delete_folder(checkpoint)
+            raise
         return TrainedVersion(module, self.version + 1, checkpoint, job.model_copy(update={"metrics": done["metrics"]}))
 
     def _train_here(self, settings: TrainingSettings, parts: PartedRows, job: JobRecord) -> Training:

@@ -58,11 +58,11 @@ class RankGroup:
         self._received = b""
 
     def train(
-        self, folder: Path, policy: str, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
+        self, folder: Path, policy: str, version: int, settings: TrainingSettings, rows: Sequence[Row], job: JobRecord
     ) -> Generator[Progress | None, None, dict[str, Any]]:
         """Yields while the ranks train, None if there is nothing to report.
 
-        Returns {"version", "metrics"}. Raises JobFailed with the reason of the ranks, or with the last
+        Returns {"metrics"}. Raises JobFailed with the reason of the ranks, or with the last
         error of one that has ended. If the generator is closed, the ranks are stopped.
         """
         path = self._folder / "rows.safetensors"
@@ -73,6 +73,7 @@ class RankGroup:
             self._send(
                 folder=str(folder.resolve()),
                 policy=policy,
+                version=version,
                 settings=settings.model_dump(mode="json"),
                 rows=str(path),
                 job=job.model_dump(mode="json"),

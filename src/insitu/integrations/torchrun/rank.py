@@ -3,8 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 4 -m insitu.integrations.torchrun.rank ORDER_FILE
 
 Every rank reads ORDER_FILE, a JSON file with the model. Standard input is a socket of the backend: rank 0 gets a line
-per job, the name of a JSON file with {"folder", "policy", "settings", "rows", "job"}, and sends lines of JSON:
-{"progress"}, and a last one with the trained version, or with the reason why the job failed.
+per job, the name of a JSON file with {"folder", "policy", "version", "settings", "rows", "job"}, and sends lines of
+JSON: {"progress"}, and a last one with the metrics, or with the reason why the job failed.
 """
 
 import json
@@ -157,11 +157,17 @@ def main(order_file: Path) -> None:
         learners: dict[str, Learner] = {}
         server.send({"ready": True})
         while (job := server.receive()) is not None:
-            if job["folder"] not in learners:
-                learners[job["folder"]] = Learner(loaded, Path(job["folder"]), job["policy"], ranks=ranks, code=code)
-                learners[job["folder"]].resume()
+            learner = learners.get(job["folder"])
+            if learner is None or learner.version != job["version"]:  # which was deleted, or its last job not served
+                learner = Learner(loaded, Path(job["folder"]), job["policy"], ranks=ranks, code=code)
+                learner.resume()
+                learners[job["folder"]] = learner
+            if learner.version != job["version"]:
+                found = f"{job['folder']} has version {learner.version}"
+                server.send({"failed": f"{found}, but the backend trains version {job['version']}"})
+                continue
             try:
-                for message in _messages(learners[job["folder"]], job):
+                for message in _messages(learner, job):
                     if message is not None:
                         server.send(message if isinstance(message, dict) else {"progress": message})
             except JobFailed as error:  # raised on all ranks alike
@@ -171,10 +177,10 @@ def main(order_file: Path) -> None:
 
 
 def _messages(learner: Learner, job: dict[str, Any]) -> Iterator[Progress | Parked | dict[str, Any] | None]:
-    """The progress of a job, and in the end the trained version."""
+    """The progress of a job, and in the end its metrics."""
     settings, record = TrainingSettings(**job["settings"]), JobRecord(**job["job"])
     trained = yield from learner.run(settings, read_rows(Path(job["rows"])), record.id, record.key, record.digest)
-    yield {"version": trained.version, "metrics": trained.metrics}
+    yield {"metrics": trained.metrics}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -159,8 +159,15 @@ class Fleet:
             self.versions.request(weights, by_number=by_number)
         return weights
 
-    async def acquire(self, weights: WeightVersion, prompt: Sequence[int]) -> Replica:
-        """A server that has the weights. Raises BackendUnavailable if there is none in time."""
+    def are_busy(self, replicas: Collection[Replica]) -> bool:
+        """Whether no other server can be asked."""
+        return all(each in replicas for each in self.replicas if each.ready and each.base == self._base)
+
+    async def acquire(self, weights: WeightVersion, prompt: Sequence[int], busy: Collection[Replica] = ()) -> Replica:
+        """A server that has the weights, not one of the `busy` ones if there is another.
+
+        Raises BackendUnavailable if there is none in time.
+        """
         deadline = asyncio.get_running_loop().time() + self.waits.for_a_server
         while True:
             place = self._place(weights)
@@ -170,7 +177,8 @@ class Fleet:
             if not loads:
                 await self._wait_for_change(deadline)
                 continue
-            replica = self._router.choose(prompt, loads)
+            idle = {each: load for each, load in loads.items() if each not in busy}
+            replica = self._router.choose(prompt, idle or loads)
             if not place.is_adapter or weights in replica.adapters:
                 return replica
             is_older = not self.versions.is_latest(weights)

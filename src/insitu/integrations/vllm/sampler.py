@@ -5,7 +5,7 @@ A completion is given to the caller only if the server says that all its tokens 
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,8 @@ from insitu.wire.redaction import remember_secret
 
 MAX_ATTEMPTS = 5
 """How often a completion is asked for before its failure is reported."""
-BUSY_SECONDS = 1.0
-"""Delay after a server has too much to do, if it names none."""
+BUSY_SECONDS, MOST_BUSY_SECONDS = 1.0, 10.0
+"""Delay after all servers have too much to do, if they name none, and the longest one."""
 
 
 @dataclass
@@ -165,12 +165,12 @@ class VllmSampler(Sampler):
                 self._in_flight[call.weights] -= call.size
                 self._in_flight += Counter()  # forgets versions without completions
 
-    async def _acquire(self, call: _Call, prompt: list[int]) -> Replica:
+    async def _acquire(self, call: _Call, prompt: list[int], busy: Collection[Replica]) -> Replica:
         """A server that has the weights. A request for the latest gets newer ones if none of its completions began."""
         while True:
             weights = call.weights
             try:
-                replica = await self.fleet.acquire(weights, prompt)
+                replica = await self.fleet.acquire(weights, prompt, busy)
             except Replaced:
                 if weights != call.weights:  # another completion of the request was first
                     continue
@@ -188,9 +188,9 @@ class VllmSampler(Sampler):
         self, request: GenerationRequest, call: _Call, *, streamed: bool
     ) -> AsyncGenerator[OutputDelta, None]:
         """Asks another server if one fails before the first delta, which is the only one if not `streamed`."""
-        attempts = 0
+        attempts, busy = 0, set[Replica]()
         while True:
-            replica = await self._acquire(call, request.prompt)
+            replica = await self._acquire(call, request.prompt, busy)
             weights, first, attempts = call.weights, True, attempts + 1
             outputs = self._outputs_of(replica, Completion(*request), weights, streamed=streamed)
             try:
@@ -205,7 +205,10 @@ class VllmSampler(Sampler):
             except Overloaded as error:
                 if attempts == MAX_ATTEMPTS or not first:
                     raise
-                await asyncio.sleep(error.retry_after or BUSY_SECONDS)
+                busy.add(replica)
+                if self.fleet.are_busy(busy):
+                    await asyncio.sleep(min(error.retry_after or BUSY_SECONDS, MOST_BUSY_SECONDS))
+                    busy.clear()
             except (BackendUnavailable, RequestRefused) as error:
                 if isinstance(error, RequestRefused) and error.status != 404:  # an adapter may have been lost
                     raise

@@ -166,8 +166,9 @@ def _arguments(settings: dict[str, Any]) -> list[str]:
 
 
 def _environment(gpus: list[int] | None) -> dict[str, str]:
-    """The routes for new weights are vLLM's development mode; the tokens of the backend are not vLLM's business."""
-    environment = {key: value for key, value in os.environ.items() if key not in (TOKEN_VARIABLE, SAMPLER_KEY_VARIABLE)}
+    """The routes for new weights are vLLM's development mode. Keys and tokens are those of other servers."""
+    others = (TOKEN_VARIABLE, SAMPLER_KEY_VARIABLE, "VLLM_API_KEY")
+    environment = {key: value for key, value in os.environ.items() if key not in others}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)

@@ -10,7 +10,7 @@ import orjson
 from pydantic import BaseModel, Field
 
 from insitu.disk.json_files import gzip_lines
-from insitu.errors import BackendError, InsituError, RequestRefused
+from insitu.errors import BackendError, BackendUnavailable, InsituError, RequestRefused
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.training_jobs import JobState, Retention, TrainingOptions
 
@@ -112,7 +112,7 @@ class Checkpoints:
 
     def __init__(self, request: Callable[..., Awaitable[Any]]) -> None:
         self._request = request
-        self._writing: dict[int, Future[None]] = {}
+        self._writing: dict[int, Future[bool]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -125,14 +125,19 @@ class Checkpoints:
             self._writing[version] = asyncio.run_coroutine_threadsafe(self._write(version), self._loop)
 
     async def finish(self, latest: int | None) -> None:
-        """Returns once these, and the latest version with its optimizer state, are written."""
-        last = [self._write(latest, "?complete=true", retried=False)] if latest else []
-        await asyncio.gather(*map(asyncio.wrap_future, self._writing.values()), *last)
+        """Returns once these, and the latest version with its optimizer state, are written; at once if it is away."""
+        if latest and not await self._write(latest, "?complete=true", retried=False):
+            for writing in self._writing.values():
+                writing.cancel()
+        await asyncio.gather(*map(asyncio.wrap_future, self._writing.values()), return_exceptions=True)
 
-    async def _write(self, version: int, query: str = "", **options: Any) -> None:
+    async def _write(self, version: int, query: str = "", **options: Any) -> bool:
+        """Whether the backend has answered."""
         try:
             await self._request("POST", f"/v1/train/versions/{version}/write{query}", orjson.loads, b"", {}, **options)
         except RequestRefused as error:  # the version was deleted, or a server that writes all
             logger.info("%s", error)
         except BackendError as error:
             logger.warning("version %d may have no checkpoint: %s", version, error)
+            return not isinstance(error, BackendUnavailable)
+        return True

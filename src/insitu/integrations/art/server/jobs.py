@@ -81,7 +81,8 @@ class ArtJob:
     def _lines_of(self, state: JobState) -> list[dict[str, float]]:
         if state.status == "running" and "loss" in state.metrics:
             return [self._format(state.metrics)]
-        return [self._format({})] if state.status == "completed" and not self.steps else []
+        has_no_other = not self.steps or len(self.job.history) == 1  # which is of an earlier process
+        return [self._format(state.metrics)] if state.status == "completed" and has_no_other else []
 
     def _format(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """The metrics under the names that the client's release expects."""
@@ -137,7 +138,8 @@ class ArtJobs:
         )
         art_job = ArtJob(job, request.model, _counts(groups, batch, settings), batch.dropped, request.digest)
         self._jobs[job.state.id] = self._latest[request.model.key] = art_job
-        await registered.metrics_log.log(step, "train", groups)
+        if not job.ended:
+            await registered.metrics_log.log(step, "train", groups)
         if len(self._jobs) > KEPT_JOBS:
             self._jobs.popitem(last=False)
         return art_job
@@ -173,8 +175,8 @@ class ArtJobs:
         """Deletes a model; a request for one of the same name is a new job. Raises RequestRefused while it trains."""
         key = self._models.get(model_id).model.key
         async with self._locks.setdefault(key, asyncio.Lock()):
-            registered, latest = self._models.get(model_id), self._latest.get(key)
-            if latest is not None and not latest.job.ended:
+            registered = self._models.get(model_id)
+            if self._services.jobs.trains(registered.learner):
                 problem = f"{key} cannot be deleted while a training job is pending or running"
                 raise RequestRefused(problem, status=409, code="model_busy")
             self._latest.pop(key, None)

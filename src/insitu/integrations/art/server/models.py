@@ -182,6 +182,7 @@ class ArtModels:
             if learner.version:
                 await self._services.sampler.publish(WeightVersion(learner.version, model.key))
             if model.key not in self._models:  # another request may have registered it meanwhile
+                self._services.jobs.adopt(learner)
                 self._models[model.key] = RegisteredModel(model, learner, MetricsLog(folder))
         return self._models[model.key]
 
