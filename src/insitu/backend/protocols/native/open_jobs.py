@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
@@ -10,6 +11,7 @@ from aiohttp import web
 from insitu.backend.http import ApiRoute
 from insitu.backend.inference.tokenizer import ChatTokenizer
 from insitu.backend.learner.jobs import TrainingJob, TrainingQueue
+from insitu.backend.learner.parts import PartedRows
 from insitu.backend.protocols.native.uploads import Limits, check_rows, read_part
 from insitu.errors import RequestRefused
 from insitu.schemas.episodes import TrainingRow
@@ -30,7 +32,8 @@ def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenize
             problem = f"part {number!r} does not exist; allowed: 0 to {job.rows.count - 1}"
             raise RequestRefused(problem, param="number", code="part_not_found", status=404)
         encoding = request.headers.get("Content-Encoding", "")
-        rows, lines, size = await read_part(body_chunks(request), encoding, job, int(number), limits, tokenizer)
+        chunks = _heard(body_chunks(request), job.rows)
+        rows, lines, size = await read_part(chunks, encoding, job, int(number), limits, tokenizer)
         job = _get(jobs, job.state.id)
         if not job.rows.add(int(number), rows, lines, size):
             raise RequestRefused(f"part {number} of job {job.state.id} has other rows", status=409, code="part_differs")
@@ -49,6 +52,12 @@ def open_job_routes(jobs: TrainingQueue, limits: Limits, tokenizer: ChatTokenize
         ApiRoute("POST", f"{base}/{{id}}/parts/{{number}}", add_part, part, response=JobState, **lines),
         ApiRoute("POST", f"{base}/{{id}}/close", close, closing, request=[Retention], response=JobState),
     ]
+
+
+async def _heard(chunks: AsyncIterator[bytes], rows: PartedRows) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        rows.heard_at = time.monotonic()
+        yield chunk
 
 
 def _get(jobs: TrainingQueue, job_id: str) -> TrainingJob:

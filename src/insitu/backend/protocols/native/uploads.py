@@ -7,7 +7,6 @@ chat completions.
 import asyncio
 import hashlib
 import itertools
-import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -145,7 +144,7 @@ async def read_part(
     reader = RowReader(job.method, limits, tokenizer, f"part {part} ")
     rows, text, size, held = list[Row](), list[bytes](), 0, job.rows
     try:
-        async for line in _lines(decompressed(_heard(chunks, held), encoding, limits.max_bytes), limits):
+        async for line in _lines(decompressed(chunks, encoding, limits.max_bytes), limits):
             text.append(line.strip() + b"\n")
             size += len(text[-1])
             rows += await reader.read(_parse_line(RowLine, line, f"row {len(text)}"), len(text))
@@ -157,12 +156,6 @@ async def read_part(
         return rows, await asyncio.to_thread(lambda: zlib.compress(b"".join(text), 1)), size
     finally:
         held.reading.pop(part, None)
-
-
-async def _heard(chunks: AsyncIterator[bytes], rows: PartedRows) -> AsyncIterator[bytes]:
-    async for chunk in chunks:
-        rows.heard_at = time.monotonic()
-        yield chunk
 
 
 async def _lines(chunks: AsyncIterator[bytes], limits: Limits) -> AsyncIterator[bytes]:
