@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,19 @@ def test_a_run_is_continued(trained: tuple[Path, dict[str, Any]]) -> None:
     code = TRAIN.replace("epochs=2", "epochs=3, resume=True") + "show(rewards=run.metrics.column('avg_reward'))"
     shown, _ = script(folder, code)
     assert len(shown["rewards"]) == 3
+
+
+@pytest.mark.slow
+def test_a_run_without_a_completed_epoch_is_begun_again_with_its_files(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder = Path(shutil.copytree(trained[0], trained[0].with_name("begun")))
+    run = folder / "runs/answer"
+    begun = {"config.yml", "rows.jsonl", "held_out.jsonl", "run.json", "events.jsonl"}
+    for path in [path for path in run.iterdir() if path.name not in begun]:  # as a process that is killed early
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    script(folder, TRAIN.replace("epochs=2", "epochs=1, resume=True"))
+    assert len(read_lines(run / "training_metrics.jsonl")) == 1
+    assert {"config.yml", "rows.jsonl"} <= {path.name for path in run.iterdir()}
+    assert (run.with_name("answer.1") / "run.json").exists()
 
 
 def test_a_complete_run_is_left_as_it_was(trained: tuple[Path, dict[str, Any]]) -> None:

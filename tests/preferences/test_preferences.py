@@ -1,18 +1,22 @@
 """Preference pairs: which candidates are compared, found by brute force too, and what they were sampled by."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from insitu.disk.json_files import dump_json
 from insitu.preferences.candidates import Targets, candidates_of
 from insitu.preferences.pairs import PairOptions, preference_pairs
 from insitu.preferences.selection import distinct_pairs, pair_rows
-from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall
+from insitu.runs.records import journal_record
+from insitu.schemas.episodes import CandidateStep, DropReason, Episode, EpisodeKey, EpisodeStatus, ModelCall, StepLog
 from insitu.schemas.finetuning import Trajectory, TrajectoryCollection
 from insitu.schemas.groups import GroupRecord
 from insitu.schemas.steps import IntermediateStep, IntermediateStepPayload, InvocationNode, TTCEventData
@@ -147,6 +151,14 @@ def end(name: str = "move", function: str = "answer", event: str = "TTC_END", **
         payload=payload,
         function_ancestry=InvocationNode(function_id="1", function_name=function, parent_name="<workflow>"),
     )
+
+
+@pytest.mark.parametrize(("value", "recorded"), [(np.float32(0.5), "0.5"), (np.int64(3), "3"), (3 + 4j, "3+4j")])
+def test_what_a_candidate_has_is_journaled_whatever_it_is(value: Any, recorded: str) -> None:
+    steps = StepLog([end(output=value, more=value)])
+    episode = Episode(EpisodeKey("r", 1, "0", 0), EpisodeStatus.OK, "a", [], steps)
+    (step,) = json.loads(dump_json(journal_record(episode)))["steps"]
+    assert [str(step["payload"]["data"][name]) for name in ("output", "more")] == [recorded] * 2
 
 
 def read(steps: list[IntermediateStep], calls: list[ModelCall], trained: Any = None, **more: Any) -> Any:

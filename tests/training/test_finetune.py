@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -418,6 +419,19 @@ def test_the_backend_never_outlives_its_run(project: Path, number: signal.Signal
     statuses = Counter(selection.read(row).status for row in selection.find())
     assert statuses.keys() <= {TrainingStatus.TRAINED, TrainingStatus.DROPPED, TrainingStatus.PENDING}
     assert statuses[TrainingStatus.TRAINED] >= 4
+
+
+def test_a_run_that_was_killed_as_its_backend_began_is_started_with_another_model(project: Path) -> None:
+    """At once, while the backend of the first one, which writes to the same log, is still starting."""
+    other = shutil.copytree(MODEL, project / "other")
+    with start_project(project) as process:
+        process.wait_until((project / "run/backend/backend.log").exists)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(HANGS)
+    options = ("-o", "trainer_adapters.backend.model", str(other), "-o", "finetuning.num_epochs", "1", "--resume")
+    code, _, err = run_project(project, *options)
+    assert code == 0, err
+    assert json.loads((project / "run/run.json").read_text())["starting_model"]["file"] == str(other)
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output(project: Path) -> None:

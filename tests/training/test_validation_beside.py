@@ -228,6 +228,29 @@ def test_a_failed_validation_fails_the_run_with_the_same_message(tmp_path: Path)
     assert messages[0] == messages[1]
 
 
+@pytest.mark.slow
+def test_a_validation_that_failed_is_repeated_while_its_weights_are_there(tmp_path: Path) -> None:
+    """The last one: what scores it was away. No epoch is played again."""
+    folder, away = project(tmp_path / "project", interval=2, reps=1), tmp_path / "project/away"
+    (folder / "judge.py").write_text(
+        "import os\nfrom digits_plugin import mean_digit\n\ndef judge(answer, question):\n"
+        "    if question['say'].startswith('Held out') and os.path.exists('run/training_metrics.jsonl') and "
+        "os.path.exists('away'):\n        raise ConnectionError('it is away')\n    return mean_digit(answer)\n"
+    )
+    config = yaml.safe_load((folder / "config.yml").read_text())
+    config["eval"]["evaluators"]["score"] = {"_type": "python", "function": "judge.py:judge"}
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    options = ("-o", "finetuning.num_epochs", "2", "--resume")
+    away.touch()
+    code, _, err = run_project(folder, *options)
+    assert (code, "1 validation(s) failed; the first, at epoch 2" in err) == (1, True), err
+    metrics = (folder / "run/training_metrics.jsonl").read_bytes()
+    away.unlink()
+    run = whole_run(folder, *options)
+    assert [(line["epoch"], "error" in line) for line in history_of(run)] == [(0, False), (2, False)]
+    assert (run / "training_metrics.jsonl").read_bytes() == metrics
+
+
 def test_an_interrupted_run_cancels_the_validation_beside_it(tmp_path: Path) -> None:
     folder = project(tmp_path / "project", held_out={"pause": 1e6})
     with start_project(folder, *BESIDE) as process:

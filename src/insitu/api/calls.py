@@ -265,7 +265,7 @@ def start_request(checked: Callable[..., Config], output: Path, resume: bool) ->
         config = checked(Path(draft))
         run_anywhere(lambda: _check(FinetuneRunConfig(config_file=config, resume=resume)))
         continued = _inputs(config, output) if resume and find_run(output, "--resume") is not None else None
-    if not resume:
+    if continued is None:
         set_aside(output)
     with nullcontext() if continued is None else FolderLock(output, OUTPUT_DIR):
         return FinetuneRunConfig(config_file=checked(output, continued), resume=resume)

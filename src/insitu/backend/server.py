@@ -191,6 +191,9 @@ def _chosen(kind: type[M], name: str, options: BackendOptions, **more: Any) -> M
 
 async def run(options: BackendOptions, on_ready: Callable[[str], None]) -> None:
     """Serves until a signal or the end of `parent_pid`; calls `on_ready` with the address once it listens."""
+    parent = options.parent_pid
+    if parent is not None and os.getppid() != parent and not is_alive(parent):  # a run may have begun in its folder
+        raise BackendError(f"process {parent}, which has started this one, has ended")
     with (
         _bound_socket(options.host, options.port) as listener,
         _output_folder(options.output_dir) as output_dir,

@@ -35,9 +35,11 @@ def serve(backend_options: BackendOptions) -> int:
         problem = f"insitu backend needs the extra `local` ({install} in the clone of insitu): {error}"
         print(log_line(problem), file=sys.stderr)
         return 2
+    parent = backend_options.parent_pid
+    whose = f" for process {parent}" if parent is not None else ""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}", flush=True)))
+            runner.run(run(backend_options, lambda url: print(f"insitu backend ready at {url}{whose}", flush=True)))
     except InsituError as error:
         print(log_line(f"insitu backend: {error}"), file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from insitu.advantages.credit import CallAdvantages
 from insitu.algorithms.selection import CurriculumState
-from insitu.disk.json_files import Block, dump_json
+from insitu.disk.json_files import Block, dump_json, to_json
 from insitu.runs.files import PROGRESS_HISTORY
 from insitu.schemas.episodes import (
     FORMAT_VERSION,
@@ -376,7 +376,7 @@ def journal_record(episode: Episode) -> dict[str, Any]:
     return {
         "episode": episode_record(episode),
         "calls": call_records(episode.key.text(), episode.calls),
-        "steps": [step.model_dump(mode="json") for step in steps],
+        "steps": [to_json(step) for step in steps],
         "abandoned_attempts": episode.abandoned_attempts,
     }
 

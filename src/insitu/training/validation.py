@@ -46,6 +46,7 @@ class Validation:
         self._report, self._store = run.report, run.store
         self._digest: str | None = None  # of the rows of the latest validation
         self._beside: asyncio.Task[dict[str, Any]] | None = None
+        self._has_failed = False  # the validation of the weights that the run continues with
 
     @classmethod
     async def opened(
@@ -84,9 +85,11 @@ class Validation:
     def restore(self, progress: RunProgress) -> None:
         """Reads what an earlier process has recorded."""
         for record in RunReader(self._store.path).validations():
-            if record["epoch"] > progress.epoch + ("error" not in record):  # a failure is repeated
+            is_failed = "error" in record
+            self._has_failed |= is_failed and record["epoch"] == progress.epoch
+            if record["epoch"] > progress.epoch + 1 - 2 * is_failed:  # a failure is repeated, if its weights are there
                 continue
-            if "error" not in record:
+            if not is_failed:
                 record["ci95"] = [math.nan if bound is None else bound for bound in record["ci95"]]
             self.history.append(record)
         self._keep_best(progress.epoch - 1 if progress.due_validation == progress.epoch else math.inf)
@@ -99,13 +102,16 @@ class Validation:
         """
         is_first = not self.history and (progress.epoch or not progress.warmed_up)  # after a warm-up they are not
         is_due = progress.due_validation == progress.epoch
-        if not is_first and not is_due:
+        if not is_first and not is_due and not self._has_failed:
             return
         if self.config.beside and can_overlap:
             self.due = progress.epoch
             self.start(progress.policy_version)
         else:
-            await self.run(progress.epoch, progress.policy_version if is_due else None)
+            version = progress.policy_version  # a later one may be served, which is not recorded yet
+            endpoint = await self._adapter.policy_endpoint()
+            is_other = endpoint is not None and endpoint.names_versions and endpoint.version != version
+            await self.run(progress.epoch, version if is_due or is_other else None)
             self._keep_best()
 
     async def after(self, epoch: int, *, is_last: bool) -> float:

@@ -22,7 +22,8 @@ from insitu.wire.redaction import remember_secret
 
 logger = logging.getLogger(__name__)
 
-_READY_LINE = re.compile(r"insitu backend ready at (http://\S+)\s")
+_READY_LINE = r"insitu backend ready at (http://\S+) for process {}\s"
+"""With the process it is for: one that an earlier run has left may write to the same log."""
 _LOOK_SECONDS = 0.02
 """How often the log of a backend that is starting is read."""
 _COUNT_SECONDS = 1.0
@@ -92,9 +93,10 @@ class BackendProcess:
         self.kills.clear()
         self._reason, self._peak = None, _peak_of_children()
         self._process = process = ChildProcess(command, self._log_path, environment, append=True)
+        ready_line = re.compile(_READY_LINE.format(os.getpid()))
         try:
             async with asyncio.timeout(startup_timeout):
-                while (match := _READY_LINE.search(process.output())) is None:
+                while (match := ready_line.search(process.output())) is None:
                     self._count(process)
                     if process.ended:
                         problem = f"insitu backend {process.outcome()} before it was ready"

@@ -18,7 +18,7 @@ from insitu.disk.folder_lock import FolderLock
 from insitu.disk.json_files import gzip_lines, read_object
 from insitu.errors import BackendError, BackendUnavailable, ConfigError, JobLost, RequestRefused
 from insitu.registry import register_trainer_adapter
-from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE
+from insitu.runs.files import BACKEND_FOLDER, STARTED_FILE, holds_run
 from insitu.runs.store import ORPHAN_SECONDS, OUTPUT_DIR, move_aside
 from insitu.schemas.episodes import TrainingRow
 from insitu.schemas.finetuning import (
@@ -115,7 +115,8 @@ class InsituTrainerAdapter(RowAdapter, StreamingAdapter, JobAdapter):
         request, record = self._builder.request, folder / STARTED_FILE
         if folder.exists():
             FolderLock(folder, OUTPUT_DIR, wait=ORPHAN_SECONDS).release()
-        if request is not None and request.resume and record.is_file():
+        continues = request is not None and request.resume and holds_run(folder.parent)  # else it has never begun
+        if continues and record.is_file():
             ignored = () if self.config.dtype == "auto" else ("dtype",)
             return {key: value for key, value in read_object(record).items() if key not in ignored}
         if (folder / "checkpoints").exists():
