@@ -313,6 +313,7 @@ JSON, NUMERIC = {"_type": "json_fields"}, {"_type": "numeric"}
         (JSON, '```json\n{"a": 1, "b": {"c": [2]}}\n```', '{"a": 1, "b": {"c": [2]}}', 1.0),
         (JSON, {"a": 1}, {"a": 1, "b": 2}, 0.5),
         (JSON | {"fields": ["b.c", "a"]}, {"a": 1, "b": {"c": 3}}, {"a": 1, "b": {"c": 2}}, 0.5),
+        (JSON, {"a.b": 1, "c": True}, {"a.b": 1, "c": 1}, 0.5),
         (JSON, "not JSON", {"a": 1}, 0.0),
         (NUMERIC, "so it is 1,234.50 dollars", "1234.5", 1.0),
         (NUMERIC, "first 3, then 5", 3, 0.0),

@@ -141,13 +141,13 @@ class JsonFieldsConfig(ComparisonConfig, name="json_fields"):
         value = _parsed(answer)
         if not isinstance(value, dict):
             return 0.0, "the answer is not a JSON object"
-        names = self.fields if self.fields is not None else list(wanted)
-        if not names:
+        paths = {name: name.split(".") for name in self.fields} if self.fields is not None else {n: [n] for n in wanted}
+        if not paths:
             raise WorkflowError("there is no field to compare: the expected answer is empty")
-        if unknown := [name for name in names if _field(wanted, name) is _MISSING]:
+        if unknown := [name for name, path in paths.items() if _field(wanted, path) is _MISSING]:
             raise WorkflowError(f"the row's expected answer has no field {', '.join(unknown)}")
-        wrong = [name for name in names if _field(value, name) != _field(wanted, name)]
-        return 1 - len(wrong) / len(names), f"different: {', '.join(wrong) or 'nothing'}"
+        wrong = [name for name, path in paths.items() if not _equal(_field(value, path), _field(wanted, path))]
+        return 1 - len(wrong) / len(paths), f"different: {', '.join(wrong) or 'nothing'}"
 
 
 class NumericConfig(ComparisonConfig, name="numeric"):
@@ -204,8 +204,12 @@ def _parsed(value: Any) -> Any:
 _MISSING = object()
 
 
-def _field(value: Any, name: str) -> Any:
-    for part in name.split("."):
+def _equal(value: Any, wanted: Any) -> bool:
+    return bool(value == wanted) and isinstance(value, bool) is isinstance(wanted, bool)  # 1 is not true
+
+
+def _field(value: Any, path: Sequence[str]) -> Any:
+    for part in path:
         if not isinstance(value, dict) or part not in value:
             return _MISSING
         value = value[part]
