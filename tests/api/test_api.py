@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,17 @@ show(left=backends(), refused=refused)
     assert "step_9 was deleted or never made; checkpoints there: step_" in shown["refused"][0]
     assert shown["refused"][1:] == ["temperature is -1; allowed: at least 0"]
     assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_close_its_agent_ends_in_silence(trained: tuple[Path, dict[str, Any]]) -> None:
+    code = "import insitu; print(insitu.Run('runs/answer').ask('Row 0', checkpoint='latest'))"
+    (scratch := trained[0] / "scratch").mkdir()
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=trained[0], env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr, [*scratch.iterdir()]) == (0, "", [])
 
 
 @pytest.mark.slow

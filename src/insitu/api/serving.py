@@ -1,11 +1,11 @@
 """A trained model, and the agent with it, served by a backend process for as long as they are used."""
 
 import asyncio
-import atexit
 import copy
 import logging
 import secrets
 import threading
+import weakref
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
@@ -77,7 +77,8 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
             self._main.set_result((asyncio.get_running_loop(), asyncio.current_task()))
             async with Builder(self._config) as builder, serve_policy(builder):
                 built = await self._build(builder)
-                atexit.register(self.close)  # the last comes first: before the folder of the backend is deleted
+                # Functions of `atexit` come too late: closing starts threads, which is not possible any more then.
+                threading._register_atexit(_close, weakref.ref(self))  # type: ignore[attr-defined]
                 self._ready.set_result(built)
                 await asyncio.Event().wait()
 
@@ -98,7 +99,6 @@ class _Served(AbstractContextManager["_Served[Any]"], Generic[T]):
 
     def close(self) -> None:
         """Ends its backend process."""
-        atexit.unregister(self.close)
         self._is_closing = True
         loop, task = self._main.result()
         if task is not None and not self.has_ended:
@@ -181,6 +181,11 @@ class TrainedModel(_Served[ModelClient]):
     def ask(self, messages: str | list[dict[str, Any]], **overrides: Any) -> str:
         """The text of one completion."""
         return self._model.ask(messages, **overrides)
+
+
+def _close(served: "weakref.ref[_Served[Any]]") -> None:
+    if (found := served()) is not None:
+        found.close()
 
 
 class TrainedAgent(_Served[Any]):
