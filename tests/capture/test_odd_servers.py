@@ -16,7 +16,6 @@ from aiohttp import web
 from test_gateway import KINDS, ask, claude, gateway_to, plain, post, text_by
 from waiting import hang, until
 
-from insitu.agents.frameworks import sync_client
 from insitu.collect.episodes import AttemptResult, EpisodeOptions, in_process
 from insitu.gateway.endpoint import EpisodeEndpoint
 from insitu.integrations.frameworks.anthropic import make_llm as claude_of
@@ -433,8 +432,7 @@ async def test_a_redirect_to_another_server_gets_no_prompt(by: str, streamed: bo
     assert got == []
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-async def test_a_model_server_gets_no_cookies_of_another_episode(blocking: bool) -> None:
+async def test_a_model_server_gets_no_cookies_of_another_episode() -> None:
     async def answer(request: web.Request) -> web.Response:
         got.append(request.headers.get("Cookie"))
         response = web.json_response({"choices": [CHOICE]})
@@ -445,13 +443,9 @@ async def test_a_model_server_gets_no_cookies_of_another_episode(blocking: bool)
     async with server_of(answer) as url:
         config = OpenAIConfig(model_name="m", base_url=f"{url}/v1", max_retries=0)
         async with aclosing(connect("player", config, "m", f"{url}/v1", "none")) as llm:
-            client = sync_client(llm)
             for _ in range(2):
                 with EpisodeScope():
-                    if blocking:
-                        await asyncio.to_thread(client.chat.completions.create, model="m", messages=ask("hi"))
-                    else:
-                        await llm.complete(ask("hi"))
+                    await llm.complete(ask("hi"))
     assert got == [None, None]
 
 
